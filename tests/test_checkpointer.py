@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
-from shardwise.retention import Saved
+from shardwise.retention import CheckpointInfo
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
 
@@ -317,9 +317,9 @@ def test_the_newest_is_always_kept(
     steps: list[int], last: int | None, every: int | None, best: bool
 ) -> None:
     metrics = {step: {"loss": float(step % 7)} for step in steps}
-    known = {step: Saved(metrics=each) for step, each in metrics.items()}
+    known = {step: CheckpointInfo(metrics=each) for step, each in metrics.items()}
     keep = sw.Keep(last=last, multiple_of=every, best=sw.Best("loss") if best else None)
-    kept = keep.kept(known)
+    kept = keep.steps_to_keep(known)
     assert max(steps) in kept
     assert kept <= set(steps)
     assert set(sorted(steps)[-(last or 1) :]) <= kept

@@ -15,16 +15,16 @@ import pytest
 import shardwise as sw
 from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
-from shardwise.retention import Saved, apply_retention, committed_steps, decode_keep
+from shardwise.retention import CheckpointInfo, apply_retention, committed_steps, decode_keep
 from shardwise.store import LocalStore
 
 HOUR = 3600.0
 
 
-def at_hours(*hours: float | None) -> dict[int, Saved]:
+def at_hours(*hours: float | None) -> dict[int, CheckpointInfo]:
     """Steps 1, 2, … saved at these hours."""
     return {
-        step: Saved(None if hour is None else hour * HOUR)
+        step: CheckpointInfo(None if hour is None else hour * HOUR)
         for step, hour in enumerate(hours, start=1)
     }
 
@@ -44,16 +44,16 @@ def at_hours(*hours: float | None) -> dict[int, Saved]:
 )
 def test_rules_of_time(keep: sw.Keep, hours: tuple[float | None, ...], kept: set[int]) -> None:
     steps = at_hours(*hours)
-    assert keep.kept(steps) == kept
-    assert keep.kept({step: steps[step] for step in kept}) == kept  # and again at the next save
+    assert keep.steps_to_keep(steps) == kept
+    assert keep.steps_to_keep({step: steps[step] for step in kept}) == kept  # so does the next save
 
 
 def test_equal_values_keep_the_newer_and_n_counts() -> None:
     losses = {1: 2.0, 2: 1.0, 3: None, 4: 1.0, 5: 3.0}
-    steps = {step: Saved(metrics={"loss": loss}) for step, loss in losses.items()}
-    assert sw.Keep(best=sw.Best("loss")).kept(steps) == {4, 5}
-    assert sw.Keep(best=sw.Best("loss", n=3)).kept(steps) == {1, 2, 4, 5}
-    assert sw.Keep(best=sw.Best("loss", mode="max", n=2)).kept(steps) == {1, 5}
+    steps = {step: CheckpointInfo(metrics={"loss": loss}) for step, loss in losses.items()}
+    assert sw.Keep(best=sw.Best("loss")).steps_to_keep(steps) == {4, 5}
+    assert sw.Keep(best=sw.Best("loss", n=3)).steps_to_keep(steps) == {1, 2, 4, 5}
+    assert sw.Keep(best=sw.Best("loss", mode="max", n=2)).steps_to_keep(steps) == {1, 5}
 
 
 def test_rules_survive_their_way_to_an_agent() -> None:

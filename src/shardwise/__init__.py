@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Box as Box
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
-    from shardwise.memory.trainer.handle import SaveHandle as SaveHandle
+    from shardwise.memory.trainer.save_handle import SaveHandle as SaveHandle
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
@@ -65,7 +65,7 @@ _HOMES = {
     "RankError": "errors",
     "RestoreReport": "checkpointer.restoring",
     "RngState": "state.rng",
-    "SaveHandle": "memory.trainer.handle",
+    "SaveHandle": "memory.trainer.save_handle",
     "Memory": "memory.options",
     "SaveReport": "engine.save",
     "SavedTensor": "saved_tensor",

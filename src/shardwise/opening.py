@@ -37,7 +37,7 @@ from shardwise.formats.specification import Specification
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
-from shardwise.retention import Choice, checked_choice, choose_step
+from shardwise.retention import Choice, choose_step, parse_choice
 from shardwise.store import Store, local_path
 
 log = logging.getLogger("shardwise")
@@ -170,12 +170,12 @@ def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str
 
     def make_message() -> tuple[Store, bytes]:
         store = enter()
-        return store, f"{store}, step={checked_choice(choice)!r}".encode()
+        return store, f"{store}, step={parse_choice(choice)!r}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
         asked = [each.decode() for each in messages]
         require_equal(asked, "ranks do not open the same checkpoint:")
-        return _step_below(store, checked_choice(choice)).encode()
+        return _step_below(store, parse_choice(choice)).encode()
 
     return exchange_keeping(group, "choosing a checkpoint", make_message, make_reply)[1].decode()
 

@@ -23,7 +23,7 @@ from shardwise.store import Store
 Metrics = Mapping[str, float | None]
 Duration = str | timedelta
 PlainKeep = dict[str, int | str | dict[str, int | str] | None]
-"""`Keep` as plain values, for the records of agents."""
+"""The fields of a `Keep` as plain values, for the records of agents."""
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -36,7 +36,7 @@ class Best:
     Args:
         metric: the name of the metric.
         mode: whether smaller (`"min"`) or larger (`"max"`) values are better.
-        n: how many checkpoints.
+        n: the number of checkpoints to select.
 
     Raises:
         ValueError: `n` is less than 1, or `mode` is unknown.
@@ -49,28 +49,29 @@ class Best:
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str):
-            raise TypeError(f"Best({self.metric!r}): expected the name of a metric")
+            raise TypeError(f"Best({self.metric!r}): expected the name of a metric, a string")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Best(mode={self.mode!r}): expected 'min' or 'max'")
         object.__setattr__(self, "n", check_integer("Best(n", self.n))
 
-    def ranked(self, metrics: Mapping[int, Metrics]) -> list[int]:
+    def rank_steps(self, metrics: Mapping[int, Metrics]) -> list[int]:
         """Return the steps that have this metric, best first; for equal values, newer steps first.
 
-        Values that are not finite count as not measured.
+        Args:
+            metrics: the metrics of each step. A value of None counts as not measured.
         """
         sign = 1 if self.mode == "min" else -1
         values = ((each.get(self.metric), step) for step, each in metrics.items())
-        ranked = sorted((sign * v, -step) for v, step in values if v is not None)
-        return [-negative for _, negative in ranked]
+        ranking = sorted((sign * value, -step) for value, step in values if value is not None)
+        return [-negative_step for _, negative_step in ranking]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints to keep. A checkpoint stays if any rule keeps it; the newest always stays.
 
-    Without any rule, all checkpoints stay. The time of a checkpoint is the one in its manifest. A
-    checkpoint whose manifest has no readable time stays under `latest_for` and `every_time`.
+    Without any rule, all checkpoints stay. `latest_for` and `every_time` use the time in the
+    manifest of a checkpoint. They keep a checkpoint whose manifest has no readable time.
 
     Write durations as `"90s"`, `"30m"`, `"2h"` or `"7d"`, or pass a `timedelta`.
 
@@ -79,8 +80,8 @@ class Keep:
         multiple_of: keep checkpoints whose step is a multiple of this.
         best: keep the checkpoints with the best values of a metric.
         latest_for: keep checkpoints that are at most this much older than the newest.
-        every_time: keep one checkpoint per interval: the oldest, then the first one that was saved
-            at least this long after it, and so on.
+        every_time: keep one checkpoint for each interval of this length: the oldest checkpoint,
+            then the first that was saved at least one interval after it, and so on.
 
     Raises:
         ValueError: a number or a duration is not positive.
@@ -106,40 +107,47 @@ class Keep:
         for name in ("latest_for", "every_time"):
             value = getattr(self, name)
             if value is not None:
-                seconds = _seconds(f"Keep({name}", value)
+                seconds = _duration_in_seconds(f"Keep({name}", value)
                 object.__setattr__(self, name, f"{seconds!r}s")
 
     @property
-    def removes(self) -> bool:
+    def has_rules(self) -> bool:
         """Whether there is any rule; without one, no checkpoint is removed."""
         return self != Keep()
 
-    def kept(self, steps: Mapping[int, Saved]) -> set[int]:
-        """Return which steps are kept, given the time and the metrics of each."""
-        ordered = sorted(steps)
-        if not self.removes or not ordered:
-            return set(ordered)
-        kept = set(ordered[-(self.last or 1) :])
-        if self.multiple_of is not None:
-            kept |= {step for step in ordered if step % self.multiple_of == 0}
-        if self.best is not None:
-            kept |= set(self.best.ranked({s: steps[s].metrics for s in ordered})[: self.best.n])
-        return kept | self._kept_by_time(ordered, steps)
+    def steps_to_keep(self, checkpoints: Mapping[int, CheckpointInfo]) -> set[int]:
+        """Return the steps that the rules keep.
 
-    def _kept_by_time(self, ordered: Sequence[int], steps: Mapping[int, Saved]) -> set[int]:
+        Args:
+            checkpoints: the time and the metrics of each step.
+        """
+        steps = sorted(checkpoints)
+        if not self.has_rules or not steps:
+            return set(steps)
+        kept = set(steps[-(self.last or 1) :])
+        if self.multiple_of is not None:
+            kept |= {step for step in steps if step % self.multiple_of == 0}
+        if self.best is not None:
+            metrics = {step: checkpoints[step].metrics for step in steps}
+            kept |= set(self.best.rank_steps(metrics)[: self.best.n])
+        return kept | self._steps_kept_by_time(steps, checkpoints)
+
+    def _steps_kept_by_time(
+        self, steps: Sequence[int], checkpoints: Mapping[int, CheckpointInfo]
+    ) -> set[int]:
         if self.latest_for is None and self.every_time is None:
             return set()
-        times = {step: at for step in ordered if (at := steps[step].at) is not None}
-        kept = set(ordered) - times.keys()
+        times = {step: time for step in steps if (time := checkpoints[step].saved_at) is not None}
+        kept = set(steps) - times.keys()
         if self.latest_for is not None and times:
-            oldest = times[max(times)] - _seconds("latest_for", self.latest_for)
-            kept |= {step for step, at in times.items() if at >= oldest}
+            oldest = times[max(times)] - _duration_in_seconds("latest_for", self.latest_for)
+            kept |= {step for step, time in times.items() if time >= oldest}
         if self.every_time is not None:
-            due = -math.inf
-            for step, at in sorted(times.items(), key=lambda each: (each[1], each[0])):
-                if at >= due:
+            next_time = -math.inf
+            for step, time in sorted(times.items(), key=lambda item: (item[1], item[0])):
+                if time >= next_time:
                     kept.add(step)
-                    due = at + _seconds("every_time", self.every_time)
+                    next_time = time + _duration_in_seconds("every_time", self.every_time)
         return kept
 
     @property
@@ -149,24 +157,25 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointInfo:
     """The data of a checkpoint that retention rules use.
 
     Attributes:
-        at: time of the save, in seconds since 1970; None if its manifest has no readable time.
-        metrics: metrics that were saved with it.
+        saved_at: time of the save, in seconds since 1970; None if the manifest has no readable
+            time.
+        metrics: the metrics that were saved with the checkpoint.
     """
 
-    at: float | None = None
+    saved_at: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
 
 Choice = Literal["newest"] | SupportsIndex | Best
-"""Selects a checkpoint of a root: the newest, that of a step, or the best by a metric."""
+"""Selects a checkpoint of a root: the newest one, a step number, or the best by a metric."""
 
 
-def checked_choice(step: object) -> Choice:
-    """Check a user's choice and return it.
+def parse_choice(step: object) -> Choice:
+    """Return a user's `step=` as a choice.
 
     Raises:
         StateError: `step` is not a step number, "newest" or a `Best`.
@@ -176,7 +185,9 @@ def checked_choice(step: object) -> Choice:
     if isinstance(step, Best):
         return step
     if isinstance(step, str) or step is None:
-        raise StateError(f"step={step!r}: expected a step, 'newest' or sw.Best(\"loss\")")
+        raise StateError(
+            f"step={step!r}: expected a step number, 'newest' or a rule such as sw.Best(\"loss\")"
+        )
     return check_step(step)
 
 
@@ -186,17 +197,19 @@ def decode_keep(data: Mapping[str, object]) -> Keep:
     Raises:
         msgspec.ValidationError: the values are not valid rules.
     """
-    return msgspec.convert(data, type=_PlainKeep).rules()
+    return msgspec.convert(data, type=_KeepFields).make_keep()
 
 
-class _PlainKeep(msgspec.Struct, forbid_unknown_fields=True):
+class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of `Keep`, with durations as text."""
+
     last: int | None = None
     multiple_of: int | None = None
     best: Best | None = None
     latest_for: str | None = None
     every_time: str | None = None
 
-    def rules(self) -> Keep:
+    def make_keep(self) -> Keep:
         return Keep(
             last=self.last,
             multiple_of=self.multiple_of,
@@ -206,18 +219,19 @@ class _PlainKeep(msgspec.Struct, forbid_unknown_fields=True):
         )
 
 
-def _seconds(what: str, duration: Duration) -> float:
+def _duration_in_seconds(option: str, duration: Duration) -> float:
+    """Return a duration in seconds. `option` names it in errors, such as "Keep(latest_for"."""
     if isinstance(duration, timedelta):
         seconds = duration.total_seconds()
     elif isinstance(duration, str):
         match = _DURATION.fullmatch(duration)
         if match is None:
-            raise ValueError(f"{what}={duration!r}): expected a duration, such as '90s' or '2h'")
+            raise ValueError(f"{option}={duration!r}): expected a duration, such as '90s' or '2h'")
         seconds = float(match.group(1)) * _UNITS[match.group(2)]
     else:
-        raise TypeError(f"{what}={duration!r}): expected a duration, such as '90s' or '2h'")
+        raise TypeError(f"{option}={duration!r}): expected a duration, such as '90s' or '2h'")
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{what}={duration!r}): expected a duration longer than 0")
+        raise ValueError(f"{option}={duration!r}): expected a duration longer than 0")
     return seconds
 
 
@@ -235,37 +249,39 @@ def apply_retention(
     damaged: frozenset[int],
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Remove the steps up to `newest`, which was just saved, that `keep` does not keep.
+    """Remove the checkpoints of a root that the rules do not keep.
 
-    Damaged steps are not counted and not removed. A checkpoint that is being read is left for the
-    next call.
+    Damaged checkpoints do not count for the rules, and are not removed. A checkpoint that is being
+    read stays until the next call.
 
     Args:
-        root: root of the checkpoints.
+        root: the root of the checkpoints.
         keep: the rules.
-        newest: step that was just saved; always kept.
+        newest: the step that was just saved. This step and later ones stay.
         damaged: steps that are known to be damaged.
-        is_wanted: called before each removal; if it returns False, the remaining steps are kept.
+        is_wanted: called before each removal; if it returns False, the remaining steps stay.
 
     Returns:
-        The steps that were removed.
+        The steps that were removed, ascending.
     """
     steps = [s for s in committed_steps(root) if s <= newest and s not in damaged]
-    needed = keep.needs_manifests
-    known = {s: _saved(root.at(step_directory(s))) if needed else Saved() for s in steps}
-    kept = keep.kept(known) | {newest}
-    gone = takewhile(lambda _: is_wanted(), (s for s in steps if s not in kept))
-    return [s for s in gone if remove_checkpoint(root.at(step_directory(s)))]
+    if keep.needs_manifests:
+        checkpoints = {step: _read_info(root.at(step_directory(step))) for step in steps}
+    else:
+        checkpoints = {step: CheckpointInfo() for step in steps}
+    kept = keep.steps_to_keep(checkpoints) | {newest}
+    to_remove = takewhile(lambda _: is_wanted(), (s for s in steps if s not in kept))
+    return [step for step in to_remove if remove_checkpoint(root.at(step_directory(step)))]
 
 
 def remove_checkpoint(store: Store) -> bool:
     """Remove a checkpoint, manifest first, unless it is being read; return whether it is gone."""
-    with store.hold(MANIFEST, shared=False) as held:
-        if not held:
+    with store.hold(MANIFEST, shared=False) as locked:
+        if not locked:
             return False
         store.delete(MANIFEST)
     remove_leftovers(store)
-    with suppress(OSError):  # the directory stays if it has files of others
+    with suppress(OSError):  # the directory contains files that shardwise did not write
         store.remove()
     return True
 
@@ -277,38 +293,35 @@ def choose_step(root: Store, choice: Choice) -> int:
         CheckpointNotFoundError: there is no such checkpoint.
     """
     steps = committed_steps(root)
-    found: int | None = None
     if choice == "newest":
-        what, found = "checkpoint: no save below it has completed", next(reversed(steps), None)
+        candidates = steps[::-1]
+        missing = "checkpoint: no save below it has completed"
     elif isinstance(choice, Best):
-        known = {step: _saved(root.at(step_directory(step))).metrics for step in steps}
-        what, found = f"checkpoint with the metric {choice.metric!r}", best_of(choice, known)
+        metrics = {step: _read_info(root.at(step_directory(step))).metrics for step in steps}
+        candidates = choice.rank_steps(metrics)
+        missing = f"checkpoint with the metric {choice.metric!r}"
     else:
         number = check_step(choice)
-        there = ", ".join(map(str, steps[-5:])) or "none"
-        what, found = f"checkpoint of step {number} (newest steps: {there})", number
-        found = number if number in steps else None
-    if found is None:
-        raise CheckpointNotFoundError(f"{root} has no {what}")
-    return found
+        candidates = [number] if number in steps else []
+        newest = ", ".join(map(str, steps[-5:])) or "none"
+        missing = f"checkpoint of step {number} (newest steps: {newest})"
+    if not candidates:
+        raise CheckpointNotFoundError(f"{root} has no {missing}")
+    return candidates[0]
 
 
-def best_of(best: Best, metrics: Mapping[int, Metrics]) -> int | None:
-    """Return the step with the best value, or None if no step has the metric."""
-    return next(iter(best.ranked(metrics)), None)
-
-
-def _saved(store: Store) -> Saved:
+def _read_info(store: Store) -> CheckpointInfo:
+    """Read the time and metrics of a checkpoint; a damaged manifest has neither."""
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except (FormatError, OSError):
-        return Saved()
-    return Saved(_time_of(manifest), manifest.metrics)
+        return CheckpointInfo()
+    return CheckpointInfo(_time_created(manifest), manifest.metrics)
 
 
-def _time_of(manifest: Manifest) -> float | None:
+def _time_created(manifest: Manifest) -> float | None:
     try:
-        at = datetime.fromisoformat(manifest.created)
+        created = datetime.fromisoformat(manifest.created)
     except ValueError:
         return None
-    return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
+    return (created if created.tzinfo else created.replace(tzinfo=timezone.utc)).timestamp()

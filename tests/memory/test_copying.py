@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.memory.trainer.copying import OF_SLACK, SAVES, Pace, Slack
+from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, Pace, Slack
 
 
 def run(total: int, bucket: int, target: float, seconds_a_byte: float) -> tuple[float, list[float]]:
@@ -59,17 +59,17 @@ def test_without_a_target_nothing_waits() -> None:
 
 def test_the_target_is_most_of_the_slack_of_the_last_saves() -> None:
     slack = Slack()
-    assert slack.target() == 0, "nothing is known yet"
+    assert slack.seconds_to_spread() == 0, "nothing is known yet"
     for each in (100.0, 1.0, 2.0, 3.0, 4.0, 5.0):
-        slack.add(each, waited=False)
-    assert SAVES == 5
-    assert slack.target() == pytest.approx(OF_SLACK * 3.0)
-    assert OF_SLACK < 1
+        slack.add(each, has_waited=False)
+    assert SAVES_MEASURED == 5
+    assert slack.seconds_to_spread() == pytest.approx(SLACK_SHARE * 3.0)
+    assert SLACK_SHARE < 1
 
 
 def test_after_a_fence_that_had_to_wait_the_next_goes_at_full_speed() -> None:
     slack = Slack()
-    slack.add(2.0, waited=True)
-    assert slack.target() == 0
-    slack.add(2.0, waited=False)
-    assert slack.target() == pytest.approx(OF_SLACK * 2.0)
+    slack.add(2.0, has_waited=True)
+    assert slack.seconds_to_spread() == 0
+    slack.add(2.0, has_waited=False)
+    assert slack.seconds_to_spread() == pytest.approx(SLACK_SHARE * 2.0)

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, lineage_of, resume_from
-from shardwise.memory.remote.search import Held, Search
+from shardwise.memory.remote.search import NodeFiles, Search
 from shardwise.store import LocalStore
 
 RUN = "0" * 16
@@ -129,7 +129,7 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
         return {name: len(data) for name, data in files.items()}
 
     held = [
-        Held(str(node), {step: sizes(files) for step, files in by_step.items()}, [])
+        NodeFiles(str(node), {step: sizes(files) for step, files in by_step.items()}, [])
         for node, by_step in enumerate(nodes)
     ]
     infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}

@@ -21,9 +21,9 @@ from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.observe import read_outcome, view_run
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, RingFile, Staged
-from shardwise.memory.redundancy.placement import Group, Member
+from shardwise.memory.redundancy.placement import Member, ProtectionGroup
 from shardwise.memory.seal import Mappings
-from tests.memory.test_peers import unreachable
+from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
 
 ONE, OTHER = "0" * 16, "1" * 16
@@ -49,7 +49,7 @@ def staged(save_id: str) -> Staged:
 
 
 def kept(save_id: str) -> RingFile:
-    return RingFile(Group((Member("a", "", ()),)), save_id, "slot", None, {})
+    return RingFile(ProtectionGroup((Member("a", "", ()),)), save_id, "slot", None, {})
 
 
 @pytest.mark.parametrize(

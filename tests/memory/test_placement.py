@@ -12,19 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.memory.redundancy.parity import extents
 from shardwise.memory.redundancy.placement import (
-    Group,
     Member,
     Protection,
+    ProtectionGroup,
     combine_groups,
-    copied_files,
     decode_protection,
+    files_to_copy,
     form_groups,
-    locate,
-    memberships,
+    group_of_file,
+    groups_of_node,
+    parity_file_name,
     parity_file_size,
-    parity_name,
 )
 
 SAVE = "0123456789abcdef"
@@ -38,9 +37,9 @@ def nodes(*domains: str, size: int = 10_000, first: int = 0) -> list[Member]:
     ]
 
 
-def holders(group: Group, node: str) -> list[str]:
+def holders(group: ProtectionGroup, node: str) -> list[str]:
     """The nodes that keep a copy of a node's files."""
-    kept = {each.node: copied_files(group, at) for at, each in enumerate(group.members)}
+    kept = {each.node: files_to_copy(group, at) for at, each in enumerate(group.members)}
     return [
         keeper for keeper, files in kept.items() if any(owner.node == node for owner, *_ in files)
     ]
@@ -136,7 +135,7 @@ def test_every_node_keeps_as_many_copies_as_others_keep_of_it(
     placed = form_groups(nodes(*domains), SAVE, copies=copies)
     for group in placed.groups:
         for member in group.members:
-            kept = copied_files(group, group.members.index(member))
+            kept = files_to_copy(group, group.members.index(member))
             assert len(kept) == group.copies
             assert all(member.node in holders(group, owner.node) for owner, _, _ in kept)
 
@@ -184,7 +183,7 @@ def test_memory_that_parity_takes_is_the_same_on_all_nodes() -> None:
     placed = form_groups(nodes(*[""] * 8, size=7_000_000), SAVE, parity=1)
     (group,) = placed.groups
     assert group.chunk == 1_048_576
-    assert parity_name(SAVE, group, 0) == f"parity-{SAVE}-0-0.bin"
+    assert parity_file_name(SAVE, group, 0) == f"parity-{SAVE}-0-0.bin"
     assert parity_file_size(group.chunk) == 1_048_576 + 4096
 
 
@@ -195,11 +194,11 @@ def test_extents_cover_a_range_up_to_the_last_file(sizes: list[int], one: int, t
     low, high = sorted((one, two))
     found = [
         (each.file, each.offset + at)
-        for each in extents(member, low, high)
+        for each in member.extents(low, high)
         for at in range(each.high - each.low)
     ]
     assert found == string[low:high]
-    assert [(each.low, each.high) for each in extents(member, 0, 120)] == [
+    assert [(each.low, each.high) for each in member.extents(0, 120)] == [
         (sum(sizes[:i]), sum(sizes[: i + 1])) for i, size in enumerate(sizes) if size
     ]
 
@@ -252,24 +251,24 @@ def test_files_are_in_order() -> None:
 
 
 def test_no_file_and_no_name_is_in_two_groups() -> None:
-    group = Group(tuple(nodes("a")))
-    with pytest.raises(ValueError, match="repeated: 0, r00000"):
+    group = ProtectionGroup(tuple(nodes("a")))
+    with pytest.raises(ValueError, match="repeats groups or files: 0, r00000"):
         Protection(SAVE, (group, group))
     with pytest.raises(ValueError, match="nodes repeated in one group: n00"):
-        Group(tuple(nodes("a") * 2))
+        ProtectionGroup(tuple(nodes("a") * 2))
 
 
 def test_unknown_files_are_named() -> None:
     with pytest.raises(FormatError, match=f"elsewhere is not a file of save {SAVE}"):
-        locate(form_groups(nodes("", ""), SAVE, parity=1), "elsewhere")
+        group_of_file(form_groups(nodes("", ""), SAVE, parity=1), "elsewhere")
 
 
 def test_a_node_may_protect_files_of_its_ranks_with_different_others() -> None:
     one, other = (form_groups(nodes("", "", first=first), SAVE, parity=1) for first in (0, 2))
     both = combine_groups(SAVE, one.groups + other.groups, copies=0, parity=1)
     assert [group.name for group in both.groups] == ["0", "1"]
-    assert memberships(both, "n00") == [(both.groups[0], 0), (both.groups[1], 0)]
-    assert locate(both, both.groups[1].members[1].files[0][0]) == (both.groups[1], 1)
+    assert groups_of_node(both, "n00") == [(both.groups[0], 0), (both.groups[1], 0)]
+    assert group_of_file(both, both.groups[1].members[1].files[0][0]) == (both.groups[1], 1)
 
 
 def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
@@ -277,5 +276,5 @@ def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
     placed = form_groups(members, SAVE, copies=2)
     for lost in combinations([each.node for each in members], 2):
         for each in members:
-            group, _ = memberships(placed, each.node)[0]
+            group, _ = groups_of_node(placed, each.node)[0]
             assert {each.node, *holders(group, each.node)} - set(lost)

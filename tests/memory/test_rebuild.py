@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.redundancy.parity import Read, build_parity, bytes_per_read
+from shardwise.memory.redundancy.parity import ReadRange, bytes_per_read, write_parity
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
     form_groups,
-    memberships,
+    groups_of_node,
+    parity_file_name,
     parity_file_size,
-    parity_name,
 )
 from shardwise.memory.redundancy.rebuild import Rebuilder, unreadable_files
 from shardwise.store import LocalStore
@@ -39,7 +39,7 @@ def rebuild_file(
     protection: Protection,
     node: str,
     file: str,
-    read: Read,
+    read: ReadRange,
     out: Buffer,
     *,
     offset: int = 0,
@@ -85,17 +85,17 @@ class Cluster:
                 assert offset % 4096 == len(data) % 4096 == 0
                 made[name][offset : offset + len(data)] = data
 
-            for group, at in memberships(self.protection, node):
-                build_parity(SAVE, group, at, self.read, write, threads=threads)
+            for group, at in groups_of_node(self.protection, node):
+                write_parity(SAVE, group, at, self.read, write, threads=threads)
             self.files[node].update(made)
 
     def of(self, node: str) -> list[tuple[str, Buffer]]:
         return sorted(self.files[node].items())
 
     def parity_of(self, node: str) -> tuple[tuple[str, int], ...]:
-        ((group, _),) = memberships(self.protection, node)
+        ((group, _),) = groups_of_node(self.protection, node)
         size = parity_file_size(group.chunk)
-        return tuple((parity_name(SAVE, group, q), size) for q in range(group.parity))
+        return tuple((parity_file_name(SAVE, group, q), size) for q in range(group.parity))
 
     def read(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
         self.asked.append((node, name, offset, len(out)))
@@ -213,7 +213,7 @@ def test_one_loss_too_many_is_an_error_that_says_so(m: int) -> None:
         cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
     text = str(failure.value)
     assert "the data of node n0 cannot be rebuilt" in text
-    assert f"{4 - m} of the {5 - m} pieces needed are left" in text
+    assert f"{4 - m} of the {5 - m} chunks needed are left" in text
     assert f"its group of 5 nodes survives the loss of {m}" in text
     assert "of node n1" in text
     assert "n1 does not answer" in text
@@ -268,7 +268,7 @@ def test_an_altered_byte_of_parity_is_seen() -> None:
     name = f"r00000-{SAVE}.safetensors"
     group = cluster.protection.groups[0]
     size = parity_file_size(group.chunk)
-    parity = parity_name(SAVE, group, 0)
+    parity = parity_file_name(SAVE, group, 0)
     for where in (0, 70_000, 103_000, size - 4096, size - 4096 + 7):
         cluster.files["n1"][parity][where] ^= 0x10
         with pytest.raises(CorruptionError, match=r"parity-.* of node n1: .*parity is damaged"):
@@ -289,7 +289,7 @@ def test_altered_parity_is_passed_over_if_there_is_more() -> None:
 
 def test_unfinished_parity_is_no_parity() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
-    cluster.files["n1"][parity_name(SAVE, cluster.protection.groups[0], 0)][:] = 0
+    cluster.files["n1"][parity_file_name(SAVE, cluster.protection.groups[0], 0)][:] = 0
     with pytest.raises(CorruptionError, match="parity is damaged"):
         cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
 
@@ -298,9 +298,9 @@ def test_parity_cannot_be_made_without_all_data() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     cluster.lost = {"n2"}
     with pytest.raises(StoreError, match=r"node n0 cannot compute parity: .*n2 does not answer"):
-        build_parity(
+        write_parity(
             SAVE,
-            *memberships(cluster.protection, "n0")[0],
+            *groups_of_node(cluster.protection, "n0")[0],
             cluster.read,
             lambda *_: None,
             threads=2,
@@ -312,9 +312,9 @@ def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     ((name, size),) = cluster.parity_of("n1")
     file = store.create(name, size)
-    build_parity(
+    write_parity(
         SAVE,
-        *memberships(cluster.protection, "n1")[0],
+        *groups_of_node(cluster.protection, "n1")[0],
         cluster.read,
         lambda _, offset, data: file.write_at(offset, data),
         threads=2,
@@ -346,7 +346,7 @@ def test_a_rebuilt_file_protects_others_again() -> None:
     held = cluster.held()
     assert unreadable_files(cluster.protection, held) == set(lost)
     held["n2"] |= {lost[0]}  # wherever it came from
-    parity = parity_name(SAVE, cluster.protection.groups[0], 0)
+    parity = parity_file_name(SAVE, cluster.protection.groups[0], 0)
     assert unreadable_files(cluster.protection, {**held, "n0": {parity}}) == set()
 
 

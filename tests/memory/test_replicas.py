@@ -17,7 +17,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.protect import claim
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Place, Run
-from shardwise.memory.trainer.rings import peers_of, rings_of
+from shardwise.memory.trainer.rings import form_rings, ranks_to_protect
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import lose, memory_of, shm
@@ -154,7 +154,7 @@ def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
     alike = [key.encode() for key, _ in ranks]
     node_of = [f"n{node}" for _, node in ranks]
     copies, parity = way
-    rings = rings_of(
+    rings = form_rings(
         alike,
         node_of,
         dict.fromkeys(node_of, ""),
@@ -167,7 +167,7 @@ def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
     for ring in rings:
         assert len({alike[rank] for rank in ring}) == 1
         assert len({node_of[rank] for rank in ring}) == len(ring) > 1
-    peers = peers_of(rings, len(ranks), copies=copies)
+    peers = ranks_to_protect(rings, len(ranks), copies=copies)
     for ring in rings:
         for rank in ring:
             assert set(peers[rank]) <= set(ring) - {rank}

@@ -22,9 +22,9 @@ from shardwise.memory.home import OUTCOMES, Home, Place, new_run
 from shardwise.memory.observe import view_run
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import Done, PendingManifest
-from shardwise.memory.remote.watch import Agents
+from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.seal import Mappings
-from shardwise.memory.trainer.handle import PendingSaves, Stages
+from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 
@@ -179,9 +179,9 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def stages_of(place: Place) -> Stages:
-    agents = Agents(Home(place.run.path.parents[2]), None, None, 10.0)
-    return Stages(agents, place, SAVE, ("commit", "persist"), logs_failures=True, retains=True)
+def stages_of(place: Place) -> PendingSave:
+    agents = SaveAgents(Home(place.run.path.parents[2]), None, None, 10.0)
+    return PendingSave(agents, place, SAVE, ("commit", "persist"), logs_failures=True, retains=True)
 
 
 def in_storage(tmp_path: Path) -> list[str]:
@@ -197,7 +197,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     for _ in range(2):
         assert free(place, 0.0, keeps_retain=True)
         assert place.list_names("") == [records.request_record(records.RETAIN, SAVE)]
-        assert stages.ended(records.RETAIN) is None
+        assert stages.outcome(records.RETAIN) is None
         assert not stages.has_succeeded()
         assert decide_run(view_run(place.run), 0.0) == [Retain(place, SAVE)]
     Follower("another agent", Mappings()).retain(Retain(place, SAVE))
@@ -254,4 +254,4 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> 
     fails(others[0])
     with pytest.raises(StoreError, match="step 4: retain: busy"):
         begun.raise_failure()
-    assert not begun.ends_durable()
+    assert not begun.is_last_durable()

@@ -18,13 +18,13 @@ from shardwise.memory.lineage import Branch, Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.search import (
     CONNECT_TIMEOUT,
-    Held,
+    NodeFiles,
     Search,
-    ask_around,
-    held_here,
-    reader,
+    ask_all_nodes,
+    list_own_files,
+    make_reader,
 )
-from tests.memory.test_peers import unreachable
+from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import RUN, TOKEN, serve
 
 SAVE = "0" * 16
@@ -46,8 +46,8 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
             place = Place(home.run(RUN), 3)
             place.path.mkdir(parents=True)
             write_record(place.path / name, together)
-        held = [Held("a", {}, [infos["b"], nowhere])]
-        found, known = ask_around(held, {"a": AgentInfo("a", "", "")}, RUN, None)
+        held = [NodeFiles("a", {}, [infos["b"], nowhere])]
+        found, known = ask_all_nodes(held, {"a": AgentInfo("a", "", "")}, RUN, None)
     assert [each.node for each in found] == ["a", "b", "c"]
     assert all(list(each.steps) == [3] for each in found[1:])
     assert known["c"] == infos["c"]
@@ -55,24 +55,24 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
 
 def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> None:
     with unreachable() as port:
-        held = [Held("a", {}, [AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)])]
+        held = [NodeFiles("a", {}, [AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)])]
         infos = {"a": AgentInfo("a", "", "")}
         start = time.monotonic()
-        assert ask_around(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
+        assert ask_all_nodes(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
         at_once = time.monotonic() - start
-        assert ask_around(held, infos, RUN, None) == (held, infos)
+        assert ask_all_nodes(held, infos, RUN, None) == (held, infos)
     assert (
         at_once < CONNECT_TIMEOUT / 2 < CONNECT_TIMEOUT <= time.monotonic() - start - at_once < 2.0
     )
 
 
-def committed(home: Home, step: int, epoch: int) -> Held:
+def committed(home: Home, step: int, epoch: int) -> NodeFiles:
     """A node that has all of a snapshot, which was saved in an epoch."""
     place = Place(home.run(RUN), step)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
     write_record(place.path / records.pending_record(SAVE), replace(pending([]), epoch=epoch))
-    return held_here(home.run(RUN), "a")
+    return list_own_files(home.run(RUN), "a")
 
 
 @pytest.mark.parametrize("branches", [(), (Branch(1, 3),)])
@@ -82,13 +82,13 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     """A run that was restored elsewhere since may have gone on from there."""
     home = Home(tmp_path)
     lineage = Lineage(RUN, branches)
-    read = reader({}, home.run(RUN), "a", None)
+    read = make_reader({}, home.run(RUN), "a", None)
 
-    def is_enough(held: Held, **wanted: int | None) -> bool:
+    def is_enough(held: NodeFiles, **wanted: int | None) -> bool:
         infos = {"a": AgentInfo("a", "", "")}
         return Search([held], infos, read, lineage).is_complete(wanted.get("step"))
 
-    assert not is_enough(Held("a", {}, []))
+    assert not is_enough(NodeFiles("a", {}, []))
     old = committed(home, 3, epoch=0)
     assert is_enough(old) == (not branches)
     new = committed(home, 3, epoch=lineage.epoch)
@@ -96,7 +96,7 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     assert is_enough(new, step=3)
     assert not is_enough(new, step=4)
     home.run(RUN).step(4).mkdir()  # another node may have what this one lacks of it
-    assert not is_enough(held_here(home.run(RUN), "a"))
+    assert not is_enough(list_own_files(home.run(RUN), "a"))
 
 
 def pending(nodes: list[AgentInfo]) -> PendingManifest:

@@ -107,7 +107,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     slots = Slots(run, "r00000-", "staged", 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(sw.StoreError, match="make it larger"):
+        with pytest.raises(sw.StoreError, match="make the file system larger"):
             slots.prepare(3 * LARGE_PAGE)
         assert not list(run.free.iterdir())
     slots.prepare(1000)
@@ -116,7 +116,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         for grow in (slots.prepare, slots.take):
-            with pytest.raises(sw.StoreError, match="make it larger"):
+            with pytest.raises(sw.StoreError, match="make the file system larger"):
                 grow(3 * LARGE_PAGE)
             assert slot.stat().st_size == size
     taken = slots.take(1000)
@@ -144,13 +144,13 @@ def test_memory_for_others_has_to_be_left(run: Run) -> None:
     slots = Slots(run, "r00000-", "staged", 2)
     said = r"stores for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
     with pytest.raises(sw.StoreError, match=said):
-        slots.prepare(1000, for_others=1 << 50)
+        slots.prepare(1000, leave_free=1 << 50)
     assert not list(run.free.iterdir())
-    assert slots.prepare(1000, for_others=1000) > 0
+    assert slots.prepare(1000, leave_free=1000) > 0
     with pytest.raises(
         sw.StoreError, match=r"stores for others needs [\d,]{16,} more, and .* 0 more"
     ):
-        slots.prepare(1000, for_others=1 << 50)
+        slots.prepare(1000, leave_free=1 << 50)
 
 
 def test_memory_that_agents_let_go_of_is_waited_for(
@@ -158,7 +158,7 @@ def test_memory_that_agents_let_go_of_is_waited_for(
 ) -> None:
     slots = Slots(run, "r00000-", "staged", 1)
     found = iter([0, 0])
-    monkeypatch.setattr(slots, "_available", lambda: next(found, 1 << 40))
+    monkeypatch.setattr(slots, "_available_bytes", lambda: next(found, 1 << 40))
     assert slots.prepare(1000) > 0
 
 

@@ -274,7 +274,7 @@ def die_while_copying(root: str, shm: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() == 1:
-        staging.stage = killed  # type: ignore[assignment]
+        staging.copy_range = killed  # type: ignore[assignment]
     cp.save(3, rows(3))
     cp.save(4, rows(4))
 
@@ -322,7 +322,7 @@ def test_what_changes_between_saves_is_saved_as_it_is(
 
 def step_while_copying(root: str, shm: str) -> tuple[list[str], bool]:
     """Step an optimizer while a copy is under way: what ends in which order; what is saved."""
-    copy, resumed = staging.stage, threading.Event()
+    copy, resumed = staging.copy_range, threading.Event()
     ended: list[str] = []
 
     def slowly(*args: Any) -> None:
@@ -330,7 +330,7 @@ def step_while_copying(root: str, shm: str) -> tuple[list[str], bool]:
         copy(*args)
         ended.append("copy")
 
-    staging.stage = slowly
+    staging.copy_range = slowly
     try:
         model = torch.nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -351,7 +351,7 @@ def step_while_copying(root: str, shm: str) -> tuple[list[str], bool]:
         stored = sw.open(f"{root}/step-00000001")["model.weight"][...]  # type: ignore[index]
         return ended, torch.equal(stored, before)
     finally:
-        staging.stage = copy
+        staging.copy_range = copy
 
 
 def test_a_step_waits_for_the_copy_that_it_would_tear(

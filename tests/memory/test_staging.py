@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,13 @@ from shardwise.memory.home import Home, Place, Run, new_run
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import Staged
-from shardwise.memory.remote import watch as watch_module
-from shardwise.memory.remote.peers import Nodes
-from shardwise.memory.remote.watch import Agents, AgentWatch
+from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.trainer import device as device_module
 from shardwise.memory.trainer.copying import Copying, Slack
-from shardwise.memory.trainer.device import Streams, TorchAccelerator
+from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
-from shardwise.memory.trainer.staging import Part, Staging
+from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.memory.view import State
 from shardwise.plan.tables import PieceTable
 
@@ -100,15 +98,15 @@ class Simulated:
     def set_stream(self, stream: Stream) -> None:
         setattr(self._current, str(stream.device.index), stream)
 
-    def mark(self, stream: Stream) -> Event:
+    def record_event(self, stream: Stream) -> Event:
         event = Event()
         stream.work.append(lambda: setattr(event, "happened", True))
         return event
 
-    def follow(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: Stream, event: Event) -> None:
         stream.work.append(event)
 
-    def wait(self, event: Event) -> None:
+    def synchronize(self, event: Event) -> None:
         deadline = time.monotonic() + BOUND
         while not event.happened:
             assert time.monotonic() < deadline, "nobody ran the stream"
@@ -140,7 +138,7 @@ class SimulatedMemory:
         stream = self._accelerator.current_stream(self.device)
         stream.work.append(lambda: np.copyto(out, self.values[index]))
         if wait:
-            self._accelerator.wait(self._accelerator.mark(stream))
+            self._accelerator.synchronize(self._accelerator.record_event(stream))
 
     def write(self, index: tuple[slice, ...], source: np.ndarray) -> None:
         raise NotImplementedError
@@ -183,10 +181,10 @@ class Trial:
             fragments=(),
             objects=(),
         )
-        part = Part(
+        part = SnapshotPart(
             place=Place(self.run, step),
             planned=planned,
-            content=content,
+            source=content,
             ring=None,
             pending=None,
             stages=("commit", "protect"),
@@ -239,7 +237,7 @@ def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
     own.run()
     training.run()
     assert copying.wait(BOUND)
-    trial.staging.check()
+    trial.staging.raise_failure()
     assert trial.staged(content) == [1 if fenced else 2], "without a fence, this tells nothing"
     assert values[0] == 2
 
@@ -261,19 +259,19 @@ def test_devices_and_the_host_are_copied_together(trial: Trial) -> None:
             accelerator.training[each].run()
             accelerator.own[each].run()
         assert copying.wait(BOUND)
-        trial.staging.check()
+        trial.staging.raise_failure()
         assert trial.staged(content, step) == [10, 10 + step, 12]
     assert len(accelerator.locked) == 3, "the slots, each once"
 
 
 def test_threads_have_their_own_streams_back(trial: Trial) -> None:
     accelerator = trial.accelerator
-    streams = Streams(accelerator)  # type: ignore[arg-type]
+    streams = CopyStreams(accelerator)  # type: ignore[arg-type]
     streams.begin([CARD, OTHER])
     memory = SimulatedMemory(accelerator, OTHER, np.ones(SIZE, np.uint8))
     content = content_of(memory)  # type: ignore[arg-type]
     low, high = content.layout.data_at, content.layout.objects_at
-    streams.fill(content, wait=False)(low, high, np.zeros(SIZE, np.uint8))
+    streams.make_fill(content, wait=False)(low, high, np.zeros(SIZE, np.uint8))
     assert accelerator.current_stream(CARD) is accelerator.training[CARD]
     assert accelerator.current_stream(OTHER) is accelerator.training[OTHER]
     assert len(accelerator.own[OTHER].work) == 2, "an event to wait for, and a copy"
@@ -282,8 +280,8 @@ def test_threads_have_their_own_streams_back(trial: Trial) -> None:
 
 def test_without_devices_nothing_of_an_accelerator_is_touched(trial: Trial) -> None:
     content = content_of(HostMemory(torch.full((SIZE,), 7, dtype=torch.uint8)))
-    streams = Streams(trial.accelerator)  # type: ignore[arg-type]
-    assert streams.fill(content, wait=False) == content.fill
+    streams = CopyStreams(trial.accelerator)  # type: ignore[arg-type]
+    assert streams.make_fill(content, wait=False) == content.fill
     trial.begin(content)
     trial.staging.fence()
     assert trial.staged(content) == [7]
@@ -328,8 +326,8 @@ def test_a_device_that_fails_is_told_at_the_next_save_and_fences_pass(trial: Tri
             stream.run()
     trial.staging.fence()
     with pytest.raises(sw.StoreError, match=r"staging step 1: .*out of memory"):
-        trial.staging.check()
-    trial.staging.check()
+        trial.staging.raise_failure()
+    trial.staging.raise_failure()
 
 
 def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Trial) -> None:
@@ -339,14 +337,14 @@ def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Tr
     slack = trial.staging._slack
     assert slack is not None
     for _ in range(5):
-        slack.add(1000.0, waited=False)
+        slack.add(1000.0, has_waited=False)
     copying = trial.begin(content, 2)
     assert not copying.done.wait(0.3)
     start = time.monotonic()
     trial.staging.fence()
     assert time.monotonic() - start < BOUND
     assert trial.staged(content, 2) == [5]
-    assert slack.target() == 0, "it had to wait, so the next goes at full speed"
+    assert slack.seconds_to_spread() == 0, "it had to wait, so the next goes at full speed"
     assert trial.begin(content, 3).done.wait(BOUND)
 
 
@@ -357,7 +355,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     slack = trial.staging._slack
     assert slack is not None
     for _ in range(5):
-        slack.add(1000.0, waited=False)
+        slack.add(1000.0, has_waited=False)
     copying = trial.begin(content, 2)
     place = Place(trial.run, 2)
     deadline = time.monotonic() + BOUND
@@ -384,7 +382,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
 def test_closing_waits_for_no_pauses(trial: Trial) -> None:
     slack = trial.staging._slack
     assert slack is not None
-    slack.add(1000.0, waited=False)
+    slack.add(1000.0, has_waited=False)
     content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
     copying = trial.begin(content, 2)
     closing = threading.Thread(target=trial.staging.close)
@@ -397,10 +395,10 @@ def test_closing_waits_for_no_pauses(trial: Trial) -> None:
 @pytest.mark.parametrize("by", ["hurry", "wait"])
 def test_whoever_waits_ends_the_pauses(by: str) -> None:
     slack = Slack()
-    slack.add(1000.0, waited=False)
+    slack.add(1000.0, has_waited=False)
     copying = Copying(3, slack)
     seen: list[int] = []
-    fill = copying.paced(lambda low, high, out: seen.append(low))
+    fill = copying.pace_fill(lambda low, high, out: seen.append(low))
 
     def copy() -> None:
         for at in range(3):
@@ -418,14 +416,14 @@ def test_whoever_waits_ends_the_pauses(by: str) -> None:
     thread.join(BOUND)
     assert seen == [0, 1, 2]
     copying.hurry()
-    assert slack.target() == 0
+    assert slack.seconds_to_spread() == 0
 
 
 @pytest.fixture
 def slots(tmp_path: Path) -> tuple[Slots, Simulated]:
     """Slots that are page-locked for a device."""
     accelerator = Simulated()
-    streams = Streams(accelerator)  # type: ignore[arg-type]
+    streams = CopyStreams(accelerator)  # type: ignore[arg-type]
     streams.begin([CARD])
     run = Home(tmp_path).run(new_run())
     return Slots(run, "r00000-", "staged", 1, streams), accelerator
@@ -437,9 +435,9 @@ def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
     own, accelerator = slots
     own.prepare(10_000)
     assert not accelerator.locked, "nobody asked"
-    own.prepare(10_000, locked=8000)
+    own.prepare(10_000, locked_bytes=8000)
     for nbytes in (10_000, 9000, 10_000, 9000):
-        slot = own.take(nbytes, locked=8000)
+        slot = own.take(nbytes, locked_bytes=8000)
         assert slot is not None
         assert slot.buffer.ctypes.data in accelerator.locked
     assert accelerator.asked_to_lock == 1
@@ -450,9 +448,9 @@ def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
 def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simulated]) -> None:
     """A file that was cut and grew has other pages there than those that a device knows."""
     own, accelerator = slots
-    own.prepare(50_000, locked=50_000)
+    own.prepare(50_000, locked_bytes=50_000)
     for nbytes, times in ((10_000, 1), (10_100, 1), (50_000, 2), (40_000, 2), (50_000, 3)):
-        slot = own.take(nbytes, locked=nbytes)
+        slot = own.take(nbytes, locked_bytes=nbytes)
         assert slot is not None
         assert accelerator.asked_to_lock == times
         assert list(accelerator.locked) == [slot.buffer.ctypes.data]
@@ -463,8 +461,8 @@ def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simula
 def test_what_cannot_be_locked_is_asked_for_once(slots: tuple[Slots, Simulated]) -> None:
     own, accelerator = slots
     accelerator.can_lock = False
-    own.prepare(10_000, locked=10_000)
-    assert own.take(10_000, locked=10_000) is not None
+    own.prepare(10_000, locked_bytes=10_000)
+    assert own.take(10_000, locked_bytes=10_000) is not None
     assert accelerator.asked_to_lock == 1
     own.close()
 
@@ -473,7 +471,7 @@ def test_what_cannot_be_locked_is_asked_for_once(slots: tuple[Slots, Simulated])
 def test_memory_that_is_not_locked_is_warned_of_with_its_cost(
     monkeypatch: pytest.MonkeyPatch, where: torch.device
 ) -> None:
-    monkeypatch.setattr(device_module, "_cuda", lambda *_: "out of memory")
+    monkeypatch.setattr(device_module, "_call_cuda", lambda *_: "out of memory")
     with pytest.warns(RuntimeWarning, match=r"4,096 bytes .* page-locked .* several times as long"):
         assert not TorchAccelerator().lock_pages(1 << 20, 4096, where)
 
@@ -509,7 +507,7 @@ def test_memory_of_a_device_is_read_like_that_of_the_host(dtype: torch.dtype, wa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
-    trial.staging._streams = Streams(TorchAccelerator())
+    trial.staging._streams = CopyStreams(TorchAccelerator())
     tensor = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
     busy = torch.ones(4096, 4096, device="cuda")
     try:
@@ -522,7 +520,7 @@ def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
             trial.staging.fence()
             tensor.fill_(100)
             assert copying.wait(BOUND)
-            trial.staging.check()
+            trial.staging.raise_failure()
             assert trial.staged(content, step) == [step]
             (data,) = trial.run.step(step).glob("*.safetensors")
             data.rename(trial.run.free / f"r00000-{step:08x}.slot")
@@ -550,7 +548,7 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
         closing(Nodes(place, [], "here", BOUND)) as nodes,
         pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
     ):
-        nodes.expect(
+        nodes.wait_for_record(
             "here", records.entry_record(name), FileEntry, failed=records.failure_record(name)
         )
 
@@ -560,7 +558,6 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
 ) -> None:
     """Rank 0 was killed before it wrote a pending manifest, or had no memory for any record."""
     now = [0.0]
-    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Home, "has_agent", lambda home: True)
     place, save_id = Place(trial.run, 1), f"{1:016x}"
     place.path.mkdir(parents=True)
@@ -568,11 +565,12 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     def seconds_waited() -> float:
         """Until it is given up; all of an hour if it is not."""
         start = now[0]
-        watch = AgentWatch(Agents(trial.home, None, None, 60.0), place, save_id)
+        agents = SaveAgents(trial.home, None, None, 60.0)
+        watch = AgentWatch(agents, place, save_id, lambda: now[0])
         while now[0] - start < 3600:
             now[0] += 1
             try:
-                watch.look(None)
+                watch.check(None)
             except sw.StoreError:
                 break
         return now[0] - start

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
 from shardwise.memory.redundancy.stripes import (
-    GRAIN,
+    CHUNK_MULTIPLE,
     chunk_size,
-    code_of,
-    stripe_of_chunk,
-    stripe_of_parity,
-    stripes,
+    index_of_data_stripe,
+    index_of_parity_stripe,
+    make_code,
+    stripes_of_group,
 )
 from shardwise.store.store import Buffer
 
@@ -41,7 +41,7 @@ def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int
     """The missing blocks, from those present."""
     size = len(next(iter(present.values()), b""))
     found = {number: np.empty(size, np.uint8) for number in missing}
-    with closing(code_of(k, m)) as code:
+    with closing(make_code(k, m)) as code:
         usable = {number: block for number, block in present.items() if number not in found}
         code.recover(usable.items(), found)
     return list(found.values())
@@ -50,7 +50,7 @@ def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int
 @given(sizes_of_groups)
 def test_no_node_holds_two_pieces_of_a_stripe(sizes: tuple[int, int]) -> None:
     n, m = sizes
-    for stripe in stripes(n, m):
+    for stripe in stripes_of_group(n, m):
         assert len(stripe.parity) == m
         assert sorted(stripe.data + stripe.parity) == list(range(n))
 
@@ -60,20 +60,20 @@ def test_every_node_has_each_chunk_and_each_block_of_parity_in_one_stripe(
     sizes: tuple[int, int],
 ) -> None:
     n, m = sizes
-    found = stripes(n, m)
+    found = stripes_of_group(n, m)
     for node in range(n):
         for chunk in range(n - m):
-            assert found[stripe_of_chunk(node, chunk, n, m)].data[chunk] == node
+            assert found[index_of_data_stripe(node, chunk, n, m)].data[chunk] == node
             assert sum(stripe.data[chunk] == node for stripe in found) == 1
         for block in range(m):
-            assert found[stripe_of_parity(node, block, n)].parity[block] == node
+            assert found[index_of_parity_stripe(node, block, n)].parity[block] == node
             assert sum(stripe.parity[block] == node for stripe in found) == 1
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 3), (1, 1), (4, 5), (4, -1)])
 def test_fewer_blocks_of_parity_than_nodes(n: int, m: int) -> None:
-    with pytest.raises(ValueError, match=f"{m} blocks of parity in a group of {n} nodes"):
-        stripes(n, m)
+    with pytest.raises(ValueError, match=f"{m} parity chunks in a group of {n} nodes"):
+        stripes_of_group(n, m)
 
 
 @given(st.lists(st.integers(0, 10**13), min_size=2, max_size=9), st.integers(1, 8))
@@ -81,10 +81,10 @@ def test_chunks_are_the_least_that_hold_the_longest(lengths: list[int], m: int) 
     n = len(lengths)
     m = min(m, n - 1)
     size = chunk_size(lengths, n, m)
-    assert size >= GRAIN
-    assert size % GRAIN == 0
+    assert size >= CHUNK_MULTIPLE
+    assert size % CHUNK_MULTIPLE == 0
     assert size * (n - m) >= max(lengths)
-    assert size == GRAIN or (size - GRAIN) * (n - m) < max(lengths)
+    assert size == CHUNK_MULTIPLE or (size - CHUNK_MULTIPLE) * (n - m) < max(lengths)
 
 
 @given(st.integers(1, 9), st.integers(0, 300_000), st.integers(0, 2**32))
@@ -181,17 +181,17 @@ def test_too_few_pieces_are_refused(m: int) -> None:
     if m > 1:
         pytest.importorskip("pyeclib")
     present = dict(enumerate(blocks_of(3, 64)))
-    with pytest.raises(StoreError, match="needs 4 of its pieces, and only 3 are left"):
+    with pytest.raises(StoreError, match="needs 4 of its chunks, and only 3 are left"):
         decode(present, [3], 4, m)
 
 
 def test_large_groups_are_refused() -> None:
     with pytest.raises(StoreError, match="use smaller groups"):
-        code_of(31, 2)
+        make_code(31, 2)
 
 
 def test_without_pyeclib_two_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyeclib.ec_iface", None)
     with pytest.raises(StoreError, match=r"pip install 'shardwise\[parity\]'"):
-        code_of(4, 2)
-    code_of(4, 1).close()
+        make_code(4, 2)
+    make_code(4, 1).close()

@@ -26,7 +26,7 @@ from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.reclaim import discard_all
-from shardwise.memory.trainer.rings import Holder, Protecting, Ring
+from shardwise.memory.trainer.rings import Ring, RingMember, RingProtection
 from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
 from tests.memory.test_staging import SIZE, Trial, content_of
@@ -118,7 +118,7 @@ def stage(directory: Path, run: str, *steps: int) -> None:
     trial, content = trial_of(directory, run)
     for step in steps:
         trial.begin(content, step)
-        trial.staging.check()
+        trial.staging.raise_failure()
         assert trial.staged(content, step) == [7] * TENSORS
     assert trial.staging.has_free() == (len(steps) < SLOTS)
 
@@ -142,11 +142,11 @@ def keep(directory: Path, run: str, *steps: int) -> None:
             FileEntry(data_file(rank, f"{step:016x}"), rank, KEPT, 0, KEPT, KEPT, 0)
             for rank in (0, 1)
         ]
-        holders = tuple(Holder(each.rank, str(each.rank), "", each) for each in files)
+        holders = tuple(RingMember(each.rank, str(each.rank), "", each) for each in files)
         place = Place(here, step)
         place.path.mkdir()
         with ThreadPoolExecutor(1) as pool:
-            Protecting(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).run()
+            RingProtection(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).make()
         (kept,) = place.ring_files()
         assert (place.path / kept.file).read_bytes() == b"\7" * KEPT
     assert slots.has_free() == (len(steps) < SLOTS)
@@ -223,12 +223,12 @@ def test_memory_that_is_full_for_a_moment_costs_one_save(exact: Path) -> None:
         crowded.directory = exact
         trial.begin(content_of(crowded), 1)
         with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):
-            trial.staging.check()
+            trial.staging.raise_failure()
         assert len(os.listdir(trial.run.free)) == SLOTS
         (exact / "others").unlink()
         for step in range(2, 2 + SLOTS):
             trial.begin(content, step)
-            trial.staging.check()
+            trial.staging.raise_failure()
             assert trial.staged(content, step) == [7] * TENSORS
         assert not trial.staging.has_free()
 

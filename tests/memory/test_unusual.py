@@ -25,10 +25,10 @@ from shardwise.memory.home import OUTCOMES, Home, Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training, training_lock
 from shardwise.memory.records import Done, PendingManifest, Staged
-from shardwise.memory.remote.search import held_here
-from shardwise.memory.remote.watch import Agents
+from shardwise.memory.remote.agent_watch import SaveAgents
+from shardwise.memory.remote.search import list_own_files
 from shardwise.memory.trainer.copying import Copying
-from shardwise.memory.trainer.handle import Stages
+from shardwise.memory.trainer.save_handle import PendingSave
 from tests.memory.test_snapshots import end_agents, shm
 from tests.memory.test_sweep import forked
 
@@ -132,13 +132,13 @@ import shardwise as sw
 from shardwise.memory.trainer import staging
 
 root, shm = sys.argv[1:]
-released, stage = threading.Event(), staging.stage
+released, stage = threading.Event(), staging.copy_range
 
 def slow(*arguments):
     released.wait()
     stage(*arguments)
 
-staging.stage = slow
+staging.copy_range = slow
 memory = sw.Memory(dir=shm, wait=10.0, overlap=True)
 with sw.Checkpointer(root, memory=memory) as cp:
     handle = cp.save(1, {"t": torch.ones(9)})
@@ -273,25 +273,25 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     place.path.mkdir(parents=True)
     commit = records.outcome_record("commit", save_id)
     write_record(place.path / commit, Done(save_id=save_id, stage="commit"))
-    stages = Stages(
-        agents=Agents(home, None, None, 10.0),
+    stages = PendingSave(
+        agents=SaveAgents(home, None, None, 10.0),
         place=place,
         save_id=save_id,
         stages=("commit", "protect", "persist"),
         logs_failures=True,
     )
-    assert stages.ended("protect") is None
+    assert stages.outcome("protect") is None
     ended = place.run.path / OUTCOMES
     ended.mkdir()
     (place.path / commit).rename(ended / commit)
-    assert stages.wait("protect", 10.0).failure == ""
-    assert stages.wait("retain", 10.0).failure == ""
+    assert stages.wait_for("protect", 10.0).failure == ""
+    assert stages.wait_for("retain", 10.0).failure == ""
     with pytest.raises(StoreError, match="superseded by a newer snapshot"):
-        stages.wait("persist", 10.0)
+        stages.wait_for("persist", 10.0)
     write_record(
         ended / records.outcome_record("persist", save_id), Done(save_id=save_id, stage="persist")
     )
-    assert stages.wait("persist", 10.0).failure == ""
+    assert stages.wait_for("persist", 10.0).failure == ""
 
 
 def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> Non
     run.step(1).mkdir(parents=True)
     (run.step(1) / "manifest.json").write_bytes(b"{}")
     (run.step(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
-    assert held_here(run, "n").steps == {1: {"manifest.json": 2}}
+    assert list_own_files(run, "n").steps == {1: {"manifest.json": 2}}
 
 
 def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(

@@ -15,32 +15,40 @@ from types import TracebackType
 from typing import Literal
 
 from shardwise import api
-from shardwise.checkpointer.restoring import RestoreReport, Restoring, Start, chosen, load_start
+from shardwise.checkpointer.restoring import (
+    RestoreReport,
+    Restoring,
+    StartFrom,
+    load_start,
+    resolve_choice,
+)
 from shardwise.checkpointer.saving import Saving
-from shardwise.checkpointer.settings import Settings, check_options, open_root, root_of, signals_of
+from shardwise.checkpointer.settings import (
+    Settings,
+    check_options,
+    install_signals,
+    open_root_store,
+    prepare_root,
+)
 from shardwise.checkpointer.signals import Then
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import check_integer
-from shardwise.errors import (
-    CheckpointNotFoundError,
-    ShardwiseError,
-    StoreError,
-)
+from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.loading import State
 from shardwise.memory.options import Memory
-from shardwise.memory.trainer.handle import SaveHandle
+from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
 
-IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
-"""Uses memory only to stage a save while the previous one is persisted."""
+STAGING_ONLY = Memory(snapshot_every=0, slots=1)
+"""Saves in the background, but keeps no snapshots: memory holds a save until it is persisted."""
 
 log = logging.getLogger("shardwise")
 
@@ -54,24 +62,24 @@ class Checkpointer:
         root: the directory of the run, or a store. Each step gets a subdirectory.
         keep: which checkpoints to keep. The default keeps all.
         save_every: save steps that are a multiple of this to the root.
-        memory: how to save in the background, and which snapshots to keep in memory. By default,
+        memory: options for saving in the background and for snapshots in memory. By default,
             `save` returns when the state is copied to shared memory, and the node's agent writes
-            it to storage. None: `save` returns when the checkpoint is durable.
-        start_from: what `restore` loads while the run has no checkpoint: the path of a checkpoint
-            (ours or foreign), the root of another run, or a function. The function is called with
-            the state on all ranks; it calls `sw.load` and returns the report.
+            the copy to storage. None: `save` returns when the checkpoint is durable.
+        start_from: the source that `restore` loads while the run has no checkpoint: the path of a
+            checkpoint (ours or foreign), the root of another run, or a function. All ranks call
+            the function with the state. It calls `sw.load` and returns the report.
         at_end: at the end of the `with` block or in `close()`, save the last step that `save` was
-            called with, if the root does not have it. Nothing is saved if an optimizer has stepped
-            since that call.
+            called with, if the root does not have that step. Nothing is saved if an optimizer has
+            stepped since the call.
         save_on: signals. After one of them arrives on any rank, the next `save` saves its step,
-            due or not, waits until that is durable, and sets `preempted`.
-        then: what follows that save. `"deliver"`: the signal has its usual effect on every rank.
-            `"requeue"`: `scontrol requeue` runs for this Slurm job, and `save` returns.
-            `"return"`: `save` returns.
+            due or not, waits until the checkpoint is durable, and sets `preempted`.
+        then: the action after the save that a signal caused. `"deliver"`: the signal has its usual
+            effect on every rank. `"requeue"`: `scontrol requeue` runs for this Slurm job, and
+            `save` returns. `"return"`: `save` returns.
         on_failure: what to do if storage fails during a save. `"raise"`: raise on all ranks.
             `"warn"`: log the error and return None from `save`.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
-        timeout: how long ranks wait for each other before they raise.
+        timeout: the longest time that ranks wait for each other before they raise.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -80,6 +88,7 @@ class Checkpointer:
         StateError: the root is a file.
         CheckpointExistsError: the root itself is a checkpoint, and `start_from` is not given.
         MismatchError: the options differ between ranks.
+        StoreError: the root is a custom store, and `memory` is not None.
     """
 
     def __init__(
@@ -88,8 +97,8 @@ class Checkpointer:
         *,
         keep: Keep | None = None,
         save_every: int = 1,
-        memory: Memory | None = IN_BACKGROUND,
-        start_from: Start | None = None,
+        memory: Memory | None = STAGING_ONLY,
+        start_from: StartFrom | None = None,
         at_end: bool = True,
         save_on: Iterable[signal.Signals] = (),
         then: Then = "deliver",
@@ -101,7 +110,7 @@ class Checkpointer:
         on_event: Sink | None = None,
     ) -> None:
         check_options(keep, memory, start_from, save_on, then, on_failure)
-        self._root = root_of(root, everywhere=memory is not None)
+        self._root = open_root_store(root, for_agents=memory is not None)
         settings = Settings(
             root=self._root,
             keep=keep or Keep(),
@@ -116,22 +125,23 @@ class Checkpointer:
         )
         self._settings = settings
         self._damaged: set[int] = set()
-        self._signals = signals_of(save_on, then)
+        self._signals = install_signals(save_on, then)
         self._closed = False
         self._process = os.getpid()
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
-        self._own: TorchGroup | None = None
+        self._own_group: TorchGroup | None = None
         try:
-            self._own = own_group(timeout)
-            self._group: Group = self._own or SoloGroup()
-            starts = start_from is not None
-            if not open_root(settings, self._signals, self._group, starts=starts):
+            self._own_group = own_group(timeout)
+            self._group: Group = self._own_group or SoloGroup()
+            has_start = start_from is not None
+            if not prepare_root(settings, self._signals, self._group, has_start=has_start):
                 memory = None
             self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
         except BaseException:
-            self._let_go()
+            self._release()
             raise
+
         self._load = partial(
             api.load,
             allow_pickle=allow_pickle,
@@ -140,7 +150,7 @@ class Checkpointer:
             on_event=on_event,
         )
         self._saving = Saving(settings, self._group, self._snapshots, self._damaged)
-        _settle_at_exit(weakref.ref(self))
+        _wait_for_saves_at_exit(weakref.ref(self))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -151,7 +161,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if os.getpid() == self._process:  # a forked child leaves everything to its parent
+        if os.getpid() == self._process:  # in a forked child, the parent closes everything
             self._close(wait=kind is None, failed=kind is not None)
 
     def close(self, *, wait: bool = True) -> None:
@@ -180,48 +190,47 @@ class Checkpointer:
             wait, failed = False, True
             raise
         finally:
-            self._end(wait=wait, failed=failed)
+            self._close_snapshots(wait=wait, failed=failed)
 
-    def _end(self, *, wait: bool, failed: bool) -> None:
+    def _close_snapshots(self, *, wait: bool, failed: bool) -> None:
+        """Close the snapshots, then release the group, the hooks and the signal handlers."""
         if not wait:
-            self._leave()  # first, because other ranks may be waiting for this one
+            self._close_group()  # first, because other ranks may be waiting for this one
         try:
             if wait and self._settings.on_failure == "warn":
-                self._saving.report_failures()
+                self._saving.log_failures()
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait, failed=failed)
         except StoreError as error:
             if self._settings.on_failure == "raise":
                 raise
-            log.error("a save is not durable: %s", error)
+            log.error("a save to %s is not durable: %s", self._root, error)
         finally:
             self._saving.close()
-            self._let_go()
+            self._release()
 
-    def _leave(self) -> None:
-        if self._own is not None:
-            self._own.close()
+    def _close_group(self) -> None:
+        if self._own_group is not None:
+            self._own_group.close()
 
-    def _settle(self) -> None:
-        """Wait, as the process exits, until this rank's saves are durable; log failures."""
+    def _wait_at_exit(self) -> None:
+        """Wait until this rank's saves are durable, and log failures; runs at process exit."""
         if self._closed or self._snapshots is None:
             return
         try:
             self._snapshots.wait_until_durable()
         except StoreError as error:
-            log.error("a save is not durable: %s", error)
+            log.error("a save to %s is not durable: %s", self._root, error)
 
-    def _let_go(self) -> None:
-        self._leave()
+    def _release(self) -> None:
+        self._close_group()
         if self._signals is not None:
             self._signals.stop()
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal of `save_on` has caused a save. The same on all ranks.
-
-        If True, leave the training loop."""
-        return self._signals is not None and self._signals.acted
+        """Whether a signal of `save_on` has caused a save. The value is the same on all ranks."""
+        return self._signals is not None and self._signals.has_acted
 
     @property
     def plans(self) -> PlanCache:
@@ -243,10 +252,10 @@ class Checkpointer:
         Args:
             step: the training step, a non-negative integer.
             state: as for `shardwise.save`.
-            metrics: numbers to store with the checkpoint. `Keep(best=…)` ranks by them; pass
-                `float("nan")` for one that you did not measure.
-            overwrite: replace an existing checkpoint of this step. Without it, that is an error,
-                unless `restore` found that checkpoint to be damaged.
+            metrics: numbers to store with the checkpoint. `Keep(best=…)` ranks checkpoints by
+                them. Pass `float("nan")` for a metric that you did not measure.
+            overwrite: replace an existing checkpoint of this step. If False, an existing
+                checkpoint is an error, unless `restore` found it to be damaged.
             force: save the step to the root even if it is not due.
 
         Returns:
@@ -259,12 +268,12 @@ class Checkpointer:
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
-        received = 0 if self._signals is None else self._signals.received(self._group)
-        durable = force or received > 0 or self._settings.is_durable(step)
+        signal_number = 0 if self._signals is None else self._signals.any_received(self._group)
+        durable = force or signal_number > 0 or self._settings.is_durable(step)
         handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
-        if received and self._signals is not None:
-            self._saving.settle(handle)
-            self._signals.finish(received, self._group)
+        if signal_number and self._signals is not None:
+            self._saving.wait_until_durable(handle)
+            self._signals.act_on(signal_number, self._group)
         return handle
 
     def prepare(self, state: State) -> int:
@@ -299,8 +308,9 @@ class Checkpointer:
         With `step="newest"`, damaged checkpoints are skipped; `last_restore.skipped` says why. A
         checkpoint that is intact but does not fit the state is an error.
 
-        If the run has no checkpoint yet, this loads `start_from` and returns its step. It returns
-        None if the state has optimizers and none of them was loaded: start at step 0 then.
+        If the run has no checkpoint yet, this loads `start_from` and returns the step of that
+        checkpoint. If the state has optimizers and none of them was loaded, it returns None:
+        start at step 0 then.
 
         Args:
             state: as for `shardwise.load`.
@@ -320,24 +330,24 @@ class Checkpointer:
         """
         self._refuse_closed()
 
-        how = partial(self._load, strict=strict, only=only, skip=skip, rename=rename, cast=cast)
+        bound = partial(self._load, strict=strict, only=only, skip=skip, rename=rename, cast=cast)
 
         def load(place: api.Place) -> LoadReport:
-            return how(place, state, spec=spec)
+            return bound(place, state, spec=spec)
 
         self._saving.forget_last()
         recorder = Recorder(self._settings.on_event)
         restoring = Restoring(self._root, self._group, self._snapshots, self._damaged, recorder)
         report = restoring.restore(step, self._settings.keep.best, load)
-        own = begin = report.step if report else None
+        restored_step = start_step = report.step if report else None
         if report is None and self._start_from is not None:
-            report, begin = load_start(self._start_from, state, load, self._group)
+            report, start_step = load_start(self._start_from, state, load, self._group)
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
-                self._snapshots.resume_from(own)
+                self._snapshots.resume_from(restored_step)
                 self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
-        return begin
+        return start_step
 
     def best(self) -> int | None:
         """The best committed step by `Keep(best=…)`; None if no checkpoint has that metric.
@@ -347,9 +357,9 @@ class Checkpointer:
         Raises:
             StateError: this Checkpointer has no `Keep(best=…)`.
         """
-        rule = chosen("best", self._settings.keep.best)
+        choice = resolve_choice("best", self._settings.keep.best)
         try:
-            return choose_step(self._root, rule)
+            return choose_step(self._root, choice)
         except CheckpointNotFoundError:
             return None
 
@@ -372,15 +382,17 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         self._refuse_forked()
         if self._closed:
-            raise ShardwiseError(f"the Checkpointer of {self._root} is closed")
+            raise ShardwiseError(
+                f"the Checkpointer of {self._root} is closed: create another one to save or restore"
+            )
 
 
-def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:
+def _wait_for_saves_at_exit(reference: weakref.ref[Checkpointer]) -> None:
     process = os.getpid()
 
-    def settle() -> None:
+    def wait() -> None:
         checkpointer = reference()
         if checkpointer is not None and os.getpid() == process:  # not in a forked child
-            checkpointer._settle()
+            checkpointer._wait_at_exit()
 
-    atexit.register(settle)
+    atexit.register(wait)

@@ -6,22 +6,21 @@ import logging
 import operator
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import msgspec
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import exchange, exchange_keeping, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
-    MismatchError,
     RankError,
-    ShardwiseError,
     StateError,
     add_note,
     describe_error,
@@ -29,17 +28,35 @@ from shardwise.errors import (
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.names import step_directory
-from shardwise.memory.remote.assembled import IN_MEMORY, AssembledStore
-from shardwise.memory.trainer.recovery import Found, find_snapshot
+from shardwise.memory.remote.assembled import MEMORY_ORIGINS, AssembledStore
+from shardwise.memory.trainer.recovery import FoundSnapshot, find_snapshot
 from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.retention import Best, Choice, checked_choice, choose_step, committed_steps
+from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
+
+MOST_NODES_SHOWN = 3
+Load = Callable[[Store], LoadReport]
+"""Loads the state from a store."""
+StartFrom = api.Place | Callable[[State], LoadReport]
+"""`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""
 
 log = logging.getLogger("shardwise")
 _DAMAGE = (CorruptionError, CheckpointNotFoundError)
-Load = Callable[[Store], LoadReport]
-Skipped = tuple[int, str, bool]
-"""A step, why it was skipped, and whether a load of it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Skipped:
+    """A step that was not restored.
+
+    Attributes:
+        step: the step.
+        reason: why it was skipped.
+        was_tried: whether a load of the step was tried and failed.
+    """
+
+    step: int
+    reason: str
+    was_tried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +64,18 @@ class RestoreReport:
     """The result of `Checkpointer.restore`.
 
     Attributes:
-        step: the step of the checkpoint that was loaded, if it has one.
+        step: the step of the checkpoint that was loaded; None if the checkpoint has no step.
         source: "memory", "storage", or "start" (from `Checkpointer(start_from=…)`).
         load: the report of the load.
         skipped: newer steps, each with the reason why it was not loaded.
-        unasked: nodes of the run that could not be asked, each with the reason, if they may hold
-            a newer step.
         origins: bytes that this rank read from "local memory", from the memory of "other nodes",
             "decoded" from the parity of a lost node, and from "storage". For memory, checksums
             and per-rank values are included.
-        seconds: the time of each phase on this rank, and `total`. The phases: "asking" the nodes
-            and the root which steps they hold; "choosing" the newest complete step; "reading" it;
-            "decoding" data of lost nodes (not part of reading); "rebuilding": discarding newer
-            steps and allocating memory for the next snapshots.
+        seconds: seconds of each phase on this rank, and `total`. The phases are "asking" the nodes
+            and the root which steps they hold; "choosing" the newest complete step; "reading" the
+            step; "decoding" data of lost nodes, which "reading" does not include; and
+            "rebuilding": discarding newer steps and allocating memory for the next snapshots.
+        unasked: nodes that could not be asked and may hold a newer step, each with the reason.
     """
 
     step: int | None
@@ -78,11 +94,12 @@ class RestoreReport:
         return "; ".join([source, str(self.load), *skipped, *unasked])
 
 
-Start = api.Place | Callable[[State], LoadReport]
+def resolve_choice(step: object, best: Best | None) -> Choice:
+    """Return the choice that `step=` of `restore` stands for.
 
-
-def chosen(step: object, best: Best | None) -> Choice:
-    """Return the choice that `step=` of `restore` stands for; "best" stands for the rule `best`.
+    Args:
+        step: the user's `step=`.
+        best: the rule that `step="best"` stands for; None if there is none.
 
     Raises:
         StateError: `step` is invalid, or it is "best" and there is no rule.
@@ -92,11 +109,11 @@ def chosen(step: object, best: Best | None) -> Choice:
             'step="best" needs a rule: pass keep=sw.Keep(best=sw.Best("loss")) to the '
             'Checkpointer, or step=sw.Best("loss")'
         )
-    return checked_choice(best if step == "best" else step)
+    return parse_choice(best if step == "best" else step)
 
 
 def load_start(
-    start: Start, state: State, load: Callable[[api.Place], LoadReport], group: Group
+    start_from: StartFrom, state: State, load: Callable[[api.Place], LoadReport], group: Group
 ) -> tuple[RestoreReport, int | None]:
     """Load `start_from`. All ranks call this together.
 
@@ -105,43 +122,43 @@ def load_start(
         none of them was loaded: then the training starts anew.
 
     Raises:
-        StateError: the function `start` did not return the report of `shardwise.load`.
+        StateError: the function `start_from` did not return the report of `shardwise.load`.
     """
-    loaded = _call(start, state) if callable(start) else load(start)
+    loaded = _call_with_note(start_from, state) if callable(start_from) else load(start_from)
 
-    def speak() -> bytes:
+    def keeps_step() -> bytes:
         if not isinstance(loaded, LoadReport):
             raise StateError(f"start_from returned {loaded!r}: expected the report of sw.load")
-        optimizers = any(True for _ in torch_optimizers_in(state))
-        return b"1" if loaded.optimizers or not optimizers else b""
+        has_optimizers = any(True for _ in torch_optimizers_in(state))
+        return b"1" if loaded.optimizers or not has_optimizers else b""
 
-    carries_on = exchange(group, "starting from another run", speak, max)
-    report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
-    return report, loaded.step if carries_on else None
+    any_keeps_step = exchange(group, "starting from another run", keeps_step, max)
+    report = RestoreReport(loaded.step, "start", loaded, (), bytes_by_origin(loaded))
+    return report, loaded.step if any_keeps_step else None
 
 
-def _call(start: Callable[[State], LoadReport], state: State) -> LoadReport:
+def _call_with_note(function: Callable[[State], LoadReport], state: State) -> LoadReport:
     try:
-        return start(state)
+        return function(state)
     except Exception as error:
         add_note(error, "start_from: raised by this function, which was called with the state")
         raise
 
 
-def origins_of(load: LoadReport, memory: AssembledStore | None = None) -> dict[str, int]:
-    """Return the bytes of a load by origin; `memory` is the snapshot that was loaded, if any."""
-    if memory is None:
-        return {**dict.fromkeys(IN_MEMORY, 0), "storage": load.bytes_read}
-    return {**memory.origins(), "storage": 0}
+def bytes_by_origin(load: LoadReport, snapshot: AssembledStore | None = None) -> dict[str, int]:
+    """Return the bytes of a load by origin; `snapshot` is the snapshot that was loaded, if any."""
+    if snapshot is None:
+        return {**dict.fromkeys(MEMORY_ORIGINS, 0), "storage": load.bytes_read}
+    return {**snapshot.origins(), "storage": 0}
 
 
 class Restoring:
     """Restores checkpoints of a root and snapshots of a run. All ranks call its methods together.
 
     Args:
-        root: root of the checkpoints.
+        root: the root of the checkpoints.
         group: the ranks.
-        snapshots: snapshots of the run in memory, if it has any.
+        snapshots: the snapshots of the run in memory, if there are any.
         damaged: set to which the steps of damaged checkpoints are added.
         recorder: records the time of each phase.
     """
@@ -165,7 +182,7 @@ class Restoring:
 
         Args:
             step: the user's `step=`.
-            best: rule for `step="best"`.
+            best: the rule that `step="best"` stands for.
             load: loads a checkpoint from a store.
 
         Returns:
@@ -173,56 +190,68 @@ class Restoring:
 
         Raises:
             StateError: `step` is invalid.
+            MismatchError: ranks selected different steps.
             CheckpointNotFoundError: the selected checkpoint does not exist.
             CorruptionError: all checkpoints are damaged, or the selected one is.
         """
-        choices: list[Choice] = []
 
-        def speak() -> bytes:
-            choices.append(chosen(step, best))
-            return repr(choices[0]).encode()
+        def encode_choice() -> tuple[Choice, bytes]:
+            choice = resolve_choice(step, best)
+            return choice, repr(choice).encode()
 
-        def answer(said: list[bytes]) -> bytes:
-            if len(set(said)) > 1:
-                asked = [f"rank {rank}: step={each.decode()}" for rank, each in enumerate(said)]
-                raise MismatchError("ranks asked to restore different steps:", asked)
-            if isinstance(choices[0], Best):
-                return msgspec.msgpack.encode([choose_step(self._root, choices[0])])
+        def list_steps(choice: Choice, choices: list[bytes]) -> bytes:
+            require_equal(
+                [f"step={each.decode()}" for each in choices],
+                "ranks asked to restore different steps:",
+            )
+            if isinstance(choice, Best):
+                return msgspec.msgpack.encode([choose_step(self._root, choice)])
             return msgspec.msgpack.encode(committed_steps(self._root))
 
         with self._recorder.stage("asking"):
-            reply = exchange(self._group, "listing steps", speak, answer)
-        steps = msgspec.msgpack.decode(reply, type=list[int])
-        choice = choices[0]
+            choice, reply = exchange_keeping(
+                self._group, "listing steps", encode_choice, list_steps
+            )
+        stored = msgspec.msgpack.decode(reply, type=list[int])
         if choice == "newest":
-            return self._newest(steps, load)
-        number = steps[0] if isinstance(choice, Best) else operator.index(choice)
-        return self._of_step(number, [each for each in steps if each == number], load)
+            return self._restore_newest(stored, load)
+        selected = stored[0] if isinstance(choice, Best) else operator.index(choice)
+        return self._restore_step(selected, [each for each in stored if each == selected], load)
 
-    def _newest(self, steps: list[int], load: Load) -> RestoreReport | None:
-        report, skipped = self._first_intact(steps, None, load)
-        if report is None and any(tried for _, _, tried in skipped):
-            raise self._all_damaged(skipped)
+    def _restore_newest(self, stored: list[int], load: Load) -> RestoreReport | None:
+        report, skipped = self._load_first_intact(stored, None, load)
+        if report is None and any(each.was_tried for each in skipped):
+            raise self._none_is_intact(skipped)
         if report is None and skipped:
-            reasons = "; ".join(f"step {number}: {reason}" for number, reason, _ in skipped)
+            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in skipped)
             warnings.warn(f"nothing can be restored: {reasons}", RuntimeWarning, stacklevel=4)
         return report
 
-    def _of_step(self, step: int, stored: list[int], load: Load) -> RestoreReport:
+    def _restore_step(self, step: int, stored: list[int], load: Load) -> RestoreReport:
         is_stored = bool(stored)
-        report, skipped = self._first_intact(stored, step, load)
+        report, skipped = self._load_first_intact(stored, step, load)
         if report is None and not is_stored:
-            why = "".join(f"; {reason}" for _, reason, _ in skipped)
-            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}{why}")
+            reasons = "".join(f"; {each.reason}" for each in skipped)
+            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}{reasons}")
         if report is None:
-            raise self._all_damaged(skipped)
+            raise self._none_is_intact(skipped)
         return report
 
-    def _first_intact(
+    def _load_first_intact(
         self, stored: list[int], step: int | None, load: Load
-    ) -> tuple[RestoreReport | None, list[Skipped]]:
-        found = self._find(step)
-        skipped: list[Skipped] = [(number, reason, False) for number, reason in found.newer]
+    ) -> tuple[RestoreReport | None, list[_Skipped]]:
+        """Load the newest step that is intact, from memory or storage.
+
+        Args:
+            stored: the steps in storage that may be loaded, ascending; emptied as they are tried.
+            step: load only this step.
+            load: loads a checkpoint from a store.
+
+        Returns:
+            The report, None if no step is intact; and the steps that were skipped.
+        """
+        found = self._find_snapshot(step)
+        skipped = [_Skipped(number, reason) for number, reason in found.newer]
         while stored or found.store is not None:
             store: Store
             if found.store is not None and (not stored or found.step >= stored[-1]):
@@ -231,25 +260,29 @@ class Restoring:
                 number = stored.pop()
                 store, source = self._root.at(step_directory(number)), "storage"
             start = time.perf_counter()
-            report, reason = self._try(load, store)
-            took = time.perf_counter() - start
+            report, damage = self._load_on_all(load, store)
+            seconds = time.perf_counter() - start
             decoding = store.seconds_decoding() if isinstance(store, AssembledStore) else 0.0
             self._recorder.add("decoding", decoding)
-            self._recorder.add("reading", took - decoding)
+            self._recorder.add("reading", seconds - decoding)
             if report is not None:
-                newer = tuple((each, why) for each, why, _ in skipped if each >= number)
-                origins = origins_of(report, found.store if source == "memory" else None)
+                newer = tuple((each.step, each.reason) for each in skipped if each.step >= number)
+                origins = bytes_by_origin(report, found.store if source == "memory" else None)
                 restored = RestoreReport(number, source, report, newer, origins)
                 return replace(restored, unasked=found.unasked), skipped
-            skipped.append((number, f"{source}: {reason}", True))
+            skipped.append(_Skipped(number, f"{source}: {damage}", was_tried=True))
             if source == "storage":
                 self._damaged.add(number)
             else:
-                found = self._find(step, found)
+                found = self._find_snapshot(step, found)
         return None, skipped
 
-    def _try(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
-        """Load a checkpoint on all ranks. Return no report, but the reason, if it is damaged."""
+    def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
+        """Load a checkpoint on all ranks.
+
+        Returns:
+            The report, and ""; or None and the damage, if the checkpoint is damaged on any rank.
+        """
         report: LoadReport | None = None
         failure: Exception | None = None
         try:
@@ -257,7 +290,7 @@ class Restoring:
         except Exception as error:  # raised again after the exchange
             failure = error
 
-        def speak() -> bytes:
+        def encode_failure() -> bytes:
             damage = other = ""
             if isinstance(failure, _DAMAGE):
                 damage = str(failure)
@@ -265,36 +298,46 @@ class Restoring:
                 other = describe_error(failure)
             return msgspec.msgpack.encode((damage, other))
 
-        def answer(said: list[bytes]) -> bytes:
-            heard = [msgspec.msgpack.decode(each, type=tuple[str, str]) for each in said]
-            failed = {rank: other for rank, (_, other) in enumerate(heard) if other}
-            damage = next((text for text, _ in heard if text), "")
-            return msgspec.msgpack.encode(("" if failed else damage, failed))
+        def judge(encoded: list[bytes]) -> bytes:
+            failures = [msgspec.msgpack.decode(each, type=tuple[str, str]) for each in encoded]
+            others = {rank: other for rank, (_, other) in enumerate(failures) if other}
+            damage = next((damage for damage, _ in failures if damage), "")
+            return msgspec.msgpack.encode(("" if others else damage, others))
 
-        reply = exchange(self._group, "restoring", speak, answer)
-        reason, failed = msgspec.msgpack.decode(reply, type=tuple[str, dict[int, str]])
-        if failure is not None and not reason:
+        reply = exchange(self._group, "restoring", encode_failure, judge)
+        damage, others = msgspec.msgpack.decode(reply, type=tuple[str, dict[int, str]])
+        if failure is not None and not damage:
             raise failure
-        if failed:
-            raise RankError("restoring", failed)
-        return (None if reason else report), reason
+        if others:
+            raise RankError("restoring", others)
+        return (None if damage else report), damage
 
-    def _find(self, step: int | None, damaged: Found | None = None) -> Found:
+    def _find_snapshot(
+        self, step: int | None, damaged: FoundSnapshot | None = None
+    ) -> FoundSnapshot:
         if self._snapshots is None:
-            return Found(-1, None, [])
+            return FoundSnapshot(-1, None, [])
         start = time.perf_counter()
         found = find_snapshot(self._snapshots, self._group, step=step, damaged=damaged)
         if found.unasked and step is None and self._group.rank == 0:
-            nodes = "; ".join(f"{node}: {why}" for node, why in found.unasked.items())
             log.warning(
-                "some nodes of this run did not say which snapshots they hold (%s). Steps there "
+                "%d nodes of this run did not say which snapshots they hold (%s). Steps there "
                 "that are newer than the step restored now will be discarded",
-                nodes,
+                len(found.unasked),
+                _first_few(found.unasked),
             )
         self._recorder.add("choosing", found.choosing)
         self._recorder.add("asking", time.perf_counter() - start - found.choosing)
         return found
 
-    def _all_damaged(self, skipped: Sequence[Skipped]) -> ShardwiseError:
-        reasons = "\n".join(f"  - step {number}: {reason}" for number, reason, _ in skipped)
+    def _none_is_intact(self, skipped: Sequence[_Skipped]) -> CorruptionError:
+        reasons = "\n".join(f"  - step {each.step}: {each.reason}" for each in skipped)
         return CorruptionError(f"no checkpoint below {self._root} is intact:\n{reasons}")
+
+
+def _first_few(reasons: Mapping[str, str]) -> str:
+    """Return the first few nodes with their reasons, and the number of the others."""
+    shown = [f"{node}: {reason}" for node, reason in islice(reasons.items(), MOST_NODES_SHOWN)]
+    if len(reasons) > len(shown):
+        shown.append(f"and {len(reasons) - len(shown)} more")
+    return "; ".join(shown)

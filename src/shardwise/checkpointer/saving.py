@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -26,9 +26,9 @@ from shardwise.errors import LostRankError, RankError, ShardwiseError, StateErro
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.names import step_directory
-from shardwise.memory.trainer.handle import SaveHandle
+from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.memory.trainer.staging import Storing
+from shardwise.memory.trainer.staging import StoragePolicy
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import apply_retention
 from shardwise.store import Store
@@ -39,8 +39,8 @@ log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True, slots=True)
-class _Last:
-    """The last call of `save`, if its step is not saved to the root."""
+class _SaveCall:
+    """The arguments of a call of `Checkpointer.save`."""
 
     step: int
     state: State
@@ -52,10 +52,13 @@ class Saving:
     """Saves the steps of a run. All ranks call its methods together.
 
     Args:
-        settings: options of the Checkpointer.
+        settings: the options of the Checkpointer.
         group: the ranks.
-        snapshots: snapshots of the run in memory; None if saves go directly to storage.
+        snapshots: the snapshots of the run in memory; None if saves go directly to storage.
         damaged: steps that `restore` found to be damaged; a save replaces them.
+
+    Attributes:
+        plans: the cached plans of earlier saves.
     """
 
     def __init__(
@@ -65,10 +68,10 @@ class Saving:
         self._group = group
         self._snapshots = snapshots
         self._damaged = damaged
-        self._fenced: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        self._watched: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        self._last: _Last | None = None
-        self._has_stepped = False
+        self._fence_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+        self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+        self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
+        self._has_stepped = False  # whether an optimizer has stepped since that call
         self.plans = PlanCache()
 
     def save(
@@ -80,35 +83,35 @@ class Saving:
         durable: bool,
         overwrite: bool,
     ) -> SaveHandle | None:
-        """Save a step, then remove checkpoints that are no longer kept.
+        """Save a step, then remove checkpoints that the rules of `keep` drop.
 
         Args:
             step, state, metrics, overwrite: as for `Checkpointer.save`.
-            durable: save to the root; otherwise only to memory, if a snapshot is due.
+            durable: save to the root. Otherwise save to memory only, if a snapshot is due.
 
         Returns:
             A handle; None if the step was not due, no slot was free for its snapshot, or the save
             failed with `on_failure="warn"`.
         """
-        before, self._last = self._last, None
-        this = _Last(step, state, metrics, overwrite)
-        handle = self._tried(this, durable=True) if durable else None
+        previous, self._unsaved_call = self._unsaved_call, None
+        call = _SaveCall(step, state, metrics, overwrite)
+        handle = self._save_or_log(call, durable=True) if durable else None
         is_saved = handle is not None
         in_memory = self._snapshots is not None and self._settings.is_snapshot(step)
         if in_memory and not is_saved:
-            handle = self._tried(this, durable=False)
+            handle = self._save_or_log(call, durable=False)
         if self._settings.at_end and not is_saved:
-            self._last = this
-            if before is None or before.state is not state:
-                self._watch(state)
+            self._unsaved_call = call
+            if previous is None or previous.state is not state:
+                self._watch_optimizers(state)
             self._has_stepped = False
         return handle
 
-    def settle(self, handle: SaveHandle | None) -> None:
-        """Wait until a save is durable, at most `LONGEST_LAST_SAVE` seconds.
+    def wait_until_durable(self, handle: SaveHandle | None) -> None:
+        """Wait until a save is durable, at most `LONGEST_LAST_SAVE` seconds for each stage.
 
-        The agents continue the save after that. A failure is raised, or logged if `on_failure` is
-        "warn".
+        The agents continue the save after that time. A failure is raised, or logged if
+        `on_failure` is "warn".
         """
         try:
             if handle is not None:
@@ -122,103 +125,104 @@ class Saving:
                 raise
             log.error("a save failed: %s", error)
 
-    def report_failures(self) -> None:
+    def log_failures(self) -> None:
         """Wait until all saves are durable or have failed, and log the failures."""
         snapshots = self._snapshots
-        while snapshots is not None and (error := _unsettled(snapshots)) is not None:
+        while snapshots is not None and (error := _failure_of_saves(snapshots)) is not None:
             log.error("a save failed: %s", error)
             if snapshots.take_failure() is None:  # no further failure: the agent is gone
                 return
 
     def forget_last(self) -> None:
         """Forget the last call of `save`, so that `save_last` does not save its step."""
-        self._last = None
+        self._unsaved_call = None
 
     def save_last(self) -> None:
         """Save the last step that `save` was called with to the root, if the root does not have it.
 
-        Its snapshot is persisted, if there is one. Otherwise the state is saved as it is now,
-        unless an optimizer has stepped since that call.
+        If memory has a snapshot of the step, the snapshot is persisted. Otherwise the state is
+        saved as it is now, unless an optimizer has stepped since that call.
         """
-        last, self._last = self._last, None
-        if last is None:
+        call, self._unsaved_call = self._unsaved_call, None
+        if call is None:
             return
-        removes = self._settings.keep.removes
-        if self._snapshots is not None and self._snapshots.persist(last.step, removes=removes):
+        removes_old = self._settings.keep.has_rules
+        if self._snapshots is not None and self._snapshots.persist(
+            call.step, removes_old=removes_old
+        ):
             return
-        stepped = b"1" if self._has_stepped else b""
-        if exchange(self._group, "saving the last step", lambda: stepped, max):
+        has_stepped = b"1" if self._has_stepped else b""
+        if exchange(self._group, "saving the last step", lambda: has_stepped, max):
             if self._group.rank == 0:
                 log.warning(
                     "step %d is not saved at the end: an optimizer has stepped since save(%d, …); "
                     "call save after the last step, or pass at_end=False",
-                    *(last.step, last.step),
+                    *(call.step, call.step),
                 )
             return
         best = self._settings.keep.best
-        if best is not None and best.metric not in (last.metrics or {}):
-            metrics = {**(last.metrics or {}), best.metric: math.nan}
-            last = replace(last, metrics=metrics)
-        self._tried(last, durable=True)
+        if best is not None and best.metric not in (call.metrics or {}):
+            metrics = {**(call.metrics or {}), best.metric: math.nan}
+            call = replace(call, metrics=metrics)
+        self._save_or_log(call, durable=True)
 
-    def _tried(self, last: _Last, *, durable: bool) -> SaveHandle | None:
+    def _save_or_log(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         """Save a step. With `on_failure="warn"`, log failures of storage and return None."""
         if self._settings.on_failure == "raise":
-            return self._save(last, durable=durable)
+            return self._save(call, durable=durable)
         while self._snapshots is not None and (earlier := self._snapshots.take_failure()):
             log.error("an earlier save failed; the training continues: %s", earlier)
         handle: SaveHandle | None = None
         failure: Exception | None = None
         try:
-            handle = self._save(last, durable=durable)
+            handle = self._save(call, durable=durable)
         except LostRankError:
             raise
         except (ShardwiseError, OSError) as error:  # raised or logged after the exchange
             failure = error
 
-        def speak() -> bytes:
+        def encode_failure() -> bytes:
             if failure is None or isinstance(failure, RankError):
                 return b""
-            if not is_of_storage(failure):
+            if not _is_storage_failure(failure):
                 raise failure
             return f"{type(failure).__name__}: {failure}".encode()
 
-        reason = exchange(self._group, "judging a save", speak, max).decode()
+        reason = exchange(self._group, "judging a save", encode_failure, max).decode()
         if failure is not None and not reason:
             raise failure
         if reason:
             if self._group.rank == 0:
-                log.error("step %s is not saved; the training continues: %s", last.step, reason)
+                log.error("step %s is not saved; the training continues: %s", call.step, reason)
             return None
         return handle
 
-    def _save(self, last: _Last, *, durable: bool) -> SaveHandle | None:
-        step, state, metrics, overwrite = last.step, last.state, last.metrics, last.overwrite
+    def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
         recorder = Recorder(settings.on_event)
-        overwrite = overwrite or step in self._damaged
+        overwrite = call.overwrite or call.step in self._damaged
 
-        def prepare() -> SaveRequest:
-            number = check_step(step)
+        def make_save() -> SaveRequest:
+            step = check_step(call.step)
             options = SaveOptions.from_arguments(
-                number, overwrite, settings.check_replicas, metrics
+                step, overwrite, settings.check_replicas, call.metrics
             )
             if durable:
-                self._refuse_unranked(options)
-            return self._job(state, settings.root.at(step_directory(number)), options)
+                self._require_ranked_metric(options)
+            return self._make_save(call.state, settings.root.at(step_directory(step)), options)
 
         with pause_gc():
             if self._snapshots is not None:
-                self._fence_steps(state)
-                damaged = tuple(sorted(self._damaged - {step}))
-                storing = Storing(durable, settings.keep, damaged)
-                handle = self._snapshots.save(prepare, storing, self.plans, recorder)
+                self._fence_optimizer_steps(call.state)
+                damaged = tuple(sorted(self._damaged - {call.step}))
+                policy = StoragePolicy(durable, settings.keep, damaged)
+                handle = self._snapshots.save(make_save, policy, self.plans, recorder)
             else:
-                handle = SaveHandle(save_all(prepare, self._group, self.plans, recorder))
+                handle = SaveHandle(save_all(make_save, self._group, self.plans, recorder))
         if handle is not None:
-            self._damaged.discard(step)
+            self._damaged.discard(call.step)
             if self._snapshots is None:
-                self._retain(step)
+                self._remove_old_checkpoints(call.step)
         return handle
 
     def prepare(self, state: State) -> int:
@@ -227,78 +231,75 @@ class Saving:
         if snapshots is None:
             return 0
 
-        def job() -> SaveRequest:
-            return self._job(state, self._settings.root, SaveOptions())
+        def make_save() -> SaveRequest:
+            return self._make_save(state, self._settings.root, SaveOptions())
 
         with pause_gc():
-            return snapshots.prepare(job, self.plans, Recorder(self._settings.on_event))
+            return snapshots.prepare(make_save, self.plans, Recorder(self._settings.on_event))
 
     def close(self) -> None:
         """Remove the hooks from optimizers."""
-        for hook in [*self._fenced.values(), *self._watched.values()]:
+        for hook in [*self._fence_hooks.values(), *self._step_hooks.values()]:
             hook.remove()
 
-    def _watch(self, state: State) -> None:
+    def _watch_optimizers(self, state: State) -> None:
         """Record from now on when an optimizer in the state steps."""
+        reference = weakref.ref(self)  # the hook does not keep this object alive
+
+        def record_step(*_: object) -> None:
+            saving = reference()
+            if saving is not None:
+                saving._has_stepped = True
+
         for optimizer in torch_optimizers_in(state):
-            if optimizer not in self._watched:
-                note = weakref.WeakMethod(self._note_step)
-                hook = optimizer.register_step_post_hook(lambda *_, note=note: _call(note))
-                self._watched[optimizer] = hook
+            if optimizer not in self._step_hooks:
+                self._step_hooks[optimizer] = optimizer.register_step_post_hook(record_step)
 
-    def _note_step(self) -> None:
-        self._has_stepped = True
-
-    def _job(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
+    def _make_save(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
         arena = Arena(self._settings.staging_bytes)
-        local = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
-        return SaveRequest(state=local, store=store, arena=arena, options=options)
+        local_state = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
+        return SaveRequest(state=local_state, store=store, arena=arena, options=options)
 
-    def _refuse_unranked(self, options: SaveOptions) -> None:
+    def _require_ranked_metric(self, options: SaveOptions) -> None:
         best = self._settings.keep.best
         if best is not None and best.metric not in options.metrics:
             raise StateError(
-                f"metrics= lacks {best.metric!r}, which Keep(best=...) needs: "
-                'pass float("nan") if it was not measured'
+                f"save of step {options.step}: metrics= lacks {best.metric!r}, which Keep(best=…) "
+                'needs: pass float("nan") if it was not measured'
             )
 
-    def _fence_steps(self, state: Mapping[str, object]) -> None:
+    def _fence_optimizer_steps(self, state: Mapping[str, object]) -> None:
         """Make the steps of all optimizers in the state wait for copies in progress."""
         memory = self._settings.memory
         if self._snapshots is None or memory is None or not memory.overlap:
             return
         fence = self._snapshots.fence
         for optimizer in torch_optimizers_in(state):
-            if optimizer not in self._fenced:
-                self._fenced[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
+            if optimizer not in self._fence_hooks:
+                self._fence_hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
 
-    def _retain(self, newest: int) -> None:
+    def _remove_old_checkpoints(self, newest: int) -> None:
         settings = self._settings
 
-        def answer(_: list[bytes]) -> bytes:
+        def remove(_: list[bytes]) -> bytes:
             damaged = frozenset(self._damaged)
             apply_retention(settings.root, settings.keep, newest=newest, damaged=damaged)
             return b""
 
-        exchange(self._group, "removing old checkpoints", lambda: b"", answer)
+        exchange(self._group, "removing old checkpoints", lambda: b"", remove)
 
 
-def is_of_storage(error: Exception) -> bool:
+def _is_storage_failure(error: Exception) -> bool:
     """Return whether an error is a failure of storage, rather than an invalid save."""
     return isinstance(error, StoreError) or (
         isinstance(error, OSError) and not isinstance(error, ShardwiseError)
     )
 
 
-def _unsettled(snapshots: Snapshots) -> StoreError | None:
+def _failure_of_saves(snapshots: Snapshots) -> StoreError | None:
+    """Wait until all saves are durable or have failed, and return a failure, if any."""
     try:
         snapshots.wait_until_durable()
     except StoreError as error:
         return error
     return None
-
-
-def _call(note: weakref.WeakMethod[Callable[[], None]]) -> None:
-    method = note()
-    if method is not None:
-        method()

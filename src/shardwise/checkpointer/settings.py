@@ -27,14 +27,21 @@ from shardwise.store import LocalStore, Store, local_path, open_store
 
 log = logging.getLogger("shardwise")
 
-_SHARED = ("keep", "save_every", "check_replicas", "staging_bytes", "at_end", "on_failure")
-_OF_A_NODE = ("dir", "interface", "domain", "tls", "start_agent", "budget")
-"""Options of `Memory` that may differ between nodes."""
+_SAME_ON_ALL_RANKS = (
+    "keep",
+    "save_every",
+    "check_replicas",
+    "staging_bytes",
+    "at_end",
+    "on_failure",
+)
+_MAY_DIFFER_BETWEEN_NODES = ("dir", "interface", "domain", "tls", "start_agent", "budget")
+"""Options of `Memory` that need not be equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options of a `Checkpointer`, which describes them."""
+    """The options of a `Checkpointer`. Its docstring describes them."""
 
     root: Store
     keep: Keep
@@ -47,15 +54,15 @@ class Settings:
     at_end: bool
     on_failure: Literal["raise", "warn"]
 
-    def shared(self) -> dict[str, str]:
-        """Return, as text, the options that must be equal on all ranks."""
-        found = {name: repr(getattr(self, name)) for name in _SHARED}
+    def shared_options(self) -> dict[str, str]:
+        """Return the options that must be equal on all ranks: name and value as text."""
+        options = {name: repr(getattr(self, name)) for name in _SAME_ON_ALL_RANKS}
         if self.memory is None:
-            return {**found, "memory": "None"}
-        return found | {
-            f"Memory({each.name})": repr(getattr(self.memory, each.name))
-            for each in fields(self.memory)
-            if each.name not in _OF_A_NODE
+            return {**options, "memory": "None"}
+        return options | {
+            f"Memory({option.name})": repr(getattr(self.memory, option.name))
+            for option in fields(self.memory)
+            if option.name not in _MAY_DIFFER_BETWEEN_NODES
         }
 
     def is_durable(self, step: object) -> bool:
@@ -64,8 +71,8 @@ class Settings:
 
     def is_snapshot(self, step: object) -> bool:
         """Return whether a snapshot of this step is kept in memory."""
-        in_memory = self.memory is not None and self.memory.snapshot_every
-        return bool(in_memory) and is_due(step, in_memory)
+        every = 0 if self.memory is None else self.memory.snapshot_every
+        return every > 0 and is_due(step, every)
 
 
 def check_options(
@@ -85,22 +92,32 @@ def check_options(
     if keep is not None and not isinstance(keep, Keep):
         raise TypeError(f"keep={keep!r}: expected sw.Keep, for example sw.Keep(last=3)")
     if memory is not None and not isinstance(memory, Memory):
-        raise TypeError(f"memory={memory!r}: expected sw.Memory(...) or None")
+        raise TypeError(f"memory={memory!r}: expected sw.Memory(…) or None")
     if start_from is not None and not (
         callable(start_from) or isinstance(start_from, (str, os.PathLike, Store))
     ):
         raise TypeError(f"start_from={start_from!r}: expected a path, a store or a function")
     if isinstance(save_on, (int, str)) or not isinstance(save_on, Iterable):
-        raise TypeError(f"save_on={save_on!r}: expected a list, for example [signal.SIGTERM]")
+        raise TypeError(
+            f"save_on={save_on!r}: expected a list of signals, for example [signal.SIGTERM]"
+        )
     if then not in get_args(Then):
         raise ValueError(f"then={then!r}: expected 'deliver', 'requeue' or 'return'")
     if on_failure not in ("raise", "warn"):
         raise ValueError(f"on_failure={on_failure!r}: expected 'raise' or 'warn'")
 
 
-def root_of(place: api.Place, *, everywhere: bool) -> Store:
-    """Return the store of a root. With `everywhere`, agents must be able to open it by its name."""
-    if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
+def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
+    """Return the store of a root.
+
+    Args:
+        place: the root.
+        for_agents: whether agents must be able to open the root by its name, too.
+
+    Raises:
+        StoreError: agents cannot open the root.
+    """
+    if for_agents and not isinstance(place, (str, os.PathLike, LocalStore)):
         raise StoreError(
             f"{place}: the agents that write checkpoints to storage cannot open this root: pass "
             "a path or URL, or save synchronously with memory=None"
@@ -110,8 +127,8 @@ def root_of(place: api.Place, *, everywhere: bool) -> Store:
     return store if path is None else LocalStore(path.absolute())
 
 
-def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
-    """Install the handlers for `save_on`; return None if it is empty.
+def install_signals(save_on: Iterable[int], then: Then) -> Signals | None:
+    """Install handlers for the signals `save_on`; return None if there are none.
 
     Raises:
         ValueError: as for `Signals`, or there is no Slurm job to requeue.
@@ -121,23 +138,29 @@ def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
         return None
     job = os.environ.get("SLURM_JOB_ID")
     if then == "requeue" and not job:
-        raise ValueError("then='requeue': SLURM_JOB_ID is not set: this is not a Slurm job")
+        raise ValueError(
+            "then='requeue': SLURM_JOB_ID is not set, so this is not a Slurm job: use "
+            "then='deliver' or then='return'"
+        )
     return Signals(numbers, then, job)
 
 
-def open_root(settings: Settings, signals: Signals | None, group: Group, *, starts: bool) -> bool:
-    """Check a root and remove leftovers of unfinished saves. All ranks call this together.
+def prepare_root(
+    settings: Settings, signals: Signals | None, group: Group, *, has_start: bool
+) -> bool:
+    """Check the options and the root, and remove leftovers of unfinished saves from the root.
+
+    All ranks call this together.
 
     Args:
-        settings: options of this rank.
-        signals: signals that this rank handles.
+        settings: the options of this rank.
+        signals: the signals that this rank handles.
         group: the ranks.
-        starts: whether `start_from` is given. If not, a root that is a checkpoint is refused: the
-            user may have meant to start from it.
+        has_start: whether `start_from` is given. Otherwise a root that is a checkpoint is refused,
+            because the user may have meant to start from it.
 
     Returns:
-        Whether snapshots can be used. A read-only root does not allow them, because they are
-        identified by a file in the root.
+        Whether snapshots can be used. They need a writable root: a file in it identifies the run.
 
     Raises:
         MismatchError: the options differ between ranks; the message lists the differences.
@@ -146,26 +169,26 @@ def open_root(settings: Settings, signals: Signals | None, group: Group, *, star
     """
     root, in_memory = settings.root, settings.memory is not None
 
-    def speak() -> bytes:
-        handled = {"save_on": "[]"}
+    def encode_options() -> bytes:
+        of_signals = {"save_on": "[]"}
         if signals is not None:
-            handled = {"save_on": str(signals.numbers), "then": repr(signals.then)}
-        return msgspec.msgpack.encode({**settings.shared(), **handled})
+            of_signals = {"save_on": str(signals.numbers), "then": repr(signals.then)}
+        return msgspec.msgpack.encode({**settings.shared_options(), **of_signals})
 
-    def answer(said: list[bytes]) -> bytes:
-        _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in said])
+    def check_and_clean(options: list[bytes]) -> bytes:
+        _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in options])
         refuse_file(root)
-        if not starts:
+        if not has_start:
             refuse_as_root(root)
         for name in root.list():
             if step_of_directory(name) is not None:
                 store = root.at(name)
                 with suppress(OSError):  # leftovers in a read-only root stay
                     remove_leftovers(store)
-                    store.remove()  # if it is empty
+                    store.remove()  # fails unless the directory is empty
         return b"1" if in_memory and _is_writable(root) else b""
 
-    usable = bool(exchange(group, "opening a root", speak, answer))
+    usable = bool(exchange(group, "opening a root", encode_options, check_and_clean))
     if in_memory and not usable and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "
@@ -175,11 +198,11 @@ def open_root(settings: Settings, signals: Signals | None, group: Group, *, star
     return usable
 
 
-def _refuse_unequal(options: Sequence[Mapping[str, str]]) -> None:
-    names = dict.fromkeys(name for each in options for name in each)
+def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:
+    names = dict.fromkeys(name for options in options_of_ranks for name in options)
     problems = []
     for name in names:
-        values = [each.get(name, "nothing") for each in options]
+        values = [options.get(name, "nothing") for options in options_of_ranks]
         rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if rank is not None:
             problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")

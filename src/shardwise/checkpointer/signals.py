@@ -15,19 +15,24 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 
 Then = Literal["deliver", "requeue", "return"]
-SLURM_TIMEOUT = 60.0
+"""The action after the save that a signal caused: see `Checkpointer(then=…)`."""
+
+SLURM_TIMEOUT = 60.0  # seconds
 
 log = logging.getLogger("shardwise")
 
 
 class Signals:
-    """Handlers that record signals, to act on them after the next save.
+    """Handlers that record signals, so that `Checkpointer.save` can act on them.
 
     Args:
-        numbers: the signals.
-        then: action after the save. `"deliver"`: raise the signal with its previous handler.
+        numbers: the signals to handle.
+        then: the action after the save. `"deliver"`: raise the signal with its previous handler.
             `"requeue"`: ask Slurm to run the job again. `"return"`: none.
-        job: id of the Slurm job to requeue.
+        job: the id of the Slurm job to requeue.
+
+    Attributes:
+        has_acted: whether a signal has caused a save.
 
     Raises:
         ValueError: a signal cannot be handled, or this is not the main thread.
@@ -35,38 +40,42 @@ class Signals:
 
     def __init__(self, numbers: Iterable[int], then: Then, job: str | None) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError("save_on: Python handles signals in the main thread only")
-        self.acted = False
+            raise ValueError(
+                "save_on: Python handles signals in the main thread only: create the Checkpointer "
+                "there, or omit save_on"
+            )
+        self.has_acted = False
         self.then = then
         self._job = job
         self._pending = 0
         self._process = os.getpid()
         self._stopped = False
-        self._handler = self._note  # keep one bound method, to compare with getsignal()
-        self._before = {}
+        self._handler = self._record  # one bound method, to compare with signal.getsignal()
+        self._previous_handlers = {}
         try:
             for number in numbers:
-                self._before[number] = signal.signal(number, self._handler) or signal.SIG_DFL
+                previous = signal.signal(number, self._handler)
+                self._previous_handlers[number] = previous or signal.SIG_DFL
         except (OSError, TypeError, ValueError) as error:
-            self._restore()
-            raise ValueError(f"save_on={numbers!r}: {error}") from error
+            self._restore_handlers()
+            raise ValueError(f"save_on={numbers!r}: cannot handle a signal: {error}") from error
 
     @property
     def numbers(self) -> list[int]:
         """The signals that are handled, ascending."""
-        return sorted(map(int, self._before))
+        return sorted(map(int, self._previous_handlers))
 
-    def received(self, group: Group) -> int:
+    def any_received(self, group: Group) -> int:
         """Return a signal that any rank has received, or 0. All ranks call this together."""
 
-        def answer(said: list[bytes]) -> bytes:
-            return b"%d" % max(map(int, said))
+        def largest(numbers: list[bytes]) -> bytes:
+            return b"%d" % max(map(int, numbers))
 
-        return int(exchange(group, "asking for signals", lambda: b"%d" % self._pending, answer))
+        return int(exchange(group, "asking for signals", lambda: b"%d" % self._pending, largest))
 
-    def finish(self, number: int, group: Group) -> None:
+    def act_on(self, number: int, group: Group) -> None:
         """Act on a signal after its save. All ranks call this together."""
-        self.acted = True
+        self.has_acted = True
         if self.then == "deliver":
             self._pending = number
             self.stop()
@@ -76,42 +85,50 @@ class Signals:
             _requeue(self._job)
 
     def stop(self) -> None:
-        """Restore the previous handlers. Deliver a signal that arrived after the last save if
-        `then` is "deliver"; otherwise log a warning."""
+        """Restore the previous handlers.
+
+        A signal that arrived after the last save is delivered if `then` is "deliver". Otherwise a
+        warning is logged.
+        """
         self._stopped = True
-        self._restore()
+        self._restore_handlers()
         if self._pending and self.then != "deliver":
             name = signal.Signals(self._pending).name
             log.warning("%s arrived after the last save; ignored (then=%r)", name, self.then)
         elif self._pending:
-            self._pass_on(self._pending)
+            self._deliver(self._pending)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._pending = number
         # A forked child does not save. After `stop`, another library may have reinstalled this.
         if os.getpid() != self._process or self._stopped:
-            self._pass_on(number)
+            self._deliver(number)
 
-    def _pass_on(self, number: int) -> None:
+    def _deliver(self, number: int) -> None:
         self._pending = 0
-        self._restore()
+        self._restore_handlers()
         signal.raise_signal(number)
 
-    def _restore(self) -> None:
-        for number, before in self._before.items():
+    def _restore_handlers(self) -> None:
+        for number, previous in self._previous_handlers.items():
             if signal.getsignal(number) is self._handler:
-                signal.signal(number, before)
+                signal.signal(number, previous)
 
 
 def _requeue(job: str) -> None:
-    """Ask Slurm to run this job again, which ends the current processes."""
+    """Ask Slurm to run this job again. Slurm ends the current processes then."""
     command = ["scontrol", "requeue", job]
+    failure = ""
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=SLURM_TIMEOUT)
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip()
-        log.error("saved, but the job was not requeued: %s: %s", " ".join(command), said)
+        failure = error.stderr.decode(errors="replace").strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        log.error("saved, but the job was not requeued: %s: %s", " ".join(command), error)
+        failure = str(error)
     else:
         log.warning("saved, and the job is requeued: %s", " ".join(command))
+        return
+    log.error(
+        "saved, but the job was not requeued: %s: %s; requeue it yourself",
+        *(" ".join(command), failure),
+    )

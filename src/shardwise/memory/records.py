@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.redundancy.placement import Group, Protection
+from shardwise.memory.redundancy.placement import Protection, ProtectionGroup
 from shardwise.retention import PlainKeep
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
@@ -91,7 +91,7 @@ class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums":
             each.
     """
 
-    ring: Group
+    ring: ProtectionGroup
     file: str
     slot: str
     block: int | None

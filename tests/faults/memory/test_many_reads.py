@@ -116,15 +116,15 @@ def flip_a_bit(path: Path, at: int) -> None:
 
 def restore_before_all_answer(cluster: Cluster, by: str) -> tuple[int | None, int]:
     """Restore, while each node answers late but the one that rank 2 was on."""
-    ask = search._ask
+    ask = search._list_files
 
-    def answer_late(*args: Any) -> search.Held:
+    def answer_late(*args: Any) -> search.NodeFiles:
         held = ask(*args)
         if not any(re.fullmatch("r00002-.*staged.json", name) for name in held.steps[5]):
             time.sleep(0.5)
         return held
 
-    with mock.patch.object(search, "_ask", answer_late):
+    with mock.patch.object(search, "_list_files", answer_late):
         return restore(cluster, by)
 
 

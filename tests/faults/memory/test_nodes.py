@@ -16,7 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.home import Run
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import (
@@ -198,7 +198,7 @@ def test_the_memory_of_an_older_run_is_left_to_its_trainers(
     (root / "run.json").unlink()
     gang.run(save_and_end, cluster, world=2)
     assert list(older.glob("step-00000001/manifest.json"))
-    trainer.end()
+    trainer.release()
     gang.run(save_and_end, cluster, world=2)
     assert not older.exists()
     assert len(list(shm.glob("*/*/runs/*"))) == 1

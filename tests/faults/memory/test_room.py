@@ -65,7 +65,7 @@ def test_too_little_memory_is_an_error_at_the_start(
     cluster = Cluster(root=root, shm=mount("small", size), columns=8192)
     for _ in range(2):  # nor does what was begun then make it seem enough
         said = gang.run(refusal, cluster, world=2)
-        assert all(re.search(r"need [\d,]{7,} more: make it larger", each) for each in said), said
+        assert all(re.search(r"need [\d,]{7,} more: make the file", each) for each in said), said
 
 
 @pytest.mark.parametrize("protection", mostly_long([{"copies": 1}, {"parity": 1}], [{"copies": 1}]))
@@ -112,7 +112,7 @@ def test_a_state_that_outgrows_the_memory_is_an_error_and_no_bus_error(
     gang: Gang, root: Path, mount: Mount
 ) -> None:
     (said,) = gang.run(grow, root, mount("small", 16 * MEGABYTE), world=1)
-    assert any("make it larger" in each for each in said)
+    assert any("make the file system larger" in each for each in said)
 
 
 def persist_to_a_full_disk(cluster: Cluster) -> tuple[list[str], list[int]]:

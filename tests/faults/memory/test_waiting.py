@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.engine.files import FileSource
 from shardwise.memory.records import Done
-from shardwise.memory.trainer.handle import Stages
+from shardwise.memory.trainer.save_handle import PendingSave
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
@@ -159,19 +159,19 @@ def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:
     cp = cluster.open()
     _, state, _ = begin(cp, cluster.columns, "rows")
     cp.save(1, state)
-    wait_all = Stages.wait_all
+    wait_for = PendingSave.wait_for
 
-    def fail(stages: Stages, timeout: float | None) -> Done:
+    def fail(save: PendingSave, stage: str, timeout: float | None) -> Done:
         raise sw.StoreError("its disk is full")
 
     if dist.get_rank() == 1:
-        Stages.wait_all = fail  # type: ignore[method-assign]
+        PendingSave.wait_for = fail  # type: ignore[method-assign]
     started = time.monotonic()
     try:
         with pytest.raises(sw.ShardwiseError) as caught:
             cp.close()
     finally:
-        Stages.wait_all = wait_all  # type: ignore[method-assign]
+        PendingSave.wait_for = wait_for  # type: ignore[method-assign]
     return type(caught.value).__name__, str(caught.value), time.monotonic() - started
 
 

@@ -19,7 +19,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from parallel_deepspeed import CASES as PARALLEL
-from parallel_deepspeed import held as held_here
+from parallel_deepspeed import held as list_own_files
 from parallel_deepspeed import train_pipeline
 from small_model import Model, optimizer_of, scheduler_of, tokens_of
 from torch import nn
@@ -102,7 +102,7 @@ def do_pipeline(directory: Path, name: str, case: dict[str, Any], source: str) -
     if source:
         sw.load(directory / source, state)
     sw.save(directory / name, state, check_replicas=True)
-    torch.save(held_here(engine), directory / f"{name}.expected-{rank}.pt")
+    torch.save(list_own_files(engine), directory / f"{name}.expected-{rank}.pt")
 
 
 def main(directory: Path, jobs: list[str]) -> None:

@@ -33,7 +33,7 @@ from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
 from shardwise.memory.records import Done, Persist, Protect, Retain, Staged
-from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import Mappings, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps
@@ -82,9 +82,7 @@ class Follower:
 
         def make_copies_or_parity(request: Protect) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
-                return nodes.retrying(
-                    lambda: guard(place, request, nodes, self.node, self.mappings)
-                )
+                return nodes.retry(lambda: guard(place, request, nodes, self.node, self.mappings))
 
         self._fulfil(action, "protect", Protect, make_copies_or_parity)
 
@@ -110,7 +108,7 @@ class Follower:
         with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
             for node in dict.fromkeys([pending.leader, *(info.node for info in pending.nodes)]):
                 try:
-                    nodes.tell(node, records.request_record("rescue", pending.save_id), request)
+                    nodes.write(node, records.request_record("rescue", pending.save_id), request)
                 except StoreError as error:
                     log.warning("node %s: %s", node, error)
                     continue

@@ -28,7 +28,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import ABANDONED, Place, Run
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, Persist, Protect
-from shardwise.memory.remote.peers import Nodes, of_each
+from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
 
 log = logging.getLogger("shardwise.agent")
@@ -87,7 +87,7 @@ class Leader:
                 bytes_total=pending.bytes_total,
                 files=len(pending.files),
             )
-            nodes.tell_all(records.outcome_record(stage, pending.save_id), done)
+            nodes.write_to_all(records.outcome_record(stage, pending.save_id), done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +109,20 @@ class _LedSave:
 
         def collect_entries(node: str) -> dict[str, FileEntry]:
             return {
-                name: self.nodes.expect(
+                name: self.nodes.wait_for_record(
                     node, records.entry_record(name), FileEntry, failed=records.failure_record(name)
                 )
                 for name in files_of[node]
             }
 
-        entries_of = of_each(files_of, collect_entries)
+        entries_of = run_on_nodes(files_of, collect_entries)
         entries = [entries_of[node][name] for name, node in self.pending.files]
         manifest = complete_manifest(self.pending.manifest.encode(), entries)
         # First on this node: if another node is lost, and its files are not needed, the commit here
         # must not wait for it.
-        self.nodes.tell(self.leader.node, MANIFEST, manifest)
+        self.nodes.write(self.leader.node, MANIFEST, manifest)
         pending_copy = records.pending_copy_record(self.pending.save_id), self.pending
-        self.nodes.tell_others(pending_copy, (MANIFEST, manifest))
+        self.nodes.write_to_others(pending_copy, (MANIFEST, manifest))
         return sum(each.size for each in entries)
 
     def protect(self) -> int:
@@ -138,8 +138,8 @@ class _LedSave:
             wait=self.pending.wait,
             rings=len(self.pending.rings),
         )
-        self.nodes.tell_all(records.request_record("protect", save_id), request)
-        done_by = of_each(
+        self.nodes.write_to_all(records.request_record("protect", save_id), request)
+        done_by = run_on_nodes(
             [info.node for info in self.pending.nodes],
             lambda node: self._wait_for_node("protect", node),
         )
@@ -160,12 +160,14 @@ class _LedSave:
         """Have each node copy its files to storage, and copy those of lost nodes here."""
         files_of = self._files_by_node()
         # Request from all nodes before waiting for any.
-        reached = of_each(files_of, lambda node: self._request_copy(node, files_of[node], store))
-        done_by = of_each([node for node in files_of if reached[node]], self._wait_for_copy)
+        reached = run_on_nodes(
+            files_of, lambda node: self._request_copy(node, files_of[node], store)
+        )
+        done_by = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
         copied = {node: done for node, done in done_by.items() if done is not None}
         nbytes = _total_bytes(copied)
         outcome = records.outcome_record("commit", self.pending.save_id)
-        commit = self.nodes.expect(self.leader.node, outcome, Done)
+        commit = self.nodes.wait_for_record(self.leader.node, outcome, Done)
         if commit.failure:
             raise StoreError(
                 f"step {self.place.step} cannot be persisted, because its commit failed: "
@@ -194,7 +196,7 @@ class _LedSave:
             wait=self.pending.wait,
         )
         try:
-            self.nodes.tell(node, records.request_record("persist", self.pending.save_id), request)
+            self.nodes.write(node, records.request_record("persist", self.pending.save_id), request)
         except StoreError as error:
             self._log_lost_node(node, error)
             return False
@@ -216,7 +218,7 @@ class _LedSave:
         """Wait until a node has done its part of a stage."""
         save_id = self.pending.save_id
         done, request = records.done_record(stage, save_id), records.request_record(stage, save_id)
-        return self.nodes.expect(node, done, Done, asked=request)
+        return self.nodes.wait_for_record(node, done, Done, request=request)
 
     def _files_by_node(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ from shardwise.memory.home import Place
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, Retain
 from shardwise.memory.remote.assembled import AssembledStore
-from shardwise.memory.remote.search import Search, ask_others, held_here, reader
+from shardwise.memory.remote.search import Search, ask_nodes, list_own_files, make_reader
 from shardwise.retention import apply_retention, decode_keep
 from shardwise.store import Store, WritableFile, open_store
 from shardwise.store.store import Buffer
@@ -144,8 +144,8 @@ def copy_files_of_lost_nodes(
     entries = {entry.name: entry for entry in manifest.files}
     info_of = {info.node: info for info in infos}
     others = [info for info in infos if info.node != node]
-    held = [held_here(place.run, node), *ask_others(others, place.run.name, tls)]
-    read = reader(info_of, place.run, node, tls)
+    held = [list_own_files(place.run, node), *ask_nodes(others, place.run.name, tls)]
+    read = make_reader(info_of, place.run, node, tls)
     assembly = Search(held, info_of, read).choose(place.step)
     if assembly.step is None:
         reasons = "; ".join(reason for _, reason in assembly.newer)
@@ -266,7 +266,7 @@ def _checkpoint_exists(store: Store) -> CheckpointExistsError:
 
 def retention_request(pending: PendingManifest) -> Retain | None:
     """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
-    if not decode_keep(pending.keep).removes:
+    if not decode_keep(pending.keep).has_rules:
         return None
     return Retain(
         save_id=pending.save_id,

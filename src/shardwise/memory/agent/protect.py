@@ -20,20 +20,20 @@ from shardwise.memory.home import Place
 from shardwise.memory.rank_locks import is_rank_alive
 from shardwise.memory.reclaim import take_spare
 from shardwise.memory.records import AgentInfo, PendingManifest, Protect, RingFile
-from shardwise.memory.redundancy.parity import PIECE, build_parity, encode_pieces, owned
+from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes, write_parity
 from shardwise.memory.redundancy.placement import (
-    Group,
     Member,
     Protection,
+    ProtectionGroup,
     combine_groups,
-    copied_files,
+    files_to_copy,
     form_groups,
-    group_of_files,
-    memberships,
+    groups_of_node,
+    make_ring_group,
+    parity_file_name,
     parity_file_size,
-    parity_name,
 )
-from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import Mappings, is_sealed
 from shardwise.store.store import Buffer
 
@@ -54,7 +54,7 @@ def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protectio
     domain_of = {info.node: info.domain for info in pending.nodes}
     node_of = dict(pending.files)
     groups = [
-        group_of_files(
+        make_ring_group(
             [(node_of[name], domain_of[node_of[name]], name, size_of[name]) for name in ring],
             copies=pending.copies,
             parity=pending.parity,
@@ -103,7 +103,7 @@ def guard(place: Place, request: Protect, nodes: Nodes, node: str, mappings: Map
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
     guarding = _Guarding(place, request, nodes, entries, mappings)
-    groups = memberships(request.protection, node)
+    groups = groups_of_node(request.protection, node)
     return sum(guarding.make_files(group, index) for group, index in groups)
 
 
@@ -131,18 +131,18 @@ class _Guarding:
         self._entries = entries
         self._mappings = mappings
 
-    def make_files(self, group: Group, index: int) -> int:
+    def make_files(self, group: ProtectionGroup, index: int) -> int:
         """Make the copies and parity of one group; return their bytes.
 
         Args:
             index: the index of this node in the group.
         """
         total = 0
-        for number, (owner, name, size) in enumerate(copied_files(group, index)):
+        for number, (owner, name, size) in enumerate(files_to_copy(group, index)):
             if not self._place.has(name):
                 self._make_copy(owner.node, name, self._claim_ring_file(group, index, number, name))
             total += size
-        names = [parity_name(self._save_id, group, block) for block in range(group.parity)]
+        names = [parity_file_name(self._save_id, group, block) for block in range(group.parity)]
         if not all(map(self._place.has, names)):
             self._make_parity(group, index, names)
         return total + len(names) * parity_file_size(group.chunk)
@@ -173,7 +173,7 @@ class _Guarding:
                 "bytes differ from those that the node sealed"
             )
 
-    def _make_parity(self, group: Group, index: int, names: list[str]) -> None:
+    def _make_parity(self, group: ProtectionGroup, index: int, names: list[str]) -> None:
         ring_files = [
             self._claim_ring_file(group, index, block, name) for block, name in enumerate(names)
         ]
@@ -188,7 +188,7 @@ class _Guarding:
         for name in names:
             self._finish(name)
 
-    def _encode_parity(self, group: Group, index: int, names: list[str]) -> None:
+    def _encode_parity(self, group: ProtectionGroup, index: int, names: list[str]) -> None:
         """Compute parity from data that is read over the network."""
         size = parity_file_size(group.chunk)
         fds = {name: self._create(name, size) for name in names}
@@ -197,12 +197,14 @@ class _Guarding:
             _write_all(fds[name], offset, data)
 
         try:
-            build_parity(self._save_id, group, index, self._nodes.read_range, write)
+            write_parity(self._save_id, group, index, self._nodes.read_range, write)
         finally:
             for fd in fds.values():
                 os.close(fd)
 
-    def _claim_ring_file(self, group: Group, index: int, number: int, name: str) -> RingFile | None:
+    def _claim_ring_file(
+        self, group: ProtectionGroup, index: int, number: int, name: str
+    ) -> RingFile | None:
         """Wait for the copy or parity that a rank of this node makes, and claim it.
 
         Return None if the group is not a ring, the rank was lost, or the time is over.
@@ -256,7 +258,7 @@ def _write_all(fd: int, offset: int, data: Buffer) -> None:
         view = view[written:]
 
 
-def claim(place: Place, record: str, name: str, group: Group) -> RingFile | None:
+def claim(place: Place, record: str, name: str, group: ProtectionGroup) -> RingFile | None:
     """Claim the copy or parity that a rank has made, and return its record.
 
     The file is renamed to the temporary name of `name`, and its record is updated. Return None if
@@ -342,7 +344,7 @@ def complete_parity(
         data[low : low + len(part)] ^= part
 
     pieces = [(block, low) for low in _incomplete_pieces(ring_file, group, index, entries)]
-    encode_pieces(group, index, pieces, read, add)
+    encode_parity(group, index, pieces, read, add)
     table = data[group.chunk :]
     table[:] = 0
     sums = block_checksums(data[: group.chunk]).astype("<u4").view(np.uint8)
@@ -381,12 +383,12 @@ def _missing_ranges(
 
 
 def _incomplete_pieces(
-    ring_file: RingFile, group: Group, index: int, entries: Mapping[str, FileEntry]
+    ring_file: RingFile, group: ProtectionGroup, index: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
     """Yield the offsets of those pieces of a parity block that lack data of some file."""
-    stripe = owned(group, index)[ring_file.block or 0]
-    for low in range(0, group.chunk, PIECE):
-        high = min(low + PIECE, group.chunk)
+    stripe = parity_stripes(group, index)[ring_file.block or 0]
+    for low in range(0, group.chunk, SECTION):
+        high = min(low + SECTION, group.chunk)
         for chunk, position in enumerate(stripe.data):
             ((file, _),) = group.members[position].files
             start = chunk * group.chunk

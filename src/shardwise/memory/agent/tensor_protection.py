@@ -17,7 +17,7 @@ from shardwise.memory.files import read_record
 from shardwise.memory.home import Place, Run
 from shardwise.memory.observe import read_outcome, read_snapshot
 from shardwise.memory.records import Protect
-from shardwise.memory.redundancy.placement import Group
+from shardwise.memory.redundancy.placement import ProtectionGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def _guard_of_each_file(place: Place, save_id: str) -> dict[str, Guard]:
     return found
 
 
-def _guard_of_member(group: Group, index: int) -> Guard | None:
+def _guard_of_member(group: ProtectionGroup, index: int) -> Guard | None:
     nodes = [member.node for member in group.members]
     if group.parity:
         return Guard(kind="parity", survives=group.parity, nodes=nodes)

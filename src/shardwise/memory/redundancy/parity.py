@@ -1,7 +1,7 @@
-"""Computing parity blocks from the data of other nodes, piece by piece.
+"""Computing parity chunks from the data of other nodes, one section of a chunk at a time.
 
-Each thread needs memory for three pieces; with two or more parity blocks in a stripe, for one piece
-of each data block and the result. That does not depend on the size of the data.
+Each thread needs memory for three sections; with two or more parity chunks in a stripe, for one
+section of each data chunk and for the result. The memory does not depend on the size of the data.
 """
 
 from __future__ import annotations
@@ -11,129 +11,134 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, block_checksums
-from shardwise.memory.redundancy.placement import Group, Member, parity_file_size, parity_name
-from shardwise.memory.redundancy.stripes import Stripe, code_of, stripe_of_parity
+from shardwise.memory.redundancy.placement import (
+    ProtectionGroup,
+    parity_file_name,
+    parity_file_size,
+)
+from shardwise.memory.redundancy.stripes import Stripe, index_of_parity_stripe, make_code
 from shardwise.store.store import Buffer
 
-PIECE = 16 * BLOCK
-"""Bytes of a block that are processed at a time; a multiple of `BLOCK`."""
+SECTION = 16 * BLOCK
+"""The size in bytes of a section, the part of a chunk that is processed at a time."""
 
-HELD = 8 * PIECE
+MOST_BYTES_PER_THREAD = 8 * SECTION
 """How many bytes of other nodes' data a thread may hold at a time."""
 
-Read = Callable[[str, str, int, Buffer], Buffer]
-"""`read(node, file, offset, out)` returns `len(out)` bytes of a file of `node`: in `out`, or as a
-view of where they lie in memory.
+ReadRange = Callable[[str, str, int, Buffer], Buffer]
+"""`read_range(node, file, offset, out)` returns `len(out)` bytes of a file of `node`.
 
-Several threads may call it at once. It applies its own time limit, and raises `OSError` or
+The bytes are in `out`, or the result is a view of the memory that already contains them. Several
+threads may call the function at once. It has its own time limit, and raises `OSError` or
 `CorruptionError` if the bytes cannot be read.
 """
 
-Write = Callable[[str, int, Buffer], None]
-"""`write(file, offset, data)`. Offsets are multiples of 4096, and the memory is aligned to that."""
+WriteRange = Callable[[str, int, Buffer], None]
+"""`write_range(file, offset, data)` writes `data` at an offset of a file.
+
+Offsets are multiples of 4096, and the memory of `data` is aligned to 4096 bytes.
+"""
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Part of a node's string: its bytes `low:high` are those of `file` from `offset`."""
+class NodeFile:
+    """A file of a node."""
 
-    file: str
-    offset: int
-    low: int
-    high: int
+    node: str
+    name: str
 
-
-def extents(member: Member, low: int, high: int) -> Iterator[Extent]:
-    """Yield the parts of files that make up bytes `low:high` of a node's string.
-
-    Bytes past the end of the files are zeros and have no extent.
-    """
-    start = 0
-    for name, size in member.files:
-        first, last = max(low, start), min(high, start + size)
-        if first < last:
-            yield Extent(name, first - start, first, last)
-        start += size
+    def __str__(self) -> str:
+        return f"{self.name} of node {self.node}"
 
 
-class LostPiece(Exception):  # noqa: N818
-    """A block of a stripe could not be read. `key` is the node and the file."""
+class UnreadableFileError(Exception):
+    """A file that contains part of a stripe could not be read, because of `error`."""
 
-    def __init__(self, key: tuple[str, str], error: Exception) -> None:
-        super().__init__(f"{key[1]} of node {key[0]}: {error}")
-        self.key = key
+    def __init__(self, file: NodeFile, error: Exception) -> None:
+        super().__init__(f"{file}: {error}")
+        self.file = file
         self.error = error
 
 
-def build_parity(
-    save_id: str, group: Group, at: int, read: Read, write: Write, *, threads: int = 1
+def write_parity(
+    save_id: str,
+    group: ProtectionGroup,
+    index: int,
+    read_range: ReadRange,
+    write_range: WriteRange,
+    *,
+    threads: int = 1,
 ) -> None:
     """Write the parity files that a member stores. They are incomplete until this returns.
 
-    A file is a parity block of the group's `chunk` bytes, followed by a table with a checksum of 4
-    bytes for each 64 KiB of it.
+    A file is a parity chunk of the group's `chunk` bytes, and a table with a checksum of 4 bytes
+    for each 64 KiB of the chunk.
 
     Args:
-        save_id: the save that the parity protects.
-        group, at: the group, and the member's position in it.
-        read: reads the data files of the other members.
-        write: writes to the files, which are named by `placement.parity_name`.
+        save_id: the id of the protected save.
+        group: the group.
+        index: the index of the member in the group.
+        read_range: reads the data files of the other members.
+        write_range: writes to the files, which `placement.parity_file_name` names.
         threads: the number of threads that work at the same time.
 
     Raises:
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
     """
-    tables = [aligned_buffer(parity_file_size(group.chunk) - group.chunk) for _ in owned(group, at)]
+    table_size = parity_file_size(group.chunk) - group.chunk
+    tables = [aligned_buffer(table_size) for _ in range(group.parity)]
     for table in tables:
         table[:] = 0
 
-    def take(q: int, low: int, block: Buffer) -> None:
-        sums = block_checksums(block)
-        tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(sums)] = sums
-        write(parity_name(save_id, group, q), low, block)
+    def write_section(q: int, low: int, section: Buffer) -> None:
+        checksums = block_checksums(section)
+        tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(checksums)] = checksums
+        write_range(parity_file_name(save_id, group, q), low, section)
 
     size = bytes_per_read(len(group.members) - group.parity, group.parity)
-    everything = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, size))
-    encode_pieces(group, at, everything, read, take, size=size, threads=threads)
+    sections = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, size))
+    encode_parity(
+        group, index, sections, read_range, write_section, section_size=size, threads=threads
+    )
     for q, table in enumerate(tables):
-        write(parity_name(save_id, group, q), group.chunk, table)
+        write_range(parity_file_name(save_id, group, q), group.chunk, table)
 
 
-def owned(group: Group, at: int) -> list[Stripe]:
-    """Return the stripes whose parity a member stores, by the number of the parity block."""
-    every = group.stripes()
-    return [every[stripe_of_parity(at, q, len(every))] for q in range(group.parity)]
+def parity_stripes(group: ProtectionGroup, index: int) -> list[Stripe]:
+    """Return the stripes whose parity a member stores, by the number of the parity chunk."""
+    stripes = group.stripes()
+    return [stripes[index_of_parity_stripe(index, q, len(stripes))] for q in range(group.parity)]
 
 
-def encode_pieces(
-    group: Group,
-    at: int,
-    pieces: Iterable[tuple[int, int]],
-    read: Read,
-    take: Callable[[int, int, Buffer], None],
+def encode_parity(
+    group: ProtectionGroup,
+    index: int,
+    sections: Iterable[tuple[int, int]],
+    read_range: ReadRange,
+    write_section: Callable[[int, int, Buffer], None],
     *,
-    size: int = PIECE,
+    section_size: int = SECTION,
     threads: int = 1,
 ) -> None:
-    """Compute pieces of the parity blocks that a member stores.
+    """Compute sections of the parity chunks that a member stores.
 
-    Parity is linear. So it can be computed in two parts, each with zeros in place of the data that
-    the other part covers, and the XOR of both is the result.
+    Parity is linear. So it can be computed in two passes, each with zeros in place of the data that
+    the other pass reads. The XOR of both results is the parity.
 
     Args:
-        group, at: the group, and the member's position in it.
-        pieces: for each piece, the number of its block, and its offset there: a multiple of `size`.
-        read: reads the data files of the other members.
-        take: receives the number of the block, the offset of the piece, and its bytes.
-        size: bytes of a piece; a multiple of `PIECE`.
+        group: the group.
+        index: the index of the member in the group.
+        sections: the number `q` of the parity chunk, and the offset in the chunk, of each section.
+        read_range: reads the data files of the other members.
+        write_section: receives the number of the chunk, the offset of the section, and its bytes.
+        section_size: size of a section in bytes; a multiple of `SECTION`.
         threads: the number of threads that work at the same time.
 
     Raises:
@@ -142,81 +147,99 @@ def encode_pieces(
     if not group.parity:
         return
     k = len(group.members) - group.parity
-    stripes = owned(group, at)
+    stripes = parity_stripes(group, index)
 
-    def make(piece: tuple[int, int], buffers: list[Buffer]) -> None:
-        q, low = piece
-        high = min(low + size, group.chunk)
-        *sources, block = (buffer[: high - low] for buffer in buffers)
+    def encode(section: tuple[int, int], buffers: list[Buffer]) -> None:
+        q, low = section
+        high = min(low + section_size, group.chunk)
+        *inputs, parity = (buffer[: high - low] for buffer in buffers)
 
-        def data() -> Iterator[tuple[int, Buffer]]:
-            for f, position in enumerate(stripes[q].data):
-                source = sources[f % code.window]
-                yield f, read_data(read, group, position, f * group.chunk + low, source)
+        def data_chunks() -> Iterator[tuple[int, Buffer]]:
+            for f, member in enumerate(stripes[q].data):
+                out = inputs[f % code.window]
+                yield f, read_member(read_range, group, member, f * group.chunk + low, out)
 
-        code.recover(data(), {k + q: block})
-        take(q, low, block)
+        code.recover(data_chunks(), {k + q: parity})
+        write_section(q, low, parity)
 
-    code = code_of(k, group.parity)
+    def lend_buffers() -> AbstractContextManager[list[Buffer]]:
+        return nullcontext(make_buffers(section_size, code.window + 1))
+
+    code = make_code(k, group.parity)
     try:
-        memory = partial(buffers_of, size, code.window + 1)
-        for_each(pieces, make, lambda: nullcontext(memory()), threads)
-    except LostPiece as lost:
-        node = group.members[at].node
-        raise StoreError(f"node {node} cannot compute parity: cannot read {lost}") from lost.error
+        for_each_in_threads(sections, encode, lend_buffers, threads)
+    except UnreadableFileError as error:
+        node = group.members[index].node
+        raise StoreError(f"node {node} cannot compute parity: cannot read {error}") from error.error
     finally:
         code.close()
 
 
 def bytes_per_read(k: int, m: int) -> int:
-    """Return how many bytes of a block to read from another node in one request.
+    """Return how many bytes of a chunk to read from another node in one request.
 
-    The result is a power of two, so that the checksums of a piece of parity lie on one page.
+    The result is a power of two. So the checksums of a section of parity are in one page of the
+    table.
+
+    Args:
+        k: the number of data chunks in a stripe.
+        m: the number of parity chunks in a stripe.
     """
-    held = HELD // (2 if m == 1 else k)
-    return max(PIECE, 1 << held.bit_length() - 1)
+    most = MOST_BYTES_PER_THREAD // (2 if m == 1 else k)
+    return max(SECTION, 1 << most.bit_length() - 1)
 
 
-def buffers_of(size: int, count: int) -> list[Buffer]:
-    """Return `count` buffers of `size` bytes. Memory is only taken for the pages that are used."""
+def make_buffers(size: int, count: int) -> list[Buffer]:
+    """Return `count` buffers of `size` bytes. Pages that are never written take no memory."""
     return [aligned_buffer(size) for _ in range(count)]
 
 
-def read_data(read: Read, group: Group, position: int, low: int, out: Buffer) -> Buffer:
-    """Return `len(out)` bytes of a member's string from `low`: in `out`, or where they lie.
+def read_member(
+    read_range: ReadRange, group: ProtectionGroup, index: int, low: int, out: Buffer
+) -> Buffer:
+    """Return `len(out)` bytes of a member's data from offset `low`.
+
+    The bytes are in `out`, or the result is a view of the memory that already contains them.
 
     Raises:
-        LostPiece: a file cannot be read.
+        UnreadableFileError: a file cannot be read.
     """
-    member = group.members[position]
+    member = group.members[index]
     filled = low
-    for each in extents(member, low, low + len(out)):
-        part = out[each.low - low : each.high - low]
+    for extent in member.extents(low, low + len(out)):
+        part = out[extent.low - low : extent.high - low]
         try:
-            found = read(member.node, each.file, each.offset, part)
+            found = read_range(member.node, extent.file, extent.offset, part)
         except (OSError, CorruptionError) as error:
-            raise LostPiece((member.node, each.file), error) from error
+            raise UnreadableFileError(NodeFile(member.node, extent.file), error) from error
         if len(part) == len(out):
             return found
         if found is not part:
             part[:] = found
-        filled = each.high
+        filled = extent.high
     out[filled - low :] = 0
     return out
 
 
-def for_each(
+def for_each_in_threads(
     items: Iterable[Item],
     work: Callable[[Item, list[Buffer]], None],
-    memory: Callable[[], AbstractContextManager[list[Buffer]]],
+    lend_buffers: Callable[[], AbstractContextManager[list[Buffer]]],
     threads: int,
 ) -> None:
-    """Call `work` for each item, in threads that have buffers of their own; stop at an error."""
+    """Call `work` for each item in several threads. After an error, no further item is begun.
+
+    Args:
+        items: the items; one thread at a time takes the next one.
+        work: receives an item and the buffers of the thread.
+        lend_buffers: lends a thread its buffers.
+        threads: the number of threads; 1 for the calling thread.
+    """
     lock = threading.Lock()
     remaining = iter(items)
     failed = threading.Event()
 
-    def mine() -> Iterator[Item]:
+    def take_items() -> Iterator[Item]:
         while True:
             with lock:
                 if failed.is_set():
@@ -229,8 +252,8 @@ def for_each(
 
     def run(_: int) -> None:
         try:
-            with memory() as buffers:
-                for item in mine():
+            with lend_buffers() as buffers:
+                for item in take_items():
                     work(item, buffers)
         except BaseException:
             failed.set()

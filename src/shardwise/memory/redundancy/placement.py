@@ -1,9 +1,10 @@
-"""Which nodes protect which: groups across failure domains, and the gaps in their protection."""
+"""The placement of copies and parity: groups of nodes across failure domains, and their files."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from shardwise.errors import FormatError
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.names import check_file_name, check_save_id
-from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes
+from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes_of_group
 
 TABLE_PAGE = 4096
 """The size of a checksum table is a multiple of this many bytes."""
@@ -23,16 +24,34 @@ GroupName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,9}\Z")]
 NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A byte range of a file, and its place in the data of a node.
+
+    Attributes:
+        file: the name of the file.
+        offset: offset of the range in the file, in bytes.
+        low, high: the range in the data of the node, in bytes.
+    """
+
+    file: str
+    offset: int
+    low: int
+    high: int
+
+
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node and its data files of a snapshot.
+    """A node of a group, and its data files of a snapshot.
+
+    The data of a node are its files one after another, then zeros.
 
     Attributes:
         node: the node's name.
         domain: the failure domain, for example the rack; "" if the node fails alone.
-        files: name and size of each data file, sorted by name.
+        files: name and size in bytes of each data file, sorted by name.
 
     Raises:
-        ValueError: the files are not sorted, repeat, or have unsafe names.
+        ValueError: the files are not sorted or not unique, or have unsafe names.
     """
 
     node: NodeName
@@ -46,22 +65,52 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size(self) -> int:
-        """Bytes of all files, which is the length of the node's string."""
+        """Bytes of all files."""
         return sum(size for _, size in self.files)
 
+    def extents(self, low: int, high: int) -> Iterator[Extent]:
+        """Yield the ranges of files that make up bytes `low:high` of the node's data.
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        Bytes past the end of the last file are zeros and have no extent.
+        """
+        start = 0
+        for file, size in self.files:
+            first, last = max(low, start), min(high, start + size)
+            if first < last:
+                yield Extent(file, first - start, first, last)
+            start += size
+
+    def offset_of(self, file: str, offset: int, nbytes: int) -> int:
+        """Return the offset, in the node's data, of a byte range of a file.
+
+        Raises:
+            FormatError: the file does not exist, or ends before the end of the range.
+        """
+        start = 0
+        for name, size in self.files:
+            if name == file:
+                if not 0 <= offset <= offset + nbytes <= size:
+                    raise FormatError(
+                        f"{file} of node {self.node} has {size} bytes; requested bytes "
+                        f"{offset} to {offset + nbytes}"
+                    )
+                return start + offset
+            start += size
+        raise FormatError(f"node {self.node} has no file {file}")
+
+
+class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Nodes that protect each other, in ring order.
 
     Attributes:
-        members: the nodes. `stripes.stripes` refers to them by their index here.
-        name: the name of the group, unique within a protection.
+        members: the nodes. Stripes refer to them by their index here.
         copies: how many of the next nodes in the ring store a copy of each node's files.
         parity: how many members may be lost thanks to parity; 0 without parity.
-        chunk: bytes of a chunk; 0 without parity.
+        chunk: size of a chunk in bytes; 0 without parity.
+        name: the name of the group, unique within a protection.
 
     Raises:
-        ValueError: the numbers contradict each other.
+        ValueError: the members are not unique, or the numbers contradict each other.
     """
 
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1)]
@@ -72,47 +121,53 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         n = len(self.members)
-        twice = _repeated(member.node for member in self.members)
-        if twice:
-            raise ValueError(f"nodes repeated in one group: {', '.join(twice)}")
+        repeated = _find_repeated(member.node for member in self.members)
+        if repeated:
+            raise ValueError(f"nodes repeated in one group: {', '.join(repeated)}")
         if self.copies >= n or self.parity >= n:
             raise ValueError(
-                f"a group of {n} nodes cannot have {self.copies} copies or {self.parity} parity "
-                "blocks"
+                f"group {self.name}: {n} nodes cannot store {self.copies} copies or {self.parity} "
+                "parity chunks of each other"
             )
         needed = self.parity and chunk_size([each.size for each in self.members], n, self.parity)
         if self.chunk != needed:
-            raise ValueError(f"chunks of {self.chunk} bytes: these files need {needed}")
+            raise ValueError(
+                f"group {self.name}: chunks of {self.chunk} bytes; its files need {needed} bytes"
+            )
 
     def stripes(self) -> tuple[Stripe, ...]:
         """Return the stripes of the group."""
-        return stripes(len(self.members), self.parity)
+        return stripes_of_group(len(self.members), self.parity)
 
 
 class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the nodes of a snapshot protect each other.
 
     Attributes:
-        save_id: the save that this protects.
-        groups: the groups. Each file is in one group; a node may be in several, with different
-            files in each.
-        gaps: one sentence for each thing that is protected less than requested, with the reason.
+        save_id: the id of the protected save.
+        groups: the groups. Each file is in one group. A node may be in several groups, with
+            different files in each.
+        gaps: one sentence for each gap, where nodes are protected less than requested, with the
+            reason.
 
     Raises:
         ValueError: a group or a file is repeated, or `save_id` is invalid.
     """
 
     save_id: str
-    groups: tuple[Group, ...]
+    groups: tuple[ProtectionGroup, ...]
     gaps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_save_id(self.save_id)
         members = [member for group in self.groups for member in group.members]
-        twice = _repeated(group.name for group in self.groups)
-        twice += _repeated(name for member in members for name, _ in member.files)
-        if twice:
-            raise ValueError(f"repeated: {', '.join(twice)}")
+        groups = _find_repeated(group.name for group in self.groups)
+        files = _find_repeated(name for member in members for name, _ in member.files)
+        if groups or files:
+            raise ValueError(
+                f"the protection of save {self.save_id} repeats groups or files: "
+                f"{', '.join(groups + files)}"
+            )
 
 
 def form_groups(
@@ -126,13 +181,12 @@ def form_groups(
     """Form groups of nodes that protect each other.
 
     Group sizes differ by at most one node. The nodes of a failure domain are spread evenly over the
-    groups. With parity, there are more groups if that lets them survive the loss of a whole domain
-    and each still has more than `parity` nodes. The result does not depend on the order of
-    `members`.
+    groups. With parity, more groups are formed if they can then survive the loss of a whole domain
+    and each group still has more than `parity` nodes. The order of `members` does not matter.
 
     Args:
         members: all nodes of the snapshot.
-        save_id: the save to protect.
+        save_id: the id of the save to protect.
         copies: how many other nodes store a copy of each node's files.
         parity: how many nodes of a group may be lost.
         group_size: the largest size of a group, unless that is too few nodes for the protection.
@@ -150,46 +204,52 @@ def form_groups(
         raise ValueError(f"group_size={group_size}: at most {MOST_NODES} with parity={parity}")
     if not members:
         return Protection(save_id, ())
-    twice = _repeated(member.node for member in members)
-    if twice:
-        raise ValueError(f"repeated: {', '.join(twice)}")
-    ordered = sorted(members, key=lambda each: (_domain(each), each.node))
-    count = _group_count(ordered, max(copies, parity) + 1, parity, group_size)
+    repeated = _find_repeated(member.node for member in members)
+    if repeated:
+        raise ValueError(f"nodes to protect are repeated: {', '.join(repeated)}")
+    ordered = sorted(members, key=lambda each: (_domain_key(each), each.node))
+    count = _count_groups(ordered, max(copies, parity) + 1, parity, group_size)
     groups = [
-        group_of(_ring(ordered[index::count]), copies=copies, parity=parity)
+        make_group(_spread_domains(ordered[index::count]), copies=copies, parity=parity)
         for index in range(count)
     ]
     return combine_groups(save_id, groups, copies=copies, parity=parity)
 
 
-def group_of(ring: Sequence[Member], *, copies: int, parity: int) -> Group:
+def make_group(members: Sequence[Member], *, copies: int, parity: int) -> ProtectionGroup:
     """Return a group of these nodes, in this order.
 
-    It has fewer copies or less parity than requested if there are too few nodes.
+    The group has fewer copies or less parity than requested if there are too few nodes.
 
     Raises:
         ValueError: a node is repeated.
     """
-    n = len(ring)
+    n = len(members)
     m = min(parity, n - 1)
-    chunk = chunk_size([member.size for member in ring], n, m) if m else 0
-    return Group(tuple(ring), min(copies, n - 1), m, chunk)
+    chunk = chunk_size([member.size for member in members], n, m) if m else 0
+    return ProtectionGroup(tuple(members), min(copies, n - 1), m, chunk)
 
 
-def group_of_files(
-    files: Iterable[tuple[str, str, str, int]], *, copies: int, parity: int
-) -> Group:
-    """Return the group of a ring, given the node, domain, file name and size of each rank."""
-    members = [Member(node, domain, ((name, size),)) for node, domain, name, size in files]
-    return group_of(members, copies=copies, parity=parity)
+def make_ring_group(
+    ring: Iterable[tuple[str, str, str, int]], *, copies: int, parity: int
+) -> ProtectionGroup:
+    """Return the group of a ring, given the node, domain, file name and file size of each rank."""
+    members = [Member(node, domain, ((name, size),)) for node, domain, name, size in ring]
+    return make_group(members, copies=copies, parity=parity)
 
 
 def combine_groups(
-    save_id: str, groups: Sequence[Group], *, copies: int, parity: int
+    save_id: str, groups: Sequence[ProtectionGroup], *, copies: int, parity: int
 ) -> Protection:
-    """Return the protection by these groups: it numbers them, and lists the gaps."""
+    """Number groups and combine them into a protection that lists the gaps.
+
+    Args:
+        save_id: the id of the protected save.
+        groups: the groups.
+        copies, parity: the requested protection.
+    """
     named = [msgspec.structs.replace(group, name=str(i)) for i, group in enumerate(groups)]
-    gaps = dict.fromkeys(_gaps(groups, copies, parity))
+    gaps = dict.fromkeys(_find_gaps(groups, copies, parity))
     return Protection(save_id, tuple(named), tuple(gaps))
 
 
@@ -205,110 +265,113 @@ def decode_protection(data: bytes) -> Protection:
         raise FormatError(f"the protection of a snapshot is malformed: {error}") from error
 
 
-def memberships(protection: Protection, node: str) -> list[tuple[Group, int]]:
-    """Return the groups of a node, with its position in each."""
+def groups_of_node(protection: Protection, node: str) -> list[tuple[ProtectionGroup, int]]:
+    """Return the groups of a node, and the node's index in each."""
     return [
-        (group, position)
+        (group, index)
         for group in protection.groups
-        for position, member in enumerate(group.members)
+        for index, member in enumerate(group.members)
         if member.node == node
     ]
 
 
-def locate(protection: Protection, file: str) -> tuple[Group, int]:
-    """Return the group that protects a data file, and the position of the file's node in it.
+def group_of_file(protection: Protection, file: str) -> tuple[ProtectionGroup, int]:
+    """Return the group that protects a data file, and the index of the file's node in the group.
 
     Raises:
         FormatError: no group contains the file.
     """
     for group in protection.groups:
-        for position, member in enumerate(group.members):
+        for index, member in enumerate(group.members):
             if any(name == file for name, _ in member.files):
-                return group, position
+                return group, index
     raise FormatError(f"{file} is not a file of save {protection.save_id}")
 
 
-def copied_files(group: Group, at: int) -> tuple[tuple[Member, str, int], ...]:
-    """Return the copies that a member stores: the owner, name and size of each file."""
+def files_to_copy(group: ProtectionGroup, index: int) -> tuple[tuple[Member, str, int], ...]:
+    """Return the copies that the member at `index` stores: owner, name and size of each file."""
     n = len(group.members)
-    owners = [group.members[(at - i) % n] for i in range(1, group.copies + 1)]
+    owners = [group.members[(index - i) % n] for i in range(1, group.copies + 1)]
     return tuple((owner, name, size) for owner in owners for name, size in owner.files)
 
 
-def parity_name(save_id: str, group: Group, block: int) -> str:
-    """Return the name of the file that holds a member's parity block of this number."""
-    return f"parity-{save_id}-{group.name}-{block}.bin"
+def parity_file_name(save_id: str, group: ProtectionGroup, q: int) -> str:
+    """Return the name of the file in which each member of a group stores its parity chunk `q`."""
+    return f"parity-{save_id}-{group.name}-{q}.bin"
 
 
 def parity_file_size(chunk: int) -> int:
-    """Return the size of a parity file: the chunk, then a CRC-32 of each 64 KiB, padded."""
+    """Return the size of a parity file in bytes, given that of a chunk.
+
+    The file is the chunk and a table with a CRC-32 of each 64 KiB. The table is padded with zeros.
+    """
     return chunk + -(-4 * block_count(chunk) // TABLE_PAGE) * TABLE_PAGE
 
 
-def _domain(member: Member) -> tuple[str, str]:
-    # A node without a domain fails alone, whatever the others' domains are called.
+def _domain_key(member: Member) -> tuple[str, str]:
+    # A node without a domain fails alone, so its name identifies its domain.
     return (member.domain, "") if member.domain else ("", member.node)
 
 
-def _group_count(members: Sequence[Member], least: int, parity: int, group_size: int) -> int:
-    """Return the number of groups. A domain of c nodes has at most ⌈c / count⌉ in each."""
-    most = max(1, len(members) // max(least, 2))
-    wanted = min(-(-len(members) // group_size), most)
+def _count_groups(
+    members: Sequence[Member], smallest_group: int, parity: int, group_size: int
+) -> int:
+    """Return the number of groups to form.
+
+    A domain of c nodes has at most ⌈c / number of groups⌉ nodes in each group.
+    """
+    most = max(1, len(members) // max(smallest_group, 2))
+    count = min(-(-len(members) // group_size), most)
     if parity:
-        largest = max(Counter(_domain(each) for each in members).values())
-        to_lose_one = -(-largest // parity)
-        if to_lose_one <= most:  # otherwise smaller groups cost memory without surviving more
-            wanted = max(wanted, to_lose_one)
-    return max(1, wanted)
+        largest_domain = max(Counter(_domain_key(each) for each in members).values())
+        to_survive_domain = -(-largest_domain // parity)
+        if to_survive_domain <= most:  # otherwise smaller groups cost memory without surviving more
+            count = max(count, to_survive_domain)
+    return max(1, count)
 
 
-def _ring(members: Sequence[Member]) -> list[Member]:
-    """Order nodes so that those of one domain are spread over the ring."""
-    most = max(Counter(_domain(each) for each in members).values(), default=1)
+def _spread_domains(members: Sequence[Member]) -> list[Member]:
+    """Order nodes so that the nodes of each domain are spread over the ring."""
+    most = max(Counter(_domain_key(each) for each in members).values(), default=1)
     return [member for row in range(most) for member in members[row::most]]
 
 
-def _gaps(groups: Sequence[Group], copies: int, parity: int) -> Iterator[str]:
-    asked = max(copies, parity)
-    for group in groups if asked else ():
+def _find_gaps(groups: Sequence[ProtectionGroup], copies: int, parity: int) -> Iterator[str]:
+    requested = max(copies, parity)
+    for group in groups if requested else ():
         n = len(group.members)
         names = ", ".join(member.node for member in group.members)
         if n == 1:
             yield f"node {names} is alone: no other node can store copies or parity of its data"
-        elif asked > max(group.copies, group.parity):
+        elif requested > max(group.copies, group.parity):
             yield (
-                f"{n} nodes ({names}) survive the loss of {n - 1} nodes, not of {asked}, which "
-                f"takes {asked + 1} nodes"
+                f"{n} nodes ({names}) survive the loss of {n - 1} nodes, not of {requested}, which "
+                f"takes {requested + 1} nodes"
             )
         if n > 1:
-            yield from _gaps_of_domains(group)
+            yield from _find_domain_gaps(group)
 
 
-def _gaps_of_domains(group: Group) -> Iterator[str]:
+def _find_domain_gaps(group: ProtectionGroup) -> Iterator[str]:
     n = len(group.members)
-    domains = [_domain(member) for member in group.members]
+    domains = [_domain_key(member) for member in group.members]
     for domain, count in sorted(Counter(domains).items()):
         if count == 1:
             continue
         if group.parity:
             exposed = count if count > group.parity else 0
-        else:
-            windows = [{domains[(at + i) % n] for i in range(group.copies + 1)} for at in range(n)]
-            exposed = windows.count({domain})
+            reason = f"and only {group.parity} may be lost"
+        else:  # the nodes all of whose copies are in their own domain
+            holders = [{domains[(i + j) % n] for j in range(group.copies + 1)} for i in range(n)]
+            exposed = holders.count({domain})
+            reason = "so some copies share its domain"
         if exposed:
-            nodes = [each.node for each in group.members if _domain(each) == domain]
+            nodes = [each.node for each in group.members if _domain_key(each) == domain]
             yield (
                 f"losing domain {domain[0]} ({', '.join(nodes)}) would lose the data of "
-                f"{exposed} node(s): {_why(group, count)}"
+                f"{exposed} node(s): {count} nodes of a group of {n} are in it, {reason}"
             )
 
 
-def _why(group: Group, count: int) -> str:
-    n = len(group.members)
-    if group.parity:
-        return f"{count} nodes of a group of {n} are in it, and only {group.parity} may be lost"
-    return f"{count} nodes of a group of {n} are in it, so some copies share its domain"
-
-
-def _repeated(names: Iterator[str] | Collection[str]) -> list[str]:
+def _find_repeated(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)

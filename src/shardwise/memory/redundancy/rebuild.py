@@ -1,4 +1,4 @@
-"""Decoding the files of lost nodes from the remaining nodes' data and parity, piece by piece."""
+"""Decoding the files of lost nodes from the remaining nodes' data and parity."""
 
 from __future__ import annotations
 
@@ -11,313 +11,325 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_count
 from shardwise.memory.redundancy.parity import (
-    LostPiece,
-    Read,
-    buffers_of,
+    NodeFile,
+    ReadRange,
+    UnreadableFileError,
     bytes_per_read,
-    extents,
-    for_each,
-    read_data,
+    for_each_in_threads,
+    make_buffers,
+    read_member,
 )
 from shardwise.memory.redundancy.placement import (
     TABLE_PAGE,
-    Group,
     Member,
     Protection,
-    locate,
-    parity_name,
+    ProtectionGroup,
+    group_of_file,
+    parity_file_name,
 )
-from shardwise.memory.redundancy.stripes import Code, Stripe, code_of, stripe_of_chunk
+from shardwise.memory.redundancy.stripes import Code, Stripe, index_of_data_stripe, make_code
 from shardwise.store.store import Buffer
 
 
 class Rebuilder:
     """Decodes any range of a lost node's file from the other members of its group.
 
-    Parity is verified before it is used. The data of other nodes is not: verify the result with the
-    checksums of the manifest. A file that could not be read once is not tried again. Several
-    threads may call `read`.
+    Parity is verified before it is used. The data of other nodes are not: verify the result with
+    the checksums of the manifest. After one failed read, a file is not read again. Several threads
+    may call `read`.
 
     Args:
         protection: which nodes protect which.
-        read: reads data and parity files of nodes.
-        lost: nodes not to read from.
+        read_range: reads data and parity files of nodes.
+        lost: nodes that cannot be read from.
         threads: the number of threads that work on one call of `read`.
     """
 
     def __init__(
-        self, protection: Protection, read: Read, *, lost: Iterable[str] = (), threads: int = 1
+        self,
+        protection: Protection,
+        read_range: ReadRange,
+        *,
+        lost: Iterable[str] = (),
+        threads: int = 1,
     ) -> None:
         self._protection = protection
-        self._read = read
+        self._read_range = read_range
         self._threads = threads
         self._lost_nodes = frozenset(lost)
-        self._lost_files: dict[tuple[str, str], Exception] = {}
-        self._codings: dict[tuple[int, int], _Coding] = {}
-        self._tables: dict[tuple[str, str, int], BlockTable] = {}
+        self._lost_files: dict[NodeFile, Exception] = {}
+        self._decoders: dict[tuple[int, int], _Decoder] = {}
+        self._table_pages: dict[tuple[NodeFile, int], BlockTable] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Release the resources of the erasure codes."""
-        for coding in self._codings.values():
-            coding.code.close()
-        self._codings.clear()
+        for decoder in self._decoders.values():
+            decoder.code.close()
+        self._decoders.clear()
 
     def read(self, file: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset`, without reading from its own node.
 
         Raises:
-            StoreError: too few pieces of a stripe are left; says which are missing, and why.
-            CorruptionError: the same, and one of them is missing because it is damaged.
+            StoreError: the file has no parity, or too few chunks of a stripe are left; says which
+                are missing, and why.
+            CorruptionError: too few chunks are left, and one of them is missing because it is
+                damaged.
             FormatError: the file does not exist, or ends earlier.
         """
-        group, at = locate(self._protection, file)
-        start = position_of(group.members[at], file, offset, len(out))
+        group, index = group_of_file(self._protection, file)
+        member = group.members[index]
+        start = member.offset_of(file, offset, len(out))
         if not len(out):
             return
         if not group.parity:
-            node = group.members[at].node
-            raise StoreError(f"{file} of node {node} is not protected by parity")
-        k = len(group.members) - group.parity
-        coding = self._coding(k, group.parity)
+            raise StoreError(
+                f"{file} of node {member.node} is not protected by parity, so it cannot be rebuilt"
+            )
+        decoder = self._decoder(len(group.members) - group.parity, group.parity)
 
-        def decode(part: Part, buffers: list[Buffer]) -> None:
-            first = part.wanted * group.chunk + part.low - start
+        def decode(part: StripePart, buffers: list[Buffer]) -> None:
+            first = part.lost_chunk * group.chunk + part.low - start
             target = out[first : first + part.high - part.low]
-            self._decode(coding.code, group, part, buffers, target)
+            self._decode(decoder.code, group, part, buffers, target)
 
-        found = parts(group, at, start, start + len(out), grid=coding.size)
-        for_each(found, decode, coding.buffers, self._threads)
+        parts = split_range(group, index, start, start + len(out), cut_every=decoder.size)
+        for_each_in_threads(parts, decode, decoder.lend_buffers, self._threads)
 
     def _decode(
-        self, code: Code, group: Group, part: Part, buffers: list[Buffer], out: Buffer
+        self,
+        code: Code,
+        group: ProtectionGroup,
+        part: StripePart,
+        buffers: list[Buffer],
+        out: Buffer,
     ) -> None:
-        """Decode part of a stripe. If a piece turns out to be lost, try again with others."""
+        """Decode part of a stripe. If a chunk cannot be read, try again with another one."""
         while True:
-            pieces = (
-                (number, self._piece(group, part, number, buffer))
-                for number, buffer in zip(self._chosen(group, part), cycle(buffers), strict=False)
+            numbers = self._choose_chunks(group, part)
+            chunks = (
+                (number, self._read_chunk(group, part, number, buffer))
+                for number, buffer in zip(numbers, cycle(buffers), strict=False)
             )
             try:
-                code.recover(pieces, {part.wanted: out})
+                code.recover(chunks, {part.lost_chunk: out})
                 return
-            except LostPiece as lost:
+            except UnreadableFileError as unreadable:
                 with self._lock:
-                    self._lost_files[lost.key] = lost.error
+                    self._lost_files[unreadable.file] = unreadable.error
 
-    def _chosen(self, group: Group, part: Part) -> list[int]:
-        """Return the numbers of the blocks to decode from: data first, then parity."""
+    def _choose_chunks(self, group: ProtectionGroup, part: StripePart) -> list[int]:
+        """Return the numbers of the chunks to decode from: data first, then parity."""
         usable = []
         missing = []
         for number in range(len(group.members)):
-            if number == part.wanted:
+            if number == part.lost_chunk:
                 continue
-            keys = needed_files(self._protection.save_id, group, part, number)
-            lost = [key for key in keys if self._is_lost(key)]
+            files = files_of_chunk(self._protection.save_id, group, part, number)
+            lost = [file for file in files if self._is_lost(file)]
             if lost:
                 missing.append(lost[0])
             else:
                 usable.append(number)
         k = len(part.stripe.data)
         if len(usable) < k:
-            owner = group.members[part.stripe.data[part.wanted]]
-            raise self._too_many(group, owner, missing, len(usable))
+            owner = group.members[part.stripe.data[part.lost_chunk]]
+            raise self._too_many_lost(group, owner, missing, len(usable))
         return usable[:k]
 
-    def _is_lost(self, key: tuple[str, str]) -> bool:
-        return key[0] in self._lost_nodes or key in self._lost_files
+    def _is_lost(self, file: NodeFile) -> bool:
+        return file.node in self._lost_nodes or file in self._lost_files
 
-    def _too_many(
-        self, group: Group, owner: Member, missing: list[tuple[str, str]], left: int
+    def _too_many_lost(
+        self, group: ProtectionGroup, owner: Member, missing: list[NodeFile], usable: int
     ) -> Exception:
-        reasons = [
-            f"{file} of node {node}: {self._lost_files.get((node, file), 'the node is lost')}"
-            for node, file in missing
-        ]
+        reasons = [f"{file}: {self._lost_files.get(file, 'the node is lost')}" for file in missing]
         kind: type[StoreError | CorruptionError] = StoreError
-        if any(isinstance(self._lost_files.get(key), CorruptionError) for key in missing):
+        if any(isinstance(self._lost_files.get(file), CorruptionError) for file in missing):
             kind = CorruptionError
         return kind(
-            f"the data of node {owner.node} cannot be rebuilt: {left} of the "
-            f"{len(group.members) - group.parity} pieces needed are left; its group of "
+            f"the data of node {owner.node} cannot be rebuilt: {usable} of the "
+            f"{len(group.members) - group.parity} chunks needed are left; its group of "
             f"{len(group.members)} nodes survives the loss of {group.parity}; also missing: "
             + "; ".join(reasons)
         )
 
-    def _piece(self, group: Group, part: Part, number: int, buffer: Buffer) -> Buffer:
-        """Read part of a block of a stripe, and verify it if it is parity."""
+    def _read_chunk(
+        self, group: ProtectionGroup, part: StripePart, number: int, buffer: Buffer
+    ) -> Buffer:
+        """Read the range of a chunk that `part` covers, and verify it if it is parity."""
         k = len(part.stripe.data)
         if number < k:
             out = buffer[: part.high - part.low]
             low = number * group.chunk + part.low
-            return read_data(self._read, group, part.stripe.data[number], low, out)
-        node = group.members[part.stripe.parity[number - k]].node
-        name = parity_name(self._protection.save_id, group, number - k)
+            return read_member(self._read_range, group, part.stripe.data[number], low, out)
+        file = parity_file(self._protection.save_id, group, part.stripe, number - k)
         try:
-            return self._parity(group, node, name, part, buffer)
+            return self._read_parity(group, file, part, buffer)
         except (OSError, CorruptionError) as error:
-            raise LostPiece((node, name), error) from error
+            raise UnreadableFileError(file, error) from error
 
-    def _parity(self, group: Group, node: str, name: str, part: Part, buffer: Buffer) -> Buffer:
+    def _read_parity(
+        self, group: ProtectionGroup, file: NodeFile, part: StripePart, buffer: Buffer
+    ) -> Buffer:
         low = part.low // BLOCK * BLOCK
         high = min(block_count(part.high) * BLOCK, group.chunk)
-        data = self._read(node, name, low, buffer[: high - low])
+        data = self._read_range(file.node, file.name, low, buffer[: high - low])
         page, first = divmod(low // BLOCK, TABLE_PAGE // 4)
-        bad = self._table(group, node, name, page).damaged(first, data)
-        if bad:
+        damaged = self._table_page(group, file, page).damaged(first, data)
+        if damaged:
             raise CorruptionError(
-                f"parity is damaged: the bytes at {low + bad[0] * BLOCK} fail their checksum"
+                f"parity is damaged: the bytes at {low + damaged[0] * BLOCK} fail their checksum"
             )
         return data[part.low - low : part.high - low]
 
-    def _table(self, group: Group, node: str, name: str, page: int) -> BlockTable:
+    def _table_page(self, group: ProtectionGroup, file: NodeFile, page: int) -> BlockTable:
         """Return a page of the checksum table of a parity file."""
-        key = (node, name, page)
-        if key not in self._tables:
-            room = np.empty(TABLE_PAGE, np.uint8)
-            found = self._read(node, name, group.chunk + page * TABLE_PAGE, room)
-            self._tables[key] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
-        return self._tables[key]
+        key = (file, page)
+        if key not in self._table_pages:
+            out = np.empty(TABLE_PAGE, np.uint8)
+            offset = group.chunk + page * TABLE_PAGE
+            found = self._read_range(file.node, file.name, offset, out)
+            self._table_pages[key] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
+        return self._table_pages[key]
 
-    def _coding(self, k: int, m: int) -> _Coding:
+    def _decoder(self, k: int, m: int) -> _Decoder:
         with self._lock:
-            if (k, m) not in self._codings:
-                self._codings[k, m] = _Coding(code_of(k, m), bytes_per_read(k, m))
-            return self._codings[k, m]
+            if (k, m) not in self._decoders:
+                self._decoders[k, m] = _Decoder(make_code(k, m), bytes_per_read(k, m))
+            return self._decoders[k, m]
 
 
 @dataclass(frozen=True, slots=True)
-class _Coding:
-    """A code, and a pool of buffers for pieces of `size` bytes."""
+class _Decoder:
+    """An erasure code, and a pool of buffers of `size` bytes."""
 
     code: Code
     size: int
     _free: SimpleQueue[list[Buffer]] = field(default_factory=SimpleQueue)
 
     @contextmanager
-    def buffers(self) -> Iterator[list[Buffer]]:
+    def lend_buffers(self) -> Iterator[list[Buffer]]:
         """Lend the buffers that one thread needs."""
         try:
-            memory = self._free.get_nowait()
+            buffers = self._free.get_nowait()
         except Empty:
-            memory = buffers_of(self.size, self.code.window)
+            buffers = make_buffers(self.size, self.code.window)
         try:
-            yield memory
+            yield buffers
         finally:
-            self._free.put(memory)
+            self._free.put(buffers)
 
 
-def unreadable_files(protection: Protection, held: Mapping[str, Collection[str]]) -> set[str]:
+def unreadable_files(protection: Protection, stored: Mapping[str, Collection[str]]) -> set[str]:
     """Return the data files that can neither be read from a node nor decoded.
 
     Args:
         protection: which nodes protect which.
-        held: for each live node, the names of its complete files: its own data files, copies of
+        stored: for each live node, the names of its complete files: its own data files, copies of
             others', and parity.
     """
     data_files = {
         name for group in protection.groups for each in group.members for name, _ in each.files
     }
-    anywhere = {name for names in held.values() for name in names} & data_files
+    readable = {name for names in stored.values() for name in names} & data_files
 
-    def is_there(key: tuple[str, str]) -> bool:
-        node, name = key
-        return name in anywhere or name in held.get(node, ())
+    def is_stored(file: NodeFile) -> bool:
+        return file.name in readable or file.name in stored.get(file.node, ())
 
     return {
         name
         for group in protection.groups
-        for at, member in enumerate(group.members)
+        for index, member in enumerate(group.members)
         for name, size in member.files
-        if name not in anywhere and not _can_decode(protection, group, at, name, size, is_there)
+        if name not in readable
+        and not _can_decode(protection.save_id, group, index, name, size, is_stored)
     }
 
 
 def _can_decode(
-    protection: Protection,
-    group: Group,
-    at: int,
+    save_id: str,
+    group: ProtectionGroup,
+    index: int,
     name: str,
     size: int,
-    is_there: Callable[[tuple[str, str]], bool],
+    is_stored: Callable[[NodeFile], bool],
 ) -> bool:
     if not size:
         return True
     if not group.parity:
         return False
-    start = position_of(group.members[at], name, 0, size)
+    start = group.members[index].offset_of(name, 0, size)
     n, m = len(group.members), group.parity
-    for part in parts(group, at, start, start + size, grid=group.chunk):
-        left = sum(
-            all(map(is_there, needed_files(protection.save_id, group, part, number)))
-            for number in range(n)
+    for part in split_range(group, index, start, start + size, cut_every=group.chunk):
+        usable = sum(
+            all(map(is_stored, files_of_chunk(save_id, group, part, number))) for number in range(n)
         )
-        if left < n - m:
+        if usable < n - m:
             return False
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes `low:high` of the blocks of a stripe, of which block `wanted` is lost."""
+class StripePart:
+    """A byte range of the chunks of a stripe, in which one data chunk is lost.
+
+    Attributes:
+        stripe: the stripe.
+        lost_chunk: the number of the lost data chunk.
+        low, high: the byte range of each chunk.
+    """
 
     stripe: Stripe
-    wanted: int
+    lost_chunk: int
     low: int
     high: int
 
 
-def parts(group: Group, at: int, low: int, high: int, *, grid: int) -> Iterator[Part]:
-    """Cut bytes `low:high` of a member's string into parts, in order.
+def split_range(
+    group: ProtectionGroup, index: int, low: int, high: int, *, cut_every: int
+) -> Iterator[StripePart]:
+    """Split bytes `low:high` of a member's data into parts of stripes, in order.
 
-    Cuts are at multiples of `grid` in a chunk, and where a file of another chunk of the stripe
-    begins or ends. So each piece of a part lies in one file, and is either available or not.
+    A chunk is cut at multiples of `cut_every` bytes, and at the offsets at which files begin or end
+    in the other data chunks of the stripe. So each part of a chunk is in one file, and is either
+    readable or not.
     """
     chunk, n = group.chunk, len(group.members)
-    all_stripes = group.stripes()
+    stripes = group.stripes()
     for f in range(low // chunk, -(-high // chunk)):
         first, last = max(low - f * chunk, 0), min(high - f * chunk, chunk)
-        stripe = all_stripes[stripe_of_chunk(at, f, n, group.parity)]
+        stripe = stripes[index_of_data_stripe(index, f, n, group.parity)]
         cuts = {last}
-        for g, position in enumerate(stripe.data):
-            start = g * chunk
-            for each in extents(group.members[position], start + first, start + last):
-                cuts |= {each.low - start, each.high - start}
+        for number, member in enumerate(stripe.data):
+            start = number * chunk
+            for extent in group.members[member].extents(start + first, start + last):
+                cuts |= {extent.low - start, extent.high - start}
         for cut in sorted(cuts):
             while first < cut:
-                stop = min(cut, (first // grid + 1) * grid)
-                yield Part(stripe, f, first, stop)
+                stop = min(cut, (first // cut_every + 1) * cut_every)
+                yield StripePart(stripe, f, first, stop)
                 first = stop
 
 
-def needed_files(save_id: str, group: Group, part: Part, number: int) -> list[tuple[str, str]]:
-    """Return node and name of each file that holds a part of a block; none if it is all zeros."""
+def files_of_chunk(
+    save_id: str, group: ProtectionGroup, part: StripePart, number: int
+) -> list[NodeFile]:
+    """Return the files that contain a part of a chunk; none if the part is all zeros."""
     k = len(part.stripe.data)
     if number >= k:
-        node = group.members[part.stripe.parity[number - k]].node
-        return [(node, parity_name(save_id, group, number - k))]
+        return [parity_file(save_id, group, part.stripe, number - k)]
     member = group.members[part.stripe.data[number]]
     start = number * group.chunk
-    found = extents(member, start + part.low, start + part.high)
-    return [(member.node, each.file) for each in found]
+    extents = member.extents(start + part.low, start + part.high)
+    return [NodeFile(member.node, extent.file) for extent in extents]
 
 
-def position_of(member: Member, file: str, offset: int, nbytes: int) -> int:
-    """Return where a range of a file begins in its node's string.
-
-    Raises:
-        FormatError: the file does not exist, or ends earlier.
-    """
-    start = 0
-    for name, size in member.files:
-        if name == file:
-            if not 0 <= offset <= offset + nbytes <= size:
-                raise FormatError(
-                    f"{file} of node {member.node} has {size} bytes, not {offset + nbytes}"
-                )
-            return start + offset
-        start += size
-    raise FormatError(f"node {member.node} has no file {file}")
+def parity_file(save_id: str, group: ProtectionGroup, stripe: Stripe, q: int) -> NodeFile:
+    """Return the file with parity chunk `q` of a stripe."""
+    node = group.members[stripe.parity[q]].node
+    return NodeFile(node, parity_file_name(save_id, group, q))

@@ -16,16 +16,17 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
-from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import map_file
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer
 
 WAIT = 10.0
-IN_MEMORY = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
-Count = Callable[[str, int], None]
-Way = tuple[str, Callable[[int, Buffer], None]]
-"""An origin, for the statistics, and a function that reads a range of a file from there."""
+MEMORY_ORIGINS = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
+CountBytes = Callable[[str, int], None]
+"""`count_bytes(origin, nbytes)` adds to the statistics of an origin."""
+Source = tuple[str, Callable[[int, Buffer], None]]
+"""An origin, and a function `read(offset, out)` that reads a range of a file from there."""
 
 
 class Assembly(msgspec.Struct, array_like=True, frozen=True):
@@ -33,13 +34,13 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         step: the step; None if no snapshot was found.
-        holders: the nodes that have each file; none for files that must be decoded. For the
+        holders: the nodes that have each file; empty for files that must be decoded. For the
             manifest, the node that provided it.
-        sizes: bytes of each data file.
+        sizes: size of each data file in bytes.
         nodes: the agents of the nodes that hold any of the files.
         protection: the encoded `Protection`, or b"" if nothing can be decoded.
         newer: newer steps that cannot be read, and why.
-        choosing: seconds that it took to choose the snapshot.
+        choosing: seconds that rank 0 took to choose the snapshot.
         unasked: nodes that could not be asked and may hold something newer, and why.
     """
 
@@ -57,11 +58,14 @@ class AssembledStore:
     """A read-only store of the files of an assembly.
 
     Args:
-        assembly: where each file is. This node is preferred.
+        assembly: where each file is. Files of this node are read here.
         run: the directories of the run on this node.
         node: the name of this node.
         tls: certificates for connections to other nodes.
         threads: the number of threads that decode one read.
+
+    Raises:
+        StoreError: the assembly has no step.
     """
 
     alignment = 4096
@@ -70,23 +74,23 @@ class AssembledStore:
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
     ) -> None:
         if assembly.step is None:
-            raise StoreError("no snapshot was found")
+            raise StoreError(f"no snapshot of run {run.name} was found")
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
         self._local = LocalStore(run.step(assembly.step))
         infos = list(assembly.nodes.values())
         self._nodes = Nodes(Place(run, assembly.step), infos, node, WAIT, tls)
-        self._gone: dict[str, str] = {}
-        self._origins = dict.fromkeys(IN_MEMORY, 0)
+        self._failures: dict[str, str] = {}  # by node: why a read from the node failed
+        self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
         self._counting = threading.Lock()
         self._decoding = _BusyTime()
         self._mapped: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
-        self._owner: dict[str, str] = {}
+        self._owner_of: dict[str, str] = {}
         if assembly.protection:
             protection = decode_protection(assembly.protection)
-            self._owner = {
+            self._owner_of = {
                 name: member.node
                 for group in protection.groups
                 for member in group.members
@@ -95,7 +99,7 @@ class AssembledStore:
             self._rebuilder = Rebuilder(
                 protection,
                 self._read_part,
-                lost=set(self._owner.values()) - assembly.nodes.keys(),
+                lost=set(self._owner_of.values()) - assembly.nodes.keys(),
                 threads=threads,
             )
 
@@ -105,10 +109,10 @@ class AssembledStore:
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, by origin."""
         with self._counting:
-            return dict(self._origins)
+            return dict(self._bytes_by_origin)
 
     def seconds_decoding(self) -> float:
-        """Return for how long at least one thread has been decoding so far."""
+        """Return the seconds in which at least one thread was decoding so far."""
         with self._counting:
             return self._decoding.seconds
 
@@ -119,16 +123,14 @@ class AssembledStore:
         self._nodes.close()
 
     def open(self, key: str) -> ReadableFile:
-        """Open a file at the nearest node that has it."""
+        """Open a file: on this node if it has the file, otherwise on other nodes or by decoding."""
         nodes = self._assembly.holders.get(key)
         if nodes is None:
             raise FileNotFoundError(f"{self} has no {key}")
+        size = self._assembly.sizes[key]
         if self._node in nodes:
-            return _LocalFile(
-                map_file(self._local.path / key, self._assembly.sizes[key]), self._count
-            )
-        ways = self._ways(key, nodes)
-        return _RemoteFile(self._assembly.sizes[key], f"{key} of {self}", ways, self._count)
+            return _LocalFile(map_file(self._local.path / key, size), self._count)
+        return _RemoteFile(size, f"{key} of {self}", self._sources(key, nodes), self._count)
 
     def is_mapped(self, key: str) -> bool:
         """Return whether a file is in this node's memory."""
@@ -149,12 +151,12 @@ class AssembledStore:
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Prevent this node's files from being reclaimed."""
+        """Prevent this node's files from being reclaimed while the block runs."""
         if not (self._local.path / key).exists():
             yield True
             return
-        with self._local.hold(key, shared=True) as held:
-            yield held
+        with self._local.hold(key, shared=True) as locked:
+            yield locked
 
     def sync(self) -> None:
         """Do nothing: nothing is written."""
@@ -180,17 +182,17 @@ class AssembledStore:
         raise self._refusal()
 
     def _refusal(self) -> StoreError:
-        return StoreError(f"{self} is read-only")
+        return StoreError(f"{self} is read-only: save to storage instead")
 
-    def _ways(self, key: str, nodes: Sequence[str]) -> Sequence[Way]:
-        """Return the ways to read a range of a file: from each holder, and by decoding."""
+    def _sources(self, key: str, nodes: Sequence[str]) -> Sequence[Source]:
+        """Return the sources of a file: each node that has the file, and decoding."""
 
-        def of_node(node: str) -> Way:
+        def node_source(node: str) -> Source:
             return OTHERS, lambda offset, out: self._read_range(node, key, offset, out)
 
-        ways = [of_node(node) for node in nodes]
+        sources = [node_source(node) for node in nodes]
         rebuilder = self._rebuilder
-        if rebuilder is not None and key in self._owner:
+        if rebuilder is not None and key in self._owner_of:
 
             def decode(offset: int, out: Buffer) -> None:
                 with self._counting:
@@ -201,21 +203,21 @@ class AssembledStore:
                     with self._counting:
                         self._decoding.end()
 
-            ways.append((DECODED, decode))
-        return ways
+            sources.append((DECODED, decode))
+        return sources
 
     def _count(self, origin: str, nbytes: int) -> None:
         with self._counting:
-            self._origins[origin] += nbytes
+            self._bytes_by_origin[origin] += nbytes
 
     def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
         """Read from a node, unless an earlier read from it has failed."""
-        if node in self._gone:
-            raise StoreError(self._gone[node])
+        if node in self._failures:
+            raise StoreError(self._failures[node])
         try:
             self._nodes.read_range(node, key, offset, out)
         except StoreError as error:
-            self._gone[node] = str(error)
+            self._failures[node] = str(error)
             raise
 
     def _read_part(self, node: str, key: str, offset: int, out: Buffer) -> Buffer:
@@ -228,27 +230,36 @@ class AssembledStore:
             self._mapped[key] = map_file(path, path.stat().st_size)
         part = self._mapped[key][offset : offset + len(out)]
         if len(part) < len(out):
-            raise StoreError(f"{key} of {self} ends at byte {offset + len(part)}")
+            raise StoreError(
+                f"{self._local.path / key} ends at byte {offset + len(part)}; expected at least "
+                f"{offset + len(out)} bytes"
+            )
         return part
 
 
 @dataclass(slots=True)
 class _BusyTime:
-    """A clock that runs while at least one thread is busy."""
+    """A stopwatch that runs while at least one thread is busy.
+
+    Attributes:
+        seconds: the measured time, without the current run.
+        threads: the number of busy threads.
+        start: the start of the current run.
+    """
 
     seconds: float = 0.0
     threads: int = 0
-    since: float = 0.0
+    start: float = 0.0
 
     def begin(self) -> None:
         if not self.threads:
-            self.since = time.perf_counter()
+            self.start = time.perf_counter()
         self.threads += 1
 
     def end(self) -> None:
         self.threads -= 1
         if not self.threads:
-            self.seconds += time.perf_counter() - self.since
+            self.seconds += time.perf_counter() - self.start
 
 
 @dataclass(slots=True)
@@ -256,7 +267,7 @@ class _LocalFile:
     """A file in this node's memory, as a readable file of the store."""
 
     data: Buffer
-    count: Count
+    count_bytes: CountBytes
 
     @property
     def size(self) -> int:
@@ -264,7 +275,7 @@ class _LocalFile:
 
     def view(self, offset: int, count: int) -> Buffer:
         part = self.data[offset : offset + count]
-        self.count(LOCAL, len(part))
+        self.count_bytes(LOCAL, len(part))
         return part
 
     def read_at(self, offset: int, out: Buffer) -> int:
@@ -282,12 +293,12 @@ class _RemoteFile:
 
     size: int
     name: str
-    ways: Sequence[Way]
-    count: Count
+    sources: Sequence[Source]
+    count_bytes: CountBytes
 
     @property
     def copies(self) -> int:
-        return len(self.ways)
+        return len(self.sources)
 
     def read_at(self, offset: int, out: Buffer) -> int:
         failures = []
@@ -301,10 +312,10 @@ class _RemoteFile:
         raise CorruptionError(f"{self.name} cannot be read from any node: {'; '.join(failures)}")
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
-        origin, read = self.ways[number]
+        origin, read = self.sources[number]
         part = out[: max(0, min(len(out), self.size - offset))]
         read(offset, part)
-        self.count(origin, len(part))
+        self.count_bytes(origin, len(part))
         return len(part)
 
     def close(self) -> None:

@@ -27,22 +27,22 @@ from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.records import AgentInfo
 from shardwise.store.store import Buffer
 
-LONGEST_WAIT = 60.0
-LARGEST_ANSWER = 1 << 26
-LONGEST_EXPLANATION = 500
+LONGEST_WAIT = 60.0  # seconds
+LARGEST_LIST = 1 << 26  # bytes
+LONGEST_EXPLANATION = 500  # bytes
 PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
-SYN_AGAIN, LOOK = 0.2, 0.05
-_HUNG_UP = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+SYN_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
+_CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Health(msgspec.Struct, frozen=True):
-    """A running agent: its process, and the number of runs for which it stores something."""
+    """A running agent: its process id, and the number of runs that have data on its node."""
 
     pid: int
     runs: Count
@@ -63,15 +63,15 @@ class ListedStep(msgspec.Struct, frozen=True):
 
 
 class AgentClient:
-    """A client of one agent. Threads may share it; each request uses a connection of its own.
+    """A client of one agent. Threads may share it: concurrent requests use separate connections.
+
+    Every method raises `StoreError` if the agent is unreachable, sends nothing, or refuses.
 
     Args:
         info: the agent's URL and token.
         connect_timeout: seconds until a node that does not accept a connection counts as lost.
         read_timeout: seconds until a node that sends nothing counts as lost.
         tls: the TLS context for an https URL. An http URL is then refused.
-
-    Every method raises `StoreError` if the agent is unreachable, sends nothing, or refuses.
 
     Raises:
         StoreError: the URL or the token of `info` is invalid.
@@ -85,11 +85,11 @@ class AgentClient:
         read_timeout: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._where = f"node {info.node} ({info.url})"
-        self._host, self._port, secure = _address(info)
-        self._secure, self._tls = secure, tls
+        self._description = f"node {info.node} ({info.url})"
+        self._host, self._port, self._uses_tls = _parse_url(info)
+        self._tls = tls
         if not _TOKEN.fullmatch(info.token):
-            raise StoreError(f"{self._where}: its info has no valid token")
+            raise StoreError(f"{self._description}: the token in its agent info is invalid")
         self._headers = {"Authorization": f"Bearer {info.token}"}
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
@@ -99,7 +99,7 @@ class AgentClient:
         self._closed = self._aborted = False
 
     def __str__(self) -> str:
-        return self._where
+        return self._description
 
     def close(self) -> None:
         """Close idle connections. Requests in progress complete normally."""
@@ -121,15 +121,11 @@ class AgentClient:
 
     def health(self) -> Health:
         """Return the health of the agent."""
-        return self._ask("GET", "/health", lambda response: self._decode(response, Health))
+        return self._request("GET", "/health", lambda response: self._decode(response, Health))
 
     def list(self, run: str) -> list[ListedStep]:
         """Return the files of a run on the node, by ascending step; empty if there are none."""
-        return self._ask(
-            "GET",
-            _path(run),
-            lambda response: self._decode(response, list[ListedStep]),
-        )
+        return self._request("GET", _url_path(run), lambda r: self._decode(r, list[ListedStep]))
 
     def read(self, run: str, step: int, name: str, *, limit: int, wait: float = 0.0) -> bytes:
         """Return the contents of a small file.
@@ -143,8 +139,8 @@ class AgentClient:
             StoreError: the file is larger than `limit`.
         """
         wait = min(max(wait, 0.0), LONGEST_WAIT)
-        path = _path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
-        return self._ask("GET", path, lambda response: self._all(response, limit), wait=wait)
+        path = _url_path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
+        return self._request("GET", path, lambda response: self._body(response, limit), wait=wait)
 
     def read_range_into(self, run: str, step: int, name: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset`.
@@ -155,25 +151,24 @@ class AgentClient:
         """
         if len(out) == 0:
             return
-        wanted = f"{offset}-{offset + len(out) - 1}"
+        requested = f"{offset}-{offset + len(out) - 1}"
+        request = f"{self}: requested bytes {requested} of {name} of step {step}"
 
-        def take(response: HTTPResponse) -> None:
-            got = response.headers.get("Content-Range", "").removeprefix("bytes ").split("/")[0]
-            if response.status != 206 or got != wanted or response.length != len(out):
-                raise StoreError(
-                    f"{self}: requested bytes {wanted} of {name}, received {got or 'no range'}"
-                )
-            view = out.data
-            while view:
-                count = response.readinto(view)
+        def fill(response: HTTPResponse) -> None:
+            header = response.headers.get("Content-Range", "")
+            received = header.removeprefix("bytes ").split("/")[0]
+            if response.status != 206 or received != requested or response.length != len(out):
+                raise StoreError(f"{request}, received {received or 'no range'}")
+            remaining = out.data
+            while remaining:
+                count = response.readinto(remaining)
                 if count == 0:
-                    done = len(out) - len(view)
-                    raise StoreError(
-                        f"{self}: connection closed after {done} bytes of {wanted} of {name}"
-                    )
-                view = view[count:]
+                    done = len(out) - len(remaining)
+                    raise StoreError(f"{request}, connection closed after {done} bytes")
+                remaining = remaining[count:]
 
-        self._ask("GET", _path(run, step, name), take, headers={"Range": f"bytes={wanted}"})
+        path = _url_path(run, step, name)
+        self._request("GET", path, fill, headers={"Range": f"bytes={requested}"})
 
     def size(self, run: str, step: int, name: str) -> int:
         """Return the size of a file in bytes.
@@ -182,14 +177,14 @@ class AgentClient:
             FileNotFoundError: the node does not have the file.
         """
 
-        def take(response: HTTPResponse) -> int:
-            said = response.headers.get("Content-Length", "")
+        def parse_size(response: HTTPResponse) -> int:
+            length = response.headers.get("Content-Length", "")
             response.read()
-            if not (said.isascii() and said.isdigit() and len(said) < 20):
-                raise StoreError(f"{self}: the response does not give the size of {name}")
-            return int(said)
+            if not (length.isascii() and length.isdigit() and len(length) < 20):
+                raise StoreError(f"{self}: the response lacks the size of {name} of step {step}")
+            return int(length)
 
-        return self._ask("HEAD", _path(run, step, name), take)
+        return self._request("HEAD", _url_path(run, step, name), parse_size)
 
     def put(self, run: str, step: int, name: str, data: bytes) -> None:
         """Write a record atomically on the node, and wake the agent.
@@ -199,52 +194,55 @@ class AgentClient:
         """
         if len(data) > LARGEST_RECORD:
             raise StoreError(f"{self}: {name} has {len(data):,} bytes; at most {LARGEST_RECORD:,}")
-        self._ask("PUT", _path(run, step, name), HTTPResponse.read, body=data)
+        self._request("PUT", _url_path(run, step, name), HTTPResponse.read, body=data)
 
     def wake(self) -> None:
         """Make the agent look for work."""
-        self._ask("POST", "/wake", HTTPResponse.read, body=b"")
+        self._request("POST", "/wake", HTTPResponse.read, body=b"")
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
-        take: Callable[[HTTPResponse], T],
+        read_response: Callable[[HTTPResponse], T],
         *,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
         wait: float = 0.0,
     ) -> T:
-        """Send a request, and return the result of `take`, which reads the response to its end."""
-        asked = f"{self}: {method} {path}"
+        """Send a request, and return the result of `read_response`, which reads to the end.
+
+        The agent may wait for `wait` seconds before it replies.
+        """
+        request = f"{self}: {method} {path}"
         connection: HTTPConnection | None = None
         response: HTTPResponse | None = None
         try:
-            everything = {**self._headers, **(headers or {})}
-            patience = self._read_timeout + wait
-            connection, is_new = self._connected()
+            all_headers = {**self._headers, **(headers or {})}
+            timeout = self._read_timeout + wait
+            connection, is_new = self._take_connection()
             try:
-                response = _exchange(connection, method, path, everything, body, patience)
-            except _HUNG_UP:
+                response = _send(connection, method, path, all_headers, body, timeout)
+            except _CLOSED_BY_AGENT:
                 if is_new:
                     raise
                 self._give_back(connection, None)  # the agent closed the idle connection
                 connection = self._connect()
-                response = _exchange(connection, method, path, everything, body, patience)
+                response = _send(connection, method, path, all_headers, body, timeout)
             if response.status not in (200, 204, 206):
-                raise _refusal(asked, response)
-            return take(response)
+                raise _error_of(request, response)
+            return read_response(response)
         except (StoreError, FileNotFoundError):
             raise
         except TimeoutError as error:
-            raise StoreError(f"{asked}: timed out; the node is lost or overloaded") from error
+            raise StoreError(f"{request}: timed out; the node is lost or overloaded") from error
         except (OSError, HTTPException) as error:
-            raise StoreError(f"{asked}: {error or type(error).__name__}") from error
+            raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
             if connection is not None:
                 self._give_back(connection, response)
 
-    def _connected(self) -> tuple[HTTPConnection, bool]:
+    def _take_connection(self) -> tuple[HTTPConnection, bool]:
         """Return an idle or a new connection, and whether it is new."""
         with self._lock:
             if self._idle and not self._aborted:
@@ -254,46 +252,47 @@ class AgentClient:
         return self._connect(), True
 
     def _connect(self) -> HTTPConnection:
-        if self._secure != (self._tls is not None):
-            uses = "requires TLS: pass certificates (tls=)" if self._secure else "does not use TLS"
-            raise StoreError(f"{self}: the agent {uses}; nothing was sent to it")
+        if self._uses_tls != (self._tls is not None):
+            tls = "requires TLS: pass certificates (tls=)" if self._uses_tls else "does not use TLS"
+            raise StoreError(f"{self}: the agent {tls}; nothing was sent to it")
         connection = HTTPConnection(self._host, self._port)
         connection.auto_open = 0  # a reconnect by http.client would be unencrypted
-        line = _reach(self._host, self._port, self._connect_timeout, lambda: self._aborted)
+        sock = _dial(self._host, self._port, self._connect_timeout, lambda: self._aborted)
         try:
-            line.settimeout(self._connect_timeout)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(self._connect_timeout)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                line = self._tls.wrap_socket(
-                    line, server_hostname=self._host, do_handshake_on_connect=False
+                sock = self._tls.wrap_socket(
+                    sock, server_hostname=self._host, do_handshake_on_connect=False
                 )
-            connection.sock = line
+            connection.sock = sock
             with self._lock:
                 if self._aborted:
                     raise ConnectionAbortedError("the request was aborted")
                 self._busy.add(connection)
-            if isinstance(line, ssl.SSLSocket):
-                line.do_handshake()
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
         except BaseException:
             with self._lock:
                 self._busy.discard(connection)
-            line.close()
+            sock.close()
             raise
         return connection
 
     def _give_back(self, connection: HTTPConnection, response: HTTPResponse | None) -> None:
+        """Keep a connection for later requests if its response was read to the end."""
         with self._lock:
             self._busy.discard(connection)
-            whole = response is not None and response.isclosed() and connection.sock is not None
-            reusable = whole and not self._closed
-            if reusable:
+            is_read = response is not None and response.isclosed() and connection.sock is not None
+            is_reusable = is_read and not self._closed
+            if is_reusable:
                 self._idle.append(connection)
-        if not reusable:
+        if not is_reusable:
             if response is not None:
                 response.close()
             connection.close()
 
-    def _all(self, response: HTTPResponse, limit: int) -> bytes:
+    def _body(self, response: HTTPResponse, limit: int) -> bytes:
         if response.length is None:
             raise StoreError(f"{self}: the response has no Content-Length")
         if response.length > limit:
@@ -302,16 +301,16 @@ class AgentClient:
 
     def _decode(self, response: HTTPResponse, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(self._all(response, LARGEST_ANSWER), type=kind)
+            return msgspec.json.decode(self._body(response, LARGEST_LIST), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(f"{self}: not an agent, or one of another version: {error}") from error
 
 
-def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
+def _dial(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
     """Return a non-blocking TCP connection.
 
-    It starts a new attempt every fifth of a second while earlier ones stay open, because the
-    system retransmits a lost SYN only after a second.
+    A new attempt starts every fifth of a second while earlier ones stay open, because the system
+    retransmits a lost SYN only after a second.
 
     Raises:
         TimeoutError: no connection was established within `timeout` seconds.
@@ -320,23 +319,23 @@ def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool])
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failure: OSError | None = None
     now = time.monotonic()
-    deadline, again, begun = now + timeout, now, 0
+    deadline, next_attempt, attempts = now + timeout, now, 0
     with ExitStack() as unused, selectors.DefaultSelector() as pending:
         while now < deadline and not is_aborted():
-            if now >= again or not pending.get_map():
-                if failure is not None and begun >= len(addresses) and not pending.get_map():
+            if now >= next_attempt or not pending.get_map():
+                if failure is not None and attempts >= len(addresses) and not pending.get_map():
                     raise failure
-                family, kind, protocol, _, address = addresses[begun % len(addresses)]
-                line = socket.socket(family, kind, protocol)
-                unused.callback(line.close)
-                line.setblocking(False)
-                code = line.connect_ex(address)
-                begun, again = begun + 1, now + SYN_AGAIN
+                family, kind, protocol, _, address = addresses[attempts % len(addresses)]
+                sock = socket.socket(family, kind, protocol)
+                unused.callback(sock.close)
+                sock.setblocking(False)
+                code = sock.connect_ex(address)
+                attempts, next_attempt = attempts + 1, now + SYN_PERIOD
                 if code in (0, EINPROGRESS):
-                    pending.register(line, selectors.EVENT_WRITE, line)
+                    pending.register(sock, selectors.EVENT_WRITE, sock)
                 else:
                     failure = OSError(code, os.strerror(code))
-            for key, _ in pending.select(min(LOOK, max(0.0, deadline - now))):
+            for key, _ in pending.select(min(ABORT_PERIOD, max(0.0, deadline - now))):
                 pending.unregister(key.fileobj)
                 code = key.data.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if not code:
@@ -348,16 +347,17 @@ def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool])
     raise TimeoutError(f"no connection within {timeout:g} s")
 
 
-def _exchange(
+def _send(
     connection: HTTPConnection,
     method: str,
     path: str,
     headers: Mapping[str, str],
     body: bytes | None,
-    patience: float,
+    timeout: float,
 ) -> HTTPResponse:
+    """Send a request, and return the response, whose body is not read yet."""
     try:
-        connection.sock.settimeout(patience)
+        connection.sock.settimeout(timeout)
         connection.request(method, path, body, headers)
         return connection.getresponse()
     except BaseException:
@@ -365,19 +365,20 @@ def _exchange(
         raise
 
 
-def _refusal(asked: str, response: HTTPResponse) -> OSError:
-    said = response.read(LONGEST_EXPLANATION).decode(errors="replace")
-    text = "".join(char for char in said if char.isprintable()) or response.reason
+def _error_of(request: str, response: HTTPResponse) -> OSError:
+    body = response.read(LONGEST_EXPLANATION).decode(errors="replace")
+    explanation = "".join(char for char in body if char.isprintable()) or response.reason
     if response.status == 404:
-        return FileNotFoundError(f"{asked}: not found")
+        return FileNotFoundError(f"{request}: not found")
     if response.status == 401:
         return StoreError(
-            f"{asked}: the agent refused this token: another agent has replaced it; get its token"
+            f"{request}: the agent refused this token: another agent has replaced it; get its token"
         )
-    return StoreError(f"{asked}: {response.status}: {text}")
+    return StoreError(f"{request}: {response.status}: {explanation}")
 
 
-def _address(info: AgentInfo) -> tuple[str, int, bool]:
+def _parse_url(info: AgentInfo) -> tuple[str, int, bool]:
+    """Return the host and the port of an agent, and whether it uses TLS."""
     try:
         url = urlsplit(info.url)
         port = url.port
@@ -388,7 +389,8 @@ def _address(info: AgentInfo) -> tuple[str, int, bool]:
     return url.hostname, port, url.scheme == "https"
 
 
-def _path(run: str, step: int | None = None, name: str = "") -> str:
+def _url_path(run: str, step: int | None = None, name: str = "") -> str:
+    """Return the URL path of a run, or of a file of one of its steps."""
     if not _RUN.fullmatch(run):
         raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
     if step is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -24,123 +24,133 @@ from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
 
 CONNECT_TIMEOUT = 0.5
+RECONNECT_TIMEOUT = 5.0  # for a node that has answered before
 READ_TIMEOUT = 10.0
-CONNECT_AGAIN_TIMEOUT = 5.0  # for a node that has answered before
-REQUESTS_AT_ONCE = 64
+MOST_REQUESTS = 64
+MOST_FILES_SHOWN = 3
 UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-Read = Callable[[str, int, str], bytes]
+ReadSmallFile = Callable[[str, int, str], bytes]
 """`read(node, step, name)` returns the contents of a small file, or raises `OSError`."""
 
 
-class Held(msgspec.Struct, array_like=True):
-    """The files that a node holds of a run.
+class NodeFiles(msgspec.Struct, array_like=True):
+    """The files of a run that a node stores.
 
     Attributes:
-        steps: name and size of each file, by step.
-        knows: the agents of the nodes that this node knows.
-        removed: whether this node has just removed damaged files.
+        node: the name of the node.
+        steps: name and size in bytes of each file, by step.
+        known_nodes: the agents of the nodes that this node knows.
+        has_removed: whether this node has just removed damaged files.
     """
 
     node: str
     steps: dict[int, dict[str, int]]
-    knows: list[AgentInfo]
-    removed: bool = False
+    known_nodes: list[AgentInfo]
+    has_removed: bool = False
 
 
-def held_here(run: Run, node: str) -> Held:
-    """Return what this node holds of a run."""
+IsEnough = Callable[[Sequence[NodeFiles], Mapping[str, AgentInfo]], bool]
+"""`is_enough(nodes, infos)` returns whether no other node needs to be asked."""
+
+
+def list_own_files(run: Run, node: str) -> NodeFiles:
+    """Return the files of a run on this node, whose name is `node`."""
     steps: dict[int, dict[str, int]] = {}
-    knows = {info.node: info for info in known_nodes(run)}
+    known = {info.node: info for info in known_nodes(run)}
     for step in run.steps():
         place = Place(run, step)
         with suppress(FileNotFoundError):
-            steps[step] = _sizes(place)
+            steps[step] = _file_sizes(place)
         with suppress(StoreError):  # a damaged manifest names no nodes
             for pending in place.pending_manifests() + place.pending_copies():
-                knows |= {info.node: info for info in pending.nodes}
-    return Held(node, steps, list(knows.values()))
+                known |= {info.node: info for info in pending.nodes}
+    return NodeFiles(node, steps, list(known.values()))
 
 
-def _sizes(place: Place) -> dict[str, int]:
+def _file_sizes(place: Place) -> dict[str, int]:
     """Return name and size of each file of a snapshot; agents may be removing some."""
-    found: dict[str, int] = {}
-    for each in place.path.iterdir():
+    sizes: dict[str, int] = {}
+    for path in place.path.iterdir():
         with suppress(FileNotFoundError):
-            found[each.name] = each.stat().st_size
-    return found
+            sizes[path.name] = path.stat().st_size
+    return sizes
 
 
-def ask_others(infos: Iterable[AgentInfo], run: str, tls: Tls | None) -> list[Held]:
-    """Return what each node holds whose agent answers."""
+def ask_nodes(infos: Iterable[AgentInfo], run: str, tls: Tls | None) -> list[NodeFiles]:
+    """Return the files of a run on each node whose agent answers."""
 
-    def ask(info: AgentInfo) -> Held | None:
-        with suppress(OSError), closing(_client_of(info, tls)) as client:
-            return _ask(client, info, run)
+    def ask(info: AgentInfo) -> NodeFiles | None:
+        with suppress(OSError), closing(_make_client(info, tls)) as client:
+            return _list_files(client, info, run)
         return None
 
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-ask") as pool:
-        return [held for held in pool.map(ask, infos) if held is not None]
+    with ThreadPoolExecutor(MOST_REQUESTS, "shardwise-ask") as pool:
+        return [files for files in pool.map(ask, infos) if files is not None]
 
 
-def ask_around(
-    held: list[Held],
+def ask_all_nodes(
+    nodes: list[NodeFiles],
     infos: Mapping[str, AgentInfo],
     run: str,
     tls: Tls | None,
-    suffices: Callable[[list[Held], Mapping[str, AgentInfo]], bool] = lambda held, infos: False,
-) -> tuple[list[Held], dict[str, AgentInfo]]:
-    """Ask all nodes what they hold, also the nodes that they know, and so on.
+    is_enough: IsEnough = lambda nodes, infos: False,
+) -> tuple[list[NodeFiles], dict[str, AgentInfo]]:
+    """Ask nodes for their files, then the nodes that these nodes know, and so on.
 
-    A node may have trained with nodes of which only one is known here, and that one may know it by
-    another address.
+    The nodes of earlier trainings may be known to one node only, and by an address that differs
+    from the one known here.
 
     Args:
-        held: what some nodes are known to hold.
+        nodes: the files of nodes that need not be asked.
         infos: the agents of these nodes and of others.
-        suffices: whether the answers so far are enough. Further answers are not awaited then.
+        run: the id of the run.
+        tls: certificates for the connections; None if they are unencrypted.
+        is_enough: whether the answers so far suffice. Further answers are not awaited then.
 
     Returns:
-        What all nodes hold that answered, and `infos` with their agents added.
+        The files of all nodes that answered, and `infos` with their agents added.
     """
-    found, known = list(held), dict(infos)
-    heard = {each.node for each in held}
+    answered, agents = list(nodes), dict(infos)
+    names = {each.node for each in nodes}
     asked: set[tuple[str, str]] = set()
-    named = [*infos.values(), *(info for each in held for info in each.knows)]
-    pending: dict[Future[Held], AgentInfo] = {}
+    to_ask = [*infos.values(), *(info for each in nodes for info in each.known_nodes)]
+    pending: dict[Future[NodeFiles], AgentInfo] = {}
     with (
-        ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-ask") as pool,
-        ExitStack() as unanswered,
+        ThreadPoolExecutor(MOST_REQUESTS, "shardwise-ask") as pool,
+        ExitStack() as abort_unanswered,
     ):
         while True:
-            for info in named:
-                if info.node not in heard and (info.node, info.url) not in asked:
+            for info in to_ask:
+                if info.node not in names and (info.node, info.url) not in asked:
                     asked.add((info.node, info.url))
                     with suppress(StoreError):  # the URL or the token is invalid
-                        client = _client_of(info, tls)
-                        unanswered.callback(client.abort)
-                        pending[pool.submit(_ask, client, info, run)] = info
-            if not pending or suffices(found, known):
-                return found, known
-            named = []
-            for answer in wait(pending, return_when=FIRST_COMPLETED).done:
-                info = pending.pop(answer)
+                        client = _make_client(info, tls)
+                        abort_unanswered.callback(client.abort)
+                        pending[pool.submit(_list_files, client, info, run)] = info
+            if not pending or is_enough(answered, agents):
+                return answered, agents
+            to_ask = []
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                info = pending.pop(future)
                 with suppress(OSError):
-                    each = answer.result()
-                    named += each.knows
-                    if info.node not in heard:
-                        heard.add(info.node)
-                        found.append(each)
-                        known[info.node] = info
+                    files = future.result()
+                    to_ask += files.known_nodes
+                    if info.node not in names:
+                        names.add(info.node)
+                        answered.append(files)
+                        agents[info.node] = info
 
 
-def reader(infos: Mapping[str, AgentInfo], run: Run, here: str, tls: Tls | None) -> Read:
-    """Return a function that reads small files of any of these nodes, and of this one."""
+def make_reader(
+    infos: Mapping[str, AgentInfo], run: Run, here: str, tls: Tls | None
+) -> ReadSmallFile:
+    """Return a function that reads small files of any of these nodes, and of this one (`here`)."""
 
     def read(node: str, step: int, name: str) -> bytes:
         if node == here:
             return (run.step(step) / name).read_bytes()
-        with closing(_client_of(infos[node], tls, CONNECT_AGAIN_TIMEOUT)) as client:
+        with closing(_make_client(infos[node], tls, RECONNECT_TIMEOUT)) as client:
             return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
 
     return read
@@ -151,32 +161,32 @@ class Search:
     """A search for snapshots among nodes.
 
     Attributes:
-        held: what each node holds.
+        nodes: the files of each node.
         infos: the agents of these nodes.
-        read: reads their records and manifests.
-        lineage: of the run: snapshots of branches that it has abandoned are skipped.
+        read: reads records and manifests of the nodes.
+        lineage: the lineage of the run. Snapshots of abandoned branches are skipped.
     """
 
-    held: list[Held]
+    nodes: Sequence[NodeFiles]
     infos: Mapping[str, AgentInfo]
-    read: Read
+    read: ReadSmallFile
     lineage: Lineage | None = None
 
     def choose(
-        self, step: int | None, *, below: int | None = None, tried: Collection[str] = ()
+        self, step: int | None, *, damaged: int | None = None, tried: Collection[str] = ()
     ) -> Assembly:
         """Return the newest snapshot that has a manifest and all of whose files can be read.
 
         Args:
             step: consider only this step.
-            below: this step was found to be damaged: consider only older ones. It is considered
-                again if damaged files of it were removed, or a node that was not tried holds some
-                of its files.
+            damaged: a step that was found to be damaged: consider only older ones. The step itself
+                is considered again if its damaged files were removed, or if a node that was not
+                tried stores some of its files.
             tried: the nodes that the damaged step was read from.
         """
         newer: list[tuple[int, str]] = []
-        for candidate in self._candidates(step, below, tried):
-            found = self._assemble_any(candidate)
+        for candidate in self._candidates(step, damaged, tried):
+            found = self._assemble_step(candidate)
             if not isinstance(found, str):
                 return msgspec.structs.replace(found, newer=newer)
             newer.append((candidate, f"memory: {found}"))
@@ -187,34 +197,39 @@ class Search:
 
         That is so if the newest step they know is complete among them, and was saved after the run
         was last restored. A node that took part in that step knows every later step of the same
-        training, too, because no step is committed without it.
+        training, too, because no step is committed without that node.
+
+        Args:
+            step: consider only this step.
         """
         if self.lineage is None:
             return False
         newest = next(iter(self._candidates(step)), None)
         if newest is None:
             return False
-        return not isinstance(self._assemble_any(newest, epoch=self.lineage.epoch), str)
+        return not isinstance(self._assemble_step(newest, epoch=self.lineage.epoch), str)
 
     def _candidates(
-        self, step: int | None, below: int | None = None, tried: Collection[str] = ()
+        self, step: int | None, damaged: int | None = None, tried: Collection[str] = ()
     ) -> list[int]:
         """Return the steps to consider, newest first."""
-        again = any(
-            each.removed or (below in each.steps and each.node not in tried) for each in self.held
+        retries_damaged = any(
+            each.has_removed or (damaged in each.steps and each.node not in tried)
+            for each in self.nodes
         )
-        known = sorted({s for each in self.held for s in each.steps}, reverse=True)
+        steps = sorted({number for each in self.nodes for number in each.steps}, reverse=True)
         return [
-            each
-            for each in known
-            if step in (None, each) and (below is None or each < below or (each == below and again))
+            number
+            for number in steps
+            if step in (None, number)
+            and (damaged is None or number < damaged or (number == damaged and retries_damaged))
         ]
 
-    def _assemble_any(self, step: int, epoch: int | None = None) -> Assembly | str:
-        """Return where the files of a step are, or why it cannot be read.
+    def _assemble_step(self, step: int, epoch: int | None = None) -> Assembly | str:
+        """Return where the files of a step are, or why the step cannot be read.
 
-        All nodes have the same manifest, except one that is damaged, or that was away when the step
-        was saved again. So each manifest is tried until one has all its files.
+        All nodes have the same manifest, unless a manifest is damaged, or a node was away when the
+        step was saved again. So each manifest is tried until one has all its files.
 
         Args:
             step: the step.
@@ -222,7 +237,7 @@ class Search:
         """
         reasons: list[str] = []
         tried: set[str] = set()
-        for each in self.held:
+        for each in self.nodes:
             files = each.steps.get(step, {})
             if MANIFEST not in files or any(save in name for save in tried for name in files):
                 continue
@@ -235,7 +250,7 @@ class Search:
                 tried.add(manifest.save_id)
                 if epoch not in (None, self._epoch(step, manifest.save_id)):
                     continue
-                found = self._abandoned(step, manifest.save_id) or self._assemble(
+                found = self._why_abandoned(step, manifest.save_id) or self._assemble(
                     step, manifest, each.node
                 )
                 if not isinstance(found, str):
@@ -243,7 +258,7 @@ class Search:
                 reasons.append(found)
         return "; ".join(reasons) or "not committed"
 
-    def _abandoned(self, step: int, save_id: str) -> str:
+    def _why_abandoned(self, step: int, save_id: str) -> str:
         """Return why a save belongs to an abandoned branch, or "" if it does not.
 
         A save whose epoch is unknown counts as abandoned.
@@ -262,13 +277,12 @@ class Search:
 
     def _epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
-        for each in self.held:
+        for each in self.nodes:
             for record in (records.pending_record(save_id), records.pending_copy_record(save_id)):
                 if record in each.steps.get(step, {}):
                     with suppress(*UNREADABLE):
-                        return msgspec.json.decode(
-                            self.read(each.node, step, record), type=_Epoch
-                        ).epoch
+                        data = self.read(each.node, step, record)
+                        return msgspec.json.decode(data, type=_PendingEpoch).epoch
         return None
 
     def _assemble(self, step: int, manifest: Manifest, source: str) -> Assembly | str:
@@ -277,53 +291,52 @@ class Search:
         Args:
             step: the step.
             manifest: the manifest of the step.
-            source: the node that has this manifest.
+            source: the node that provided the manifest.
         """
-        sizes = {file.name: file.size for file in manifest.files}
-        names = {each.node: each.steps.get(step, {}) for each in self.held}
+        size_of = {file.name: file.size for file in manifest.files}
+        files_of = {each.node: each.steps.get(step, {}) for each in self.nodes}
         holders = {
-            name: [node for node, files in names.items() if files.get(name) == size]
-            for name, size in sizes.items()
+            name: [node for node, files in files_of.items() if files.get(name) == size]
+            for name, size in size_of.items()
         }
         lost = {name for name, nodes in holders.items() if not nodes}
-        protection = self._protection(step, manifest.save_id, names)
+        protection = self._protection(step, manifest.save_id, files_of)
         if protection is not None:
-            lost &= unreadable_files(protection, names)
+            lost &= unreadable_files(protection, files_of)
         if lost:
-            shown = ", ".join(sorted(lost)[:3])
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return f"no reachable node has {shown}{more}"
+            shown = ", ".join(sorted(lost)[:MOST_FILES_SHOWN])
+            more = len(lost) - MOST_FILES_SHOWN
+            return f"no reachable node has {shown}" + (f" and {more} more" if more > 0 else "")
         holders[MANIFEST] = [source]
-        live = {node: self.infos[node] for node, files in names.items() if files}
+        infos = {node: self.infos[node] for node, files in files_of.items() if files}
         encoded = b"" if protection is None else msgspec.json.encode(protection)
-        return Assembly(step, holders, sizes, live, encoded, [])
+        return Assembly(step, holders, size_of, infos, encoded, [])
 
     def _protection(
-        self, step: int, save_id: str, names: Mapping[str, Mapping[str, int]]
+        self, step: int, save_id: str, files_of: Mapping[str, Mapping[str, int]]
     ) -> Protection | None:
         """Return the protection of a save, from the first node with a readable record of it."""
         record = records.request_record("protect", save_id)
-        for node, files in names.items():
+        for node, files in files_of.items():
             if record in files:
                 with suppress(*UNREADABLE):
-                    return msgspec.json.decode(
-                        self.read(node, step, record), type=Protect
-                    ).protection
+                    data = self.read(node, step, record)
+                    return msgspec.json.decode(data, type=Protect).protection
         return None
 
 
-class _Epoch(msgspec.Struct):
-    """The only field of a pending manifest that is needed here."""
+class _PendingEpoch(msgspec.Struct):
+    """The epoch of a pending manifest; its other fields are not decoded."""
 
     epoch: int = 0
 
 
-def _ask(client: AgentClient, info: AgentInfo, run: str) -> Held:
-    """Return what a node holds, from its agent."""
+def _list_files(client: AgentClient, info: AgentInfo, run: str) -> NodeFiles:
+    """Return the files of a run on a node, as its agent lists them."""
     steps = {
         listed.step: {file.name: file.size for file in listed.files} for listed in client.list(run)
     }
-    return Held(info.node, steps, _nodes_of_newest(client, run, steps))
+    return NodeFiles(info.node, steps, _nodes_of_newest(client, run, steps))
 
 
 def _nodes_of_newest(
@@ -342,6 +355,10 @@ def _nodes_of_newest(
     return []
 
 
-def _client_of(info: AgentInfo, tls: Tls | None, patience: float = CONNECT_TIMEOUT) -> AgentClient:
+def _make_client(
+    info: AgentInfo, tls: Tls | None, connect_timeout: float = CONNECT_TIMEOUT
+) -> AgentClient:
     context = None if tls is None else tls.for_client()
-    return AgentClient(info, connect_timeout=patience, read_timeout=READ_TIMEOUT, tls=context)
+    return AgentClient(
+        info, connect_timeout=connect_timeout, read_timeout=READ_TIMEOUT, tls=context
+    )

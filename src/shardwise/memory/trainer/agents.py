@@ -22,7 +22,7 @@ from shardwise.memory.lineage import Lineage, lineage_of
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.watch import silence
+from shardwise.memory.remote.agent_watch import why_silent
 from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
 from shardwise.store import Store
 
@@ -195,7 +195,7 @@ class _Checks:
         info = running_agent(self.home)
         if info is None:
             return
-        failure = silence(info, self._options.tls, ANSWER_TIMEOUT)
+        failure = why_silent(info, self._options.tls, ANSWER_TIMEOUT)
         if failure and not self._is_silent and self.home.has_agent():
             log.warning(
                 "the agent of %s (process %d) runs, but does not answer: %s; snapshots wait until "

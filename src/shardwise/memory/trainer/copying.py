@@ -1,4 +1,4 @@
-"""Copying a rank's data into a slot, paced so that it does not slow down the training."""
+"""Copying a rank's data into a slot, paced so that the copy does not slow down the training."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
 
 BUCKET = 8 << 20
+"""How many bytes a thread copies at a time."""
+SLACK_SHARE = 0.7
+"""The share of the slack over which a copy is spread."""
+SAVES_MEASURED = 5
 Fill = Callable[[int, int, Buffer], None]
 """`fill(low, high, out)` copies bytes `low:high` of a file to `out`."""
 
 
-def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor) -> None:
+def copy_range(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor) -> None:
     """Copy bytes `low:high` of a file to the same offsets of `out`, with the threads of `pool`."""
 
-    def copy(at: int) -> None:
-        stop = min(at + BUCKET, high)
-        fill(at, stop, out[at:stop])
+    def copy_bucket(start: int) -> None:
+        stop = min(start + BUCKET, high)
+        fill(start, stop, out[start:stop])
 
     starts = range(low, high, BUCKET)
     try:
-        jobs = [pool.submit(copy, at) for at in starts]
+        jobs = [pool.submit(copy_bucket, start) for start in starts]
     except RuntimeError:  # the interpreter is shutting down and starts no more threads
-        for at in starts:
-            copy(at)
+        for start in starts:
+            copy_bucket(start)
         return
     try:
         for job in jobs:
@@ -41,31 +45,32 @@ def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor
         wait(jobs)
 
 
-OF_SLACK = 0.7
-SAVES = 5
-
-
 class Slack:
     """The time that the training leaves for a copy, measured at the last saves."""
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=SAVES)
-        self._waited = False
+        self._seconds: deque[float] = deque(maxlen=SAVES_MEASURED)
+        self._has_waited = False
 
-    def add(self, seconds: float, *, waited: bool) -> None:
-        """Record the time between a save and its fence, and whether the training then waited."""
+    def add(self, seconds: float, *, has_waited: bool) -> None:
+        """Record a save.
+
+        Args:
+            seconds: the time between the save and its fence.
+            has_waited: whether the training waited for the copy at the fence.
+        """
         self._seconds.append(seconds)
-        self._waited = waited
+        self._has_waited = has_waited
 
-    def target(self) -> float:
+    def seconds_to_spread(self) -> float:
         """Return the seconds over which to spread a copy; 0 for full speed."""
-        if self._waited or not self._seconds:
+        if self._has_waited or not self._seconds:
             return 0.0
-        return OF_SLACK * median(self._seconds)
+        return SLACK_SHARE * median(self._seconds)
 
 
 class Pace:
-    """Spreads a copy evenly over time, starting now. A copy that is late runs at full speed.
+    """Spreads a copy evenly over time, starting now. A late copy runs at full speed.
 
     Args:
         total: the largest number of bytes to copy.
@@ -76,15 +81,15 @@ class Pace:
     def __init__(
         self, total: int, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._a_byte = seconds / max(total, 1)
+        self._seconds_per_byte = seconds / max(total, 1)
         self._clock = clock
         self._start = clock()
-        self._begun = 0
+        self._bytes_begun = 0
 
     def seconds_for(self, nbytes: int) -> float:
-        """Count the next bytes, and return how long to wait before copying them."""
-        due = self._start + self._begun * self._a_byte
-        self._begun += nbytes
+        """Count the next bytes, and return the seconds to wait before copying them."""
+        due = self._start + self._bytes_begun * self._seconds_per_byte
+        self._bytes_begun += nbytes
         return max(0.0, due - self._clock())
 
 
@@ -93,8 +98,8 @@ class Copying:
 
     Args:
         total: the largest number of bytes to copy.
-        slack: the time that the training left for earlier copies, to pace this one. None: do not
-            pace it.
+        slack: the time that the training left for earlier copies, which sets the pace. None: copy
+            at full speed.
 
     Attributes:
         issued: set once all data was read, or its copies were queued on streams of devices.
@@ -104,53 +109,56 @@ class Copying:
 
     def __init__(self, total: int, slack: Slack | None) -> None:
         self._slack = slack
-        self._pace = None if slack is None else Pace(total, slack.target())
-        self._begun = time.monotonic()
+        self._pace = None if slack is None else Pace(total, slack.seconds_to_spread())
+        self._start = time.monotonic()
         self._process = os.getpid()
-        self._hurried = threading.Event()
+        self._at_full_speed = threading.Event()
         self.issued = threading.Event()
         self.done = threading.Event()
         self.failure = ""
 
-    def is_elsewhere(self) -> bool:
+    def is_of_parent(self) -> bool:
         """Return whether this process was forked from the one that makes the copy."""
         return os.getpid() != self._process
 
-    def paced(self, fill: Fill) -> Fill:
+    def pace_fill(self, fill: Fill) -> Fill:
         """Return `fill`, delayed by the pace until `hurry` is called."""
         pace = self._pace
         if pace is None:
             return fill
 
         def copy(low: int, high: int, out: Buffer) -> None:
-            self._hurried.wait(pace.seconds_for(high - low))
+            self._at_full_speed.wait(pace.seconds_for(high - low))
             fill(low, high, out)
 
         return copy
 
     def hurry(self) -> None:
         """Continue at full speed, because a caller waits."""
-        if self._hurried.is_set():
+        if self._at_full_speed.is_set():
             return
-        self._hurried.set()
+        self._at_full_speed.set()
         if self._slack is not None:
-            waited = not self.done.is_set()
-            self._slack.add(time.monotonic() - self._begun, waited=waited)
+            has_waited = not self.done.is_set()
+            self._slack.add(time.monotonic() - self._start, has_waited=has_waited)
 
-    def end(self, failure: str) -> None:
-        """Mark the copy as done."""
+    def finish(self, failure: str) -> None:
+        """Mark the copy as done. `failure` says why it failed, or is ""."""
         self.failure = failure
         self.issued.set()
         self.done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the copy is done, at full speed, and return whether it is.
+        """Let the copy run at full speed, wait until it is done, and return whether it is.
+
+        Args:
+            timeout: seconds to wait at most; None to wait without a limit.
 
         Raises:
             StoreError: this process was forked from the one that makes the copy.
         """
         self.hurry()
-        if self.is_elsewhere() and not self.done.is_set():
+        if self.is_of_parent() and not self.done.is_set():
             raise StoreError(
                 f"process {self._process} makes the copy, so this forked child cannot wait for "
                 "it: wait in the parent"

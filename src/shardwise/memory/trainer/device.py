@@ -1,8 +1,8 @@
 """Copying from accelerators: streams, events, and page-locked memory.
 
-A part of a snapshot is copied on streams of our own, while the training continues on others. Our
-streams wait for the current streams when the part is begun, and the current streams wait for ours
-before the state changes. So no thread of the training waits for a copy.
+A rank's part of a snapshot is copied on separate streams, while the training continues on its own.
+The copy streams wait for the training's streams when the copy begins. The training's streams wait
+for the copy streams before the state changes. So no thread of the training waits for a copy.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from shardwise.memory.trainer.copying import Fill
 from shardwise.store.store import Buffer
 
-_LOWEST = 0  # for torch, negative priorities are higher
-_POLL = 0.0005
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
+_LOWEST_PRIORITY = 0  # for torch, negative priorities are higher
+_POLL_PERIOD = 0.0005  # seconds
+_CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for all devices
 
 
 class Accelerator(Protocol):
@@ -39,15 +39,15 @@ class Accelerator(Protocol):
         """Make a stream the current one of this thread on its device."""
         ...
 
-    def mark(self, stream: torch.Stream) -> torch.Event:
+    def record_event(self, stream: torch.Stream) -> torch.Event:
         """Record an event that happens when all work queued on the stream so far is done."""
         ...
 
-    def follow(self, stream: torch.Stream, event: torch.Event) -> None:
+    def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
         """Make later work on a stream wait for an event, without blocking this thread."""
         ...
 
-    def wait(self, event: torch.Event) -> None:
+    def synchronize(self, event: torch.Event) -> None:
         """Block this thread until an event has happened."""
         ...
 
@@ -64,11 +64,11 @@ class TorchAccelerator:
     """The accelerator of torch. Not initialized before a tensor on it is copied."""
 
     def new_stream(self, device: torch.device) -> torch.Stream:
-        """Create a stream with the lowest priority, which in CUDA is that of the default stream.
+        """Create a stream with the lowest priority, that of the default stream in CUDA.
 
-        Priorities apply to kernels (which gather non-contiguous tensors), not to copies.
+        The priority matters for kernels, which gather non-contiguous tensors. Copies ignore it.
         """
-        return torch.Stream(device, priority=_LOWEST)
+        return torch.Stream(device, priority=_LOWEST_PRIORITY)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
         """Return the current stream of this thread on a device."""
@@ -78,51 +78,55 @@ class TorchAccelerator:
         """Make a stream the current one of this thread on its device."""
         torch.accelerator.set_stream(stream)
 
-    def mark(self, stream: torch.Stream) -> torch.Event:
+    def record_event(self, stream: torch.Stream) -> torch.Event:
         """Record an event that happens when all work queued on the stream so far is done."""
         return stream.record_event()
 
-    def follow(self, stream: torch.Stream, event: torch.Event) -> None:
+    def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
         """Make later work on a stream wait for an event, without blocking this thread."""
         stream.wait_event(event)
 
-    def wait(self, event: torch.Event) -> None:
-        """Block this thread until an event has happened. Polls: `synchronize` would use a core."""
+    def synchronize(self, event: torch.Event) -> None:
+        """Block this thread until an event has happened.
+
+        This polls, because `torch.Event.synchronize` would keep a core busy.
+        """
         while not event.query():
-            time.sleep(_POLL)
+            time.sleep(_POLL_PERIOD)
 
     def lock_pages(self, address: int, nbytes: int, device: torch.device) -> bool:
         """Page-lock memory of this process. Warn and return False if that fails."""
-        why = f"torch does not support it for {device.type}"
+        failure = f"torch does not support it for {device.type}"
         if device.type == "cuda":
-            why = _cuda(device, "cudaHostRegister", address, nbytes, _PORTABLE)
-        if why:
+            flags = _CUDA_HOST_REGISTER_PORTABLE
+            failure = _call_cuda(device, "cudaHostRegister", address, nbytes, flags)
+        if failure:
             warnings.warn(
-                f"{nbytes:,} bytes for snapshots could not be page-locked ({why}): copies from "
+                f"{nbytes:,} bytes for snapshots could not be page-locked ({failure}): copies from "
                 f"{device} take several times as long; see ulimit -l, and whether the directory "
                 "of Memory(dir=…) is a memory file system",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return not why
+        return not failure
 
     def unlock_pages(self, address: int, device: torch.device) -> None:
         """Unlock the memory that was page-locked at this address."""
-        _cuda(device, "cudaHostUnregister", address)
+        _call_cuda(device, "cudaHostUnregister", address)
 
 
-def _cuda(device: torch.device, name: str, *args: int) -> str:
-    """Call the CUDA runtime, and return the error, or "".
+def _call_cuda(device: torch.device, function: str, *args: int) -> str:
+    """Call a function of the CUDA runtime, and return the error, or "".
 
     The runtime remembers the last error of each thread, and raises it at the next launch. So the
-    call runs in a thread of its own. That thread selects the device first: otherwise it would
-    create a context on another one.
+    call runs in a new thread. That thread selects the device first: otherwise it would create a
+    context on another device.
     """
 
     def call() -> str:
         torch.cuda.set_device(device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = getattr(runtime, name)(*args)
+        code = getattr(runtime, function)(*args)
         return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
 
     with ThreadPoolExecutor(1) as thread:
@@ -130,11 +134,11 @@ def _cuda(device: torch.device, name: str, *args: int) -> str:
 
 
 class Source(Protocol):
-    """Bytes, some of which may be on devices."""
+    """The bytes of a file, some of which may be in the memory of devices."""
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """The devices on which some of the bytes are."""
+        """The devices that hold some of the bytes."""
         ...
 
     def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
@@ -142,10 +146,10 @@ class Source(Protocol):
         ...
 
 
-class Streams:
-    """Our streams: one for each device that holds data of a part. Without such devices, a no-op.
+class CopyStreams:
+    """The copy streams: one for each device that holds data of a copy. None for host memory.
 
-    Only one part is copied at a time.
+    Only one copy is in progress at a time.
 
     Args:
         accelerator: provides the streams.
@@ -153,32 +157,32 @@ class Streams:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._all: dict[torch.device, torch.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._used: dict[torch.device, torch.Stream] = {}
-        self._marks: dict[torch.device, torch.Event] = {}
+        self._copied: dict[torch.device, torch.Event] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Begin a part: copy what the devices hold once their current streams reach this point."""
-        self._marks = {}
+        """Begin a copy of the values that the current streams of devices have at this point."""
+        self._copied = {}
         self._used = {}
         for device in devices:
-            if device not in self._all:
-                self._all[device] = self._accelerator.new_stream(device)
-            stream = self._used[device] = self._all[device]
-            now = self._accelerator.mark(self._accelerator.current_stream(device))
-            self._accelerator.follow(stream, now)
+            if device not in self._streams:
+                self._streams[device] = self._accelerator.new_stream(device)
+            stream = self._used[device] = self._streams[device]
+            current = self._accelerator.current_stream(device)
+            self._accelerator.wait_event(stream, self._accelerator.record_event(current))
 
     def are_used(self) -> bool:
-        """Whether the current part has data on any device."""
+        """Return whether any device holds data of the current copy."""
         return bool(self._used)
 
-    def fill(self, source: Source, *, wait: bool) -> Fill:
-        """Return the `fill` of a source, running on these streams.
+    def make_fill(self, source: Source, *, wait: bool) -> Fill:
+        """Return a function that copies ranges of a source on these streams.
 
         Args:
             source: the data to copy.
             wait: block each call until its bytes are copied. Otherwise they are copied once
-                `Streams.wait` returns, and must not change until then.
+                `wait_for_copies` returns, and must not change until then.
         """
         if not source.devices:
             return source.fill
@@ -189,44 +193,45 @@ class Streams:
 
         return copy
 
-    def mark(self) -> None:
-        """Record that all copies of the part are queued."""
+    def record_copies(self) -> None:
+        """Record that all copies are queued, so that `fence` and `wait_for_copies` include them."""
         with self._as_current():
-            self._marks = {
-                device: self._accelerator.mark(stream) for device, stream in self._used.items()
+            self._copied = {
+                device: self._accelerator.record_event(stream)
+                for device, stream in self._used.items()
             }
 
-    def wait(self) -> None:
-        """Wait until the copies before the last `mark` are done."""
-        for event in self._marks.values():
-            self._accelerator.wait(event)
+    def wait_for_copies(self) -> None:
+        """Block this thread until the recorded copies are done."""
+        for event in self._copied.values():
+            self._accelerator.synchronize(event)
 
     def fence(self) -> None:
-        """Make later work on this thread's current streams wait for these copies."""
-        for device, event in self._marks.items():
-            self._accelerator.follow(self._accelerator.current_stream(device), event)
+        """Make later work on this thread's current streams wait for the recorded copies."""
+        for device, event in self._copied.items():
+            self._accelerator.wait_event(self._accelerator.current_stream(device), event)
 
-    def lock(self, address: int, nbytes: int) -> bool:
+    def lock_pages(self, address: int, nbytes: int) -> bool:
         """Page-lock memory that devices copy to, and return whether that succeeded."""
-        return self._accelerator.lock_pages(address, nbytes, next(iter(self._all)))
+        return self._accelerator.lock_pages(address, nbytes, next(iter(self._streams)))
 
-    def unlock(self, address: int) -> None:
-        """Unlock what was locked from this address on."""
-        self._accelerator.unlock_pages(address, next(iter(self._all)))
+    def unlock_pages(self, address: int) -> None:
+        """Unlock the memory that was page-locked at this address."""
+        self._accelerator.unlock_pages(address, next(iter(self._streams)))
 
     @contextmanager
     def _as_current(self) -> Iterator[None]:
-        """Make our streams the current ones of this thread.
+        """Make the copy streams the current ones of this thread while the block runs.
 
         That also selects a device that is in use. Otherwise the thread would create a context on
         the first device.
         """
         accelerator = self._accelerator
-        before = [accelerator.current_stream(device) for device in self._used]
+        previous = [accelerator.current_stream(device) for device in self._used]
         try:
             for stream in self._used.values():
                 accelerator.set_stream(stream)
             yield
         finally:
-            for stream in before:
+            for stream in previous:
                 accelerator.set_stream(stream)

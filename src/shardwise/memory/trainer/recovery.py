@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -15,36 +15,38 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
+from shardwise.memory.files import Deadline
 from shardwise.memory.home import Place, Run
 from shardwise.memory.observe import RecordCache, view_run
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import RegisteredNodes
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import (
-    Held,
+    NodeFiles,
     Search,
-    ask_around,
-    held_here,
-    reader,
+    ask_all_nodes,
+    list_own_files,
+    make_reader,
 )
 from shardwise.memory.seal import is_intact
 from shardwise.memory.trainer.snapshots import Snapshots
 
 COMMIT_TIMEOUT = 5.0
-POLL = 0.01
+PAUSE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSnapshot:
     """The newest snapshot that can be restored, if any.
 
     Attributes:
-        step: its step; -1 if there is none.
-        store: its files.
+        step: the step of the snapshot; -1 if there is none.
+        store: the files of the snapshot; None if there is none.
         newer: newer steps that cannot be restored, and why.
-        nodes: the nodes that hold some of its files, or of damaged ones that were tried before.
-        choosing: seconds that rank 0 took to choose it, after it knew what nodes hold.
-        unasked: nodes of the run that could not be asked and may hold something newer, and why.
+        nodes: the nodes that hold files of this snapshot, or of damaged snapshots that were tried
+            before.
+        choosing: seconds that rank 0 took to choose the snapshot, after the nodes had answered.
+        unasked: nodes of the run that could not be asked and may hold a newer snapshot, and why.
     """
 
     step: int
@@ -56,85 +58,85 @@ class Found:
 
 
 def find_snapshot(
-    snapshots: Snapshots, group: Group, *, step: int | None, damaged: Found | None = None
-) -> Found:
+    snapshots: Snapshots, group: Group, *, step: int | None, damaged: FoundSnapshot | None = None
+) -> FoundSnapshot:
     """Return the newest snapshot all of whose files can be read. All ranks call this together.
 
     Args:
         snapshots: the snapshots of the run.
         group: the ranks.
         step: consider only this step.
-        damaged: a snapshot that was found to be damaged: consider only older ones. It is considered
-            again if its damaged files were removed, or if nodes hold some of its files that had not
-            answered when it was chosen.
+        damaged: a snapshot that was found to be damaged: consider only older ones. The snapshot is
+            considered again if its damaged files were removed, or if a node that had not answered
+            before holds some of its files.
     """
-    assembly = find_assembly(snapshots, group, step=step, damaged=damaged)
+    assembly = _find_assembly(snapshots, group, step, damaged)
     nodes = frozenset(assembly.nodes) | (damaged.nodes if damaged else frozenset())
-    found = Found(-1, None, assembly.newer, nodes, assembly.choosing, assembly.unasked)
+    found = FoundSnapshot(-1, None, assembly.newer, nodes, assembly.choosing, assembly.unasked)
     if assembly.step is None:
         return found
     store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
     return replace(found, step=assembly.step, store=store)
 
 
-def find_assembly(
-    snapshots: Snapshots, group: Group, *, step: int | None, damaged: Found | None = None
+def _find_assembly(
+    snapshots: Snapshots, group: Group, step: int | None, damaged: FoundSnapshot | None
 ) -> Assembly:
     """Agree on the snapshot, and return where its files are."""
     membership, run, here = snapshots.membership, snapshots.run, snapshots.node
-    tls = snapshots.tls
-    below = None if damaged is None else damaged.step
-    complete = _complete_saves(snapshots, group) if below is None else set()
+    damaged_step = None if damaged is None else damaged.step
+    complete = _complete_saves(snapshots, group) if damaged_step is None else set()
 
-    def speak() -> bytes:
+    def encode_own_files() -> bytes:
         if not snapshots.is_first_of_node:
             return b""
-        removed = False
-        if below is None:
+        has_removed = False
+        if damaged_step is None:
             _wait_for_commits(run, complete)
         else:
-            removed = remove_damaged(Place(run, below))
-        held = held_here(run, here)
-        return msgspec.msgpack.encode(msgspec.structs.replace(held, removed=removed))
+            has_removed = _remove_damaged(Place(run, damaged_step))
+        files = list_own_files(run, here)
+        return msgspec.msgpack.encode(msgspec.structs.replace(files, has_removed=has_removed))
 
-    def answer(said: list[bytes]) -> bytes:
-        held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
-        known = snapshots.registry.read({info.node for info in membership.nodes})
-        met = {info.node: info for info in (*known.infos, *membership.nodes)}
-        lineage = membership.lineage
+    def choose(encoded: list[bytes]) -> bytes:
+        nodes = [msgspec.msgpack.decode(each, type=NodeFiles) for each in encoded if each]
+        registered = snapshots.registry.read({info.node for info in membership.nodes})
+        infos = {info.node: info for info in (*registered.infos, *membership.nodes)}
 
-        def search(held: list[Held], infos: Mapping[str, AgentInfo]) -> Search:
-            return Search(held, infos, reader(infos, run, here, tls), lineage)
+        def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
+            read = make_reader(infos, run, here, snapshots.tls)
+            return Search(nodes, infos, read, membership.lineage)
 
-        def suffices(held: list[Held], infos: Mapping[str, AgentInfo]) -> bool:
-            return not damaged and search(held, infos).is_complete(step)
+        def is_enough(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> bool:
+            return not damaged and make_search(nodes, infos).is_complete(step)
 
-        heard = search(*ask_around(held, met, run.name, tls, suffices))
+        search = make_search(*ask_all_nodes(nodes, infos, run.name, snapshots.tls, is_enough))
         start = time.perf_counter()
         tried = () if damaged is None else damaged.nodes
-        found = heard.choose(step, below=below, tried=tried)
+        assembly = search.choose(step, damaged=damaged_step, tried=tried)
         seconds = time.perf_counter() - start
-        unasked = _unasked(known, {each.node for each in heard.held})
-        if unasked and heard.is_complete(step):
+        unasked = _unasked_nodes(registered, {each.node for each in search.nodes})
+        if unasked and search.is_complete(step):
             unasked = {}
-        found = msgspec.structs.replace(found, choosing=seconds, unasked=unasked)
-        return msgspec.msgpack.encode(found)
+        assembly = msgspec.structs.replace(assembly, choosing=seconds, unasked=unasked)
+        return msgspec.msgpack.encode(assembly)
 
-    reply = exchange(group, "looking for snapshots", speak, answer)
+    reply = exchange(group, "looking for snapshots", encode_own_files, choose)
     return msgspec.msgpack.decode(reply, type=Assembly)
 
 
-def _unasked(known: RegisteredNodes, heard: set[str]) -> dict[str, str]:
-    """Return the nodes in the registry that were not asked, and why."""
+def _unasked_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[str, str]:
+    """Return the nodes in the registry that did not answer, and why."""
     silent = {
         info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-        for info in known.infos
+        for info in registered.infos
     }
-    return {node: why for node, why in {**known.unreachable, **silent}.items() if node not in heard}
+    reasons = {**registered.unreachable, **silent}
+    return {node: reason for node, reason in reasons.items() if node not in answered}
 
 
-def remove_damaged(place: Place) -> bool:
-    """Delete damaged files, so that they are read from elsewhere, and return whether any were."""
+def _remove_damaged(place: Place) -> bool:
+    """Delete damaged files, so that other nodes provide them, and return whether any were."""
     try:
         manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -149,52 +151,56 @@ def remove_damaged(place: Place) -> bool:
         ]
     for name in damaged:
         (place.path / name).unlink(missing_ok=True)
-        (place.path / records.staged_record(name)).unlink(
-            missing_ok=True
-        )  # marks its slot as in use
+        staged = place.path / records.staged_record(name)
+        staged.unlink(missing_ok=True)  # while it exists, the slot counts as used
     return bool(damaged)
 
 
 def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     """Return the saves that were staged on all nodes. Their agents will commit them."""
 
-    def speak() -> bytes:
-        staged: list[str] = []
-        begun: list[tuple[str, list[str]]] = []
+    def list_saves() -> bytes:
+        staged_files: list[str] = []
+        files_of_saves: list[tuple[str, list[str]]] = []
         for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
             place = Place(snapshots.run, step)
             with suppress(StoreError):  # a record is damaged, so the save will not be committed
-                staged += [each.file.name for each in place.staged()]
-                begun += [
-                    (each.save_id, [name for name, _ in each.files])
-                    for each in place.pending_manifests()
+                staged_files += [staged.file.name for staged in place.staged()]
+                files_of_saves += [
+                    (pending.save_id, [name for name, _ in pending.files])
+                    for pending in place.pending_manifests()
                 ]
-        return msgspec.msgpack.encode((staged, begun))
+        return msgspec.msgpack.encode((staged_files, files_of_saves))
 
-    def answer(said: list[bytes]) -> bytes:
+    def find_complete(encoded: list[bytes]) -> bytes:
         kind = tuple[list[str], list[tuple[str, list[str]]]]
-        heard = [msgspec.msgpack.decode(each, type=kind) for each in said]
-        staged = {name for names, _ in heard for name in names}
-        complete = {save for _, begun in heard for save, files in begun if staged.issuperset(files)}
+        lists = [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+        staged = {name for names, _ in lists for name in names}
+        complete = {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
         return msgspec.msgpack.encode(complete)
 
-    reply = exchange(group, "asking what was staged", speak, answer)
+    reply = exchange(group, "asking what was staged", list_saves, find_complete)
     return msgspec.msgpack.decode(reply, type=set[str])
 
 
-def _wait_for_commits(run: Run, complete: set[str]) -> None:
-    """Wait a limited time for agents to commit what was staged before the trainers ended.
+def _wait_for_commits(run: Run, saves: set[str]) -> None:
+    """Wait, at most `COMMIT_TIMEOUT` seconds, until agents have committed these saves.
 
     A save counts as committed once its manifest is on this node. Waiting for all other nodes could
     be in vain, as one may be lost.
     """
-    deadline, cache = time.monotonic() + COMMIT_TIMEOUT, RecordCache()
-    while time.monotonic() < deadline and any(
-        save.save_id in complete
-        and save.has_staged
-        and not save.state("commit").has_ended
-        and snapshot.committed_save != save.save_id
-        for snapshot in view_run(run, cache).snapshots
-        for save in snapshot.saves.values()
-    ):
-        time.sleep(POLL)
+    cache = RecordCache()
+
+    def are_committed() -> bool:
+        return not any(
+            save.save_id in saves
+            and save.has_staged
+            and not save.state("commit").has_ended
+            and snapshot.committed_save != save.save_id
+            for snapshot in view_run(run, cache).snapshots
+            for save in snapshot.saves.values()
+        )
+
+    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=PAUSE):
+        if are_committed():
+            return

@@ -6,7 +6,6 @@ import fnmatch
 import mmap
 import os
 import secrets
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,32 +14,39 @@ from typing import Protocol
 
 from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.errors import StoreError
+from shardwise.memory.files import Deadline
 from shardwise.memory.home import Run
 from shardwise.store.store import Buffer
 
-ROOM = 1 << 20  # headers and plain values vary a little from save to save
+HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
 PAGE = mmap.PAGESIZE
-BLOCK = 512  # of st_blocks
-SOON, POLL = 1.5, 0.02
+STAT_BLOCK = 512  # the unit of st_blocks, in bytes
+DELETION_TIMEOUT = 1.5  # seconds to wait for files that agents have deleted
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The memory of one file: `buffer` maps `path`. The file is called `name` while it is free."""
+    """A free slot that a caller fills.
+
+    Attributes:
+        name: the name of the file while it is free.
+        path: the path of the file.
+        buffer: the mapped file.
+    """
 
     name: str
     path: Path
     buffer: Buffer
 
 
-class Locks(Protocol):
+class PageLocker(Protocol):
     """Page-locks memory, so that devices can copy to it directly."""
 
-    def lock(self, address: int, nbytes: int) -> bool:
+    def lock_pages(self, address: int, nbytes: int) -> bool:
         """Lock memory, and return whether that succeeded."""
         ...
 
-    def unlock(self, address: int) -> None:
+    def unlock_pages(self, address: int) -> None:
         """Unlock the memory that was locked at this address."""
         ...
 
@@ -51,16 +57,16 @@ class _Mapping:
 
     Attributes:
         buffer: the mapping.
-        lasting: how many of the first bytes have had the same pages since they were mapped. A
-            device copies to these pages only: data copied to pages that the file has lost is lost.
-        asked: whether page-locking was tried.
-        locked: whether the memory is page-locked.
+        stable_bytes: how many of the first bytes have had the same pages since they were mapped. A
+            device copies to these pages only, because data in pages that the file has lost is lost.
+        lock_was_tried: whether page-locking was tried.
+        is_locked: whether the memory is page-locked.
     """
 
     buffer: Buffer
-    lasting: int
-    asked: bool = False
-    locked: bool = False
+    stable_bytes: int
+    lock_was_tried: bool = False
+    is_locked: bool = False
 
     @property
     def address(self) -> int:
@@ -77,54 +83,61 @@ class Slots:
     Args:
         run: the directories of the run on this node.
         prefix: the start of the slots' names, which identifies their owner.
-        named_by: a part of the names of the records that say which slots are in use.
+        record_kind: a part of the names of the records that say which slots are in use.
         count: the number of slots, including those in use.
-        locks: page-locks slots that devices copy to.
+        page_locker: page-locks slots that devices copy to.
     """
 
     def __init__(
-        self, run: Run, prefix: str, named_by: str, count: int, locks: Locks | None = None
+        self,
+        run: Run,
+        prefix: str,
+        record_kind: str,
+        count: int,
+        page_locker: PageLocker | None = None,
     ) -> None:
         self._run = run
         self._directory = run.free
         self._prefix = prefix
-        self._records = f"r{prefix[1:]}*.{named_by}*.json"
+        self._record_pattern = f"r{prefix[1:]}*.{record_kind}*.json"
         self._count = count
-        self._locks = locks
-        self._maps: dict[int, _Mapping] = {}
+        self._page_locker = page_locker
+        self._mappings: dict[int, _Mapping] = {}
 
-    def prepare(self, nbytes: int, *, locked: int = 0, for_others: int = 0) -> int:
+    def prepare(self, nbytes: int, *, locked_bytes: int = 0, leave_free: int = 0) -> int:
         """Allocate missing slots, make each large enough, and return the bytes allocated.
 
         Args:
             nbytes: the size of the files that the slots are for.
-            locked: how many of the first bytes of each slot a device copies to.
-            for_others: how many bytes must remain free for other purposes.
+            locked_bytes: how many of the first bytes of each slot a device copies to.
+            leave_free: how many bytes must remain free for other purposes.
 
         Raises:
             StoreError: the memory file system is too small; says what is needed.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        size = _rounded(nbytes + ROOM)
-        wanted = self._free()
-        wanted += [self._new_name() for _ in range(self._lacking())]
-        small = [name for name in wanted if self._size(name) < nbytes]
-        needed = sum(max(0, size - self._allocated(name)) for name in small)
-        if self._lacks(needed + for_others):
-            raise self._too_small(size, needed, for_others)
-        for name in wanted:
+        size = _round_to_pages(nbytes + HEADROOM)
+        names = self._free_names()
+        names += [self._new_name() for _ in range(self._missing_count())]
+        small = [name for name in names if self._usable_size(name) < nbytes]
+        needed = sum(max(0, size - self._allocated_size(name)) for name in small)
+        if not self._has_space(needed + leave_free):
+            raise self._too_small(size, needed, leave_free)
+        for name in names:
             if name in small:
                 self._allocate(self._directory / name, size)
-            self._map(self._directory / name, locked)
-        if self._lacks(for_others):  # other ranks have allocated theirs meanwhile
-            raise self._too_small(size, 0, for_others)
+            self._map(self._directory / name, locked_bytes)
+        if not self._has_space(leave_free):  # other ranks have allocated their slots meanwhile
+            raise self._too_small(size, 0, leave_free)
         return needed
 
     def has_free(self) -> bool:
-        """Whether a slot is free, or can be allocated."""
-        return bool(self._free()) or self._lacking() > 0
+        """Return whether a slot is free, or can be allocated."""
+        return bool(self._free_names()) or self._missing_count() > 0
 
-    def take(self, nbytes: int, *, excluding: Collection[str] = (), locked: int = 0) -> Slot | None:
+    def take(
+        self, nbytes: int, *, excluding: Collection[str] = (), locked_bytes: int = 0
+    ) -> Slot | None:
         """Return a free slot, resized to this many bytes; None if no slot is free.
 
         The file stays in the directory of free slots until the caller has filled it and moves it to
@@ -133,91 +146,88 @@ class Slots:
         Args:
             nbytes: the size of the file.
             excluding: the names of slots that are already being filled.
-            locked: how many of the first bytes a device copies to.
+            locked_bytes: how many of the first bytes a device copies to.
 
         Raises:
             StoreError: the memory file system is full.
         """
-        names = [name for name in self._free() if name not in excluding]
-        if not names and self._lacking() > 0:  # the record that names it is damaged
+        names = [name for name in self._free_names() if name not in excluding]
+        if not names and self._missing_count() > 0:  # the record that names the slot is damaged
             names = [self._new_name()]
         if not names:
             return None
-        largest = max(names, key=self._size)
+        largest = max(names, key=self._usable_size)
         path = self._directory / largest
-        if self._size(largest) < nbytes:
-            self._allocate(path, _rounded(nbytes))
-        mapping = self._map(path, locked)
+        if self._usable_size(largest) < nbytes:
+            self._allocate(path, _round_to_pages(nbytes))
+        mapping = self._map(path, locked_bytes)
         os.truncate(path, nbytes)
-        mapping.lasting = min(mapping.lasting, _rounded(nbytes))
+        mapping.stable_bytes = min(mapping.stable_bytes, _round_to_pages(nbytes))
         return Slot(largest, path, mapping.buffer[:nbytes])
 
     def remove(self) -> None:
         """Delete the free slots."""
-        for name in self._free():
+        for name in self._free_names():
             (self._directory / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unmap all slots. The files stay."""
-        for inode in list(self._maps):
+        for inode in list(self._mappings):
             self._unmap(inode)
 
-    def _free(self) -> list[str]:
+    def _free_names(self) -> list[str]:
         try:
             names = os.listdir(self._directory)
         except FileNotFoundError:
             return []
         return sorted(name for name in names if name.startswith(self._prefix))
 
-    def _in_use(self) -> int:
-        used = 0
+    def _used_count(self) -> int:
+        count = 0
         for step in self._run.steps():
             with suppress(FileNotFoundError):  # reclaimed meanwhile
-                used += len(fnmatch.filter(os.listdir(self._run.step(step)), self._records))
-        return used
+                names = os.listdir(self._run.step(step))
+                count += len(fnmatch.filter(names, self._record_pattern))
+        return count
 
-    def _lacking(self) -> int:
-        """Return how many slots are missing."""
-        in_use = self._in_use()  # before the free ones, so that none is missed
-        return self._count - in_use - len(self._free())
+    def _missing_count(self) -> int:
+        """Return how many slots must be allocated. It may be negative."""
+        used = self._used_count()  # before the free ones: a slot that is freed meanwhile counts
+        return self._count - used - len(self._free_names())
 
     def _new_name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(4)}.slot"
 
-    def _size(self, name: str) -> int:
+    def _usable_size(self, name: str) -> int:
         """Return the size of a slot; 0 if some of its pages were never allocated."""
         try:
-            found = (self._directory / name).stat()
+            status = (self._directory / name).stat()
         except FileNotFoundError:
             return 0
-        return found.st_size if found.st_blocks * BLOCK >= found.st_size else 0
+        return status.st_size if status.st_blocks * STAT_BLOCK >= status.st_size else 0
 
-    def _allocated(self, name: str) -> int:
+    def _allocated_size(self, name: str) -> int:
         """Return the bytes that are allocated to a slot."""
         try:
-            return (self._directory / name).stat().st_blocks * BLOCK
+            return (self._directory / name).stat().st_blocks * STAT_BLOCK
         except FileNotFoundError:
             return 0
 
-    def _lacks(self, nbytes: int) -> bool:
-        """Whether there is too little space. Waits a moment for files that agents have deleted."""
+    def _has_space(self, nbytes: int) -> bool:
+        """Return whether this many bytes are free; wait briefly for files that agents delete."""
         stat = os.statvfs(self._directory)
-        soon = SOON if nbytes <= stat.f_blocks * stat.f_frsize else 0.0
-        deadline = time.monotonic() + soon
-        while nbytes > self._available():
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(POLL)
-        return False
+        could_fit = nbytes <= stat.f_blocks * stat.f_frsize
+        deadline = Deadline(DELETION_TIMEOUT if could_fit else 0.0)
+        return any(nbytes <= self._available_bytes() for _ in deadline.attempts())
 
-    def _available(self) -> int:
+    def _available_bytes(self) -> int:
         stat = os.statvfs(self._directory)
         return stat.f_bavail * stat.f_frsize
 
     def _allocate(self, path: Path, size: int) -> None:
         """Allocate the pages of a file, so that later writes neither fail nor wait for them.
 
-        If there are too few, the file is unchanged.
+        If there are too few pages, the file is unchanged.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         before = os.fstat(fd).st_size
@@ -232,39 +242,41 @@ class Slots:
         finally:
             os.close(fd)
 
-    def _map(self, path: Path, locked: int) -> _Mapping:
+    def _map(self, path: Path, locked_bytes: int) -> _Mapping:
+        """Map a file unless it is mapped already, and page-lock the memory if a device uses it."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            found = os.fstat(fd)
-            inode, size = found.st_ino, found.st_size
-            known = self._maps.get(inode)
-            if known is None or len(known.buffer) < size or known.lasting < locked:
+            status = os.fstat(fd)
+            inode, size = status.st_ino, status.st_size
+            mapping = self._mappings.get(inode)
+            if mapping is None or len(mapping.buffer) < size or mapping.stable_bytes < locked_bytes:
                 self._unmap(inode)
                 buffer = map_pages(fd, 0, size, writable=True, now=True)
-                known = self._maps[inode] = _Mapping(buffer, _rounded(size))
+                mapping = self._mappings[inode] = _Mapping(buffer, _round_to_pages(size))
         finally:
             os.close(fd)
-        if locked and self._locks is not None and not known.asked:
-            known.asked = True
-            known.locked = self._locks.lock(known.address, len(known.buffer))
-        return known
+        if locked_bytes and self._page_locker is not None and not mapping.lock_was_tried:
+            mapping.lock_was_tried = True
+            nbytes = len(mapping.buffer)
+            mapping.is_locked = self._page_locker.lock_pages(mapping.address, nbytes)
+        return mapping
 
     def _unmap(self, inode: int) -> None:
-        known = self._maps.pop(inode, None)
-        if known is not None and known.locked and self._locks is not None:
-            self._locks.unlock(known.address)
+        mapping = self._mappings.pop(inode, None)
+        if mapping is not None and mapping.is_locked and self._page_locker is not None:
+            self._page_locker.unlock_pages(mapping.address)
 
-    def _too_small(self, size: int, needed: int, for_others: int = 0) -> StoreError:
-        others = f"the data that its node stores for others needs {for_others:,} more, and "
+    def _too_small(self, size: int, needed: int, leave_free: int = 0) -> StoreError:
+        others = f"the data that its node stores for others needs {leave_free:,} more, and "
         return StoreError(
-            f"{self._directory} has {self._available():,} bytes left; "
-            f"{others if for_others else ''}"
-            f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make it "
-            "larger (in containers --shm-size, otherwise mount -o remount,size=…), use fewer slots "
-            "or another directory with Memory(slots=…, dir=…), or save without snapshots in memory "
-            "with memory=None"
+            f"{self._directory} has {self._available_bytes():,} bytes left; "
+            f"{others if leave_free else ''}"
+            f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make the "
+            "file system larger (in containers --shm-size, otherwise mount -o remount,size=…), use "
+            "fewer slots or another directory with Memory(slots=…, dir=…), or save without "
+            "snapshots in memory with memory=None"
         )
 
 
-def _rounded(size: int) -> int:
+def _round_to_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE

@@ -29,12 +29,12 @@ from shardwise.memory.reclaim import (
 )
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import Registration, Registry, remember_nodes
-from shardwise.memory.remote.watch import Agents
+from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import Supervisor, join_run, with_interface
-from shardwise.memory.trainer.handle import PendingSaves, SaveHandle, Stages
 from shardwise.memory.trainer.rings import Rings
-from shardwise.memory.trainer.staging import Part, Staging, Storing, pending_manifest
+from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves, SaveHandle
+from shardwise.memory.trainer.staging import SnapshotPart, Staging, StoragePolicy, pending_manifest
 from shardwise.plan.cache import PlanCache
 from shardwise.store import Store
 
@@ -43,12 +43,14 @@ class Snapshots:
     """The snapshots of a run in the memory of its nodes. All ranks create it together.
 
     Args:
-        root: where the run persists its checkpoints, which identifies the run.
+        root: the store of the persisted checkpoints, which identifies the run.
         options: the user's options.
         group: the ranks.
 
     Attributes:
         skipped: the number of snapshots that were skipped because no slot was free.
+        home, run: the directories of this node and of the run on it.
+        membership: the nodes of the run and its lineage.
         registry: the nodes of the run, as recorded in its root.
     """
 
@@ -82,8 +84,8 @@ class Snapshots:
 
     def _warn_of_gaps(self) -> None:
         options = self._options
-        kept = {"copies": options.copies, "parity": options.parity, "group": options.group}
-        for gap in protection_gaps(self.membership.nodes, **kept):
+        protection = {"copies": options.copies, "parity": options.parity, "group": options.group}
+        for gap in protection_gaps(self.membership.nodes, **protection):
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
     def _reclaim(self) -> None:
@@ -112,16 +114,16 @@ class Snapshots:
 
     def save(
         self,
-        prepare: Callable[[], SaveRequest],
-        storing: Storing,
+        make_save: Callable[[], SaveRequest],
+        policy: StoragePolicy,
         plans: PlanCache,
         recorder: Recorder,
     ) -> SaveHandle | None:
         """Stage a snapshot for the agents, and return its handle; None if it was skipped.
 
         Args:
-            prepare: returns this rank's save; its store is the place of the step in storage.
-            storing: what happens to the snapshot in storage.
+            make_save: returns this rank's save; its store is the place of the step in storage.
+            policy: what happens to the snapshot in storage.
             plans: plans of earlier saves.
             recorder: measures the stages.
 
@@ -129,30 +131,31 @@ class Snapshots:
             ShardwiseError: on all ranks: the save is refused, or an earlier one has failed.
         """
         self.fence()
-        sent = self._group.bytes_sent
+        bytes_sent_before = self._group.bytes_sent
 
         def request() -> SaveRequest:
             info = self._check_before_save()
-            job = prepare()
-            step = job.options.step or 0
+            save = make_save()
+            step = save.options.step or 0
             refuse_older_step(self.run, step, self.membership.lineage)
             self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
             staging = self._staging
-            free = not staging.is_prepared or storing.durable or staging.has_free()
-            place = str(job.store) if storing.durable else f"memory, for {job.store}"
-            return replace(job, place=place, message=msgspec.msgpack.encode((free, info)))
+            has_slot = not staging.is_prepared or policy.durable or staging.has_free()
+            place = str(save.store) if policy.durable else f"memory, for {save.store}"
+            return replace(save, place=place, message=msgspec.msgpack.encode((has_slot, info)))
 
-        def admit(job: SaveRequest, said: list[bytes]) -> str:
-            if storing.durable:
-                refuse_existing(job)
-            heard = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in said]
-            self.membership.nodes = list({info.node: info for _, info in heard}.values())
-            if self._options.when_full == "skip" and not all(free for free, _ in heard):
+        def admit(save: SaveRequest, requests: list[bytes]) -> str:
+            if policy.durable:
+                refuse_existing(save)
+            kind = tuple[bool, AgentInfo]
+            decoded = [msgspec.msgpack.decode(each, type=kind) for each in requests]
+            self.membership.nodes = list({info.node: info for _, info in decoded}.values())
+            if self._options.when_full == "skip" and not all(has_slot for has_slot, _ in decoded):
                 return ""
             return new_save_id()
 
         def check_room(_: SaveRequest, nbytes: int) -> None:
-            if storing.durable:
+            if policy.durable:
                 refuse_if_full(self._root, nbytes)
 
         form = self._rings.form
@@ -164,7 +167,7 @@ class Snapshots:
             return None
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
-        return self._begin(planned, storing, recorder, sent)
+        return self._stage(planned, policy, recorder, bytes_sent_before)
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
@@ -180,27 +183,23 @@ class Snapshots:
         return info
 
     def prepare(
-        self, prepare: Callable[[], SaveRequest], plans: PlanCache, recorder: Recorder
+        self, make_save: Callable[[], SaveRequest], plans: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
         Raises:
             ShardwiseError: on all ranks: the memory of a node is too small; says what is needed.
         """
+        form, group = self._rings.form, self._group
         planned = plan_together(
-            prepare,
-            lambda *_: new_save_id(),
-            self._group,
-            plans,
-            recorder,
-            choose_peers=self._rings.form,
+            make_save, lambda *_: new_save_id(), group, plans, recorder, choose_peers=form
         )
         if planned is None:
-            raise RuntimeError("a plan was neither admitted nor refused")
-        content, its_ring = self._rings.join(planned)
+            raise RuntimeError("allocating slots: a plan was neither admitted nor refused")
+        source, ring = self._rings.join(planned)
         with recorder.stage("allocate"):
             return run_on_all(
-                self._group, "allocating slots", lambda: self._staging.prepare(content, its_ring)
+                group, "allocating slots", lambda: self._staging.prepare(source, ring)
             )
 
     def fence(self) -> None:
@@ -210,24 +209,25 @@ class Snapshots:
     def resume_from(self, step: int | None) -> None:
         """Discard the snapshots newer than the step that the run resumes from.
 
-        All ranks call this together. Nodes that are unreachable or without trainers may keep some.
-        The root records which steps are abandoned.
+        All ranks call this together. Nodes that are unreachable or without trainers may keep some
+        newer snapshots. So the root records which steps are abandoned.
         """
 
-        def answer(_: list[bytes]) -> bytes:
+        def discard() -> bytes:
+            self._discard(step)
+            return b""
+
+        def record(_: list[bytes]) -> bytes:
             lineage = resume_from(self._root, self.membership.lineage.run, step)
             return msgspec.msgpack.encode(lineage)
 
-        reply = exchange(
-            self._group, "discarding newer snapshots", lambda: self._discard(step), answer
-        )
+        reply = exchange(self._group, "discarding newer snapshots", discard, record)
         self.membership.lineage = msgspec.msgpack.decode(reply, type=Lineage)
 
-    def _discard(self, step: int | None) -> bytes:
+    def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
             membership, slots = self.membership, self._options.slots
             discard_superseded(self.run, step, membership.lineage, membership.node_of, slots)
-        return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:
         """Release the slots.
@@ -255,29 +255,32 @@ class Snapshots:
     def _finish(self) -> None:
         """Wait until all saves have ended. All ranks call this together."""
 
-        def speak() -> bytes:
+        def wait() -> bytes:
             self.fence()
             self._raise_failures()
             self._pending.wait_until_ended()
-            self._pending.await_removal()
-            followed, held = self._rank_lock.is_replaced(), bool(self.run.steps())
-            return msgspec.msgpack.encode((followed, held, self._pending.ends_durable()))
+            self._pending.wait_for_retention()
+            is_replaced, has_steps = self._rank_lock.is_replaced(), bool(self.run.steps())
+            state = (is_replaced, has_steps, self._pending.is_last_durable())
+            return msgspec.msgpack.encode(state)
 
-        def answer(said: list[bytes]) -> bytes:
-            heard = [msgspec.msgpack.decode(each, type=tuple[bool, bool, bool]) for each in said]
-            followed, held, durable = zip(*heard, strict=True)
-            return b"1" if not any(followed) and (all(durable) or not any(held)) else b""
+        def can_delete_all(encoded: list[bytes]) -> bytes:
+            kind = tuple[bool, bool, bool]
+            states = [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+            is_replaced, has_steps, is_durable = zip(*states, strict=True)
+            is_in_storage = all(is_durable) or not any(has_steps)
+            return b"1" if not any(is_replaced) and is_in_storage else b""
 
-        if exchange(self._group, "waiting for saves", speak, answer):
+        if exchange(self._group, "waiting for saves", wait, can_delete_all):
             self._delete_all()
         run_on_all(self._group, "deleting old checkpoints", self._raise_failures)
 
     @property
-    def _agents(self) -> Agents:
-        first = self.membership.node_of[0]
-        leader = next(each for each in self.membership.nodes if each.node == first)
-        elsewhere = None if first == self.node else leader
-        return Agents(self.home, elsewhere, self._options.tls, self._options.wait)
+    def _agents(self) -> SaveAgents:
+        leading_node = self.membership.node_of[0]
+        leader = next(each for each in self.membership.nodes if each.node == leading_node)
+        other_leader = None if leading_node == self.node else leader
+        return SaveAgents(self.home, other_leader, self._options.tls, self._options.wait)
 
     def wait_until_durable(self) -> None:
         """Wait until durable saves have ended. A rank may call this alone.
@@ -285,35 +288,38 @@ class Snapshots:
         Raises:
             StoreError: a save failed, or the agent is gone.
         """
-        self._staging.check()
+        self._staging.raise_failure()
         self._pending.wait_until_ended(durable=True)
 
-    def persist(self, step: int, *, removes: bool) -> bool:
-        """Request that the last snapshot be persisted, and return whether it is of this step.
+    def persist(self, step: int, *, removes_old: bool) -> bool:
+        """Request that the last snapshot be persisted, if it is of this step.
 
-        All ranks call this together. `close` waits for it.
+        All ranks call this together. `close` waits until the snapshot is persisted.
 
         Args:
             step: the step of the snapshot.
-            removes: whether older checkpoints are deleted afterwards.
+            removes_old: whether older checkpoints are deleted afterwards.
+
+        Returns:
+            Whether the last snapshot is of this step.
         """
         leads = self._group.rank == 0
 
-        def speak() -> bytes:
+        def is_last() -> bytes:
             self.fence()
-            return b"1" if self._pending.has_last(step) else b""
+            return b"1" if self._pending.is_last_of(step) else b""
 
         def request() -> None:
-            self._pending.persist_last(retains=leads and removes, leads=leads)
+            self._pending.persist_last(retains=leads and removes_old, leads=leads)
             self.home.wake()
 
-        if not exchange(self._group, "looking for the last snapshot", speak, min):
+        if not exchange(self._group, "looking for the last snapshot", is_last, min):
             return False
         run_on_all(self._group, "persisting the last snapshot", request)
         return True
 
     def take_failure(self) -> StoreError | None:
-        """Return the failure in the background since the last save, for the caller to report."""
+        """Return a failure in the background that was not raised or returned yet, if any."""
         try:
             self._raise_failures()
         except StoreError as error:
@@ -332,47 +338,58 @@ class Snapshots:
             run_on_all(self._group, "deleting snapshots", work)
 
     def _raise_failures(self) -> None:
-        self._staging.check()
+        self._staging.raise_failure()
         self._pending.raise_failure()
 
-    def _begin(
-        self, planned: PlannedSave, storing: Storing, recorder: Recorder, sent: int
+    def _stage(
+        self,
+        planned: PlannedSave,
+        policy: StoragePolicy,
+        recorder: Recorder,
+        bytes_sent_before: int,
     ) -> SaveHandle:
         """Stage a planned save. Failures here reach the other ranks at the next save."""
         options = planned.save.options
         place = Place(self.run, options.step or 0)
-        wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
-        first = self._group.rank == 0
-        retains = first and storing.durable and storing.keep.removes
-        content, its_ring = self._rings.join(planned)
-        pending = None
+        stages = ("commit", "protect", "persist") if policy.durable else ("commit", "protect")
+        is_first = self._group.rank == 0
+        source, ring = self._rings.join(planned)
+        manifest = None
         if planned.rank == 0:
             rings = self._rings.files
-            pending = pending_manifest(
-                planned, options, storing, self._options, self.membership, str(self._root), rings
+            manifest = pending_manifest(
+                planned, options, policy, self._options, self.membership, str(self._root), rings
             )
-        part = Part(
+        part = SnapshotPart(
             place=place,
             planned=planned,
-            content=content,
-            ring=its_ring,
-            pending=pending,
-            stages=wanted,
+            source=source,
+            ring=ring,
+            pending=manifest,
+            stages=stages,
             epoch=self.membership.lineage.epoch,
         )
         with recorder.stage("stage"):
-            staging = self._staging.begin(part)
-        stages = Stages(self._agents, place, planned.save_id, wanted, first, retains, staging)
-        self._pending.add(stages)
+            copying = self._staging.begin(part)
+        pending = PendingSave(
+            self._agents,
+            place,
+            planned.save_id,
+            stages,
+            logs_failures=is_first,
+            retains=is_first and policy.durable and policy.keep.has_rules,
+            copying=copying,
+        )
+        self._pending.add(pending)
         report = SaveReport(
-            path=str(planned.save.store if storing.durable else place.path),
+            path=str(planned.save.store if policy.durable else place.path),
             step=options.step,
             bytes_total=0,
-            bytes_written=0 if content is None else content.layout.size,
+            bytes_written=0 if source is None else source.layout.size,
             bytes_deduplicated=0,
             files=0,
             plan_cached=planned.cached,
-            bytes_communicated=self._group.bytes_sent - sent,
+            bytes_communicated=self._group.bytes_sent - bytes_sent_before,
             seconds=recorder.seconds(),
         )
-        return SaveHandle(report, stages, staging)
+        return SaveHandle(report, pending, copying)

@@ -1,4 +1,4 @@
-"""Waiting for what other nodes say of a snapshot."""
+"""Waiting for records of other nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.memory import records
 from shardwise.memory.files import listen_to_bell
 from shardwise.memory.home import Home, Place, Run, new_run
 from shardwise.memory.records import AgentInfo, Done
-from shardwise.memory.remote.peers import Nodes, of_each
+from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]
@@ -39,7 +39,7 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
     bound.start()
     try:
         with closing(Nodes(place, infos, "here", WAIT)) as nodes:
-            return nodes.expect("there", DONE, Done, asked=asked)
+            return nodes.wait_for_record("there", DONE, Done, request=asked)
     finally:
         bound.cancel()
 
@@ -53,7 +53,7 @@ def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
     threading.Thread(target=listen_to_bell, args=(home.bell, woken.set), daemon=True).start()
     with closing(Nodes(place, [AgentInfo("here", "", "")], "here", WAIT)) as nodes:
         while not woken.wait(0.01):  # until the thread listens
-            nodes.tell("here", REQUEST, b"{}")
+            nodes.write("here", REQUEST, b"{}")
 
 
 def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_
     timer.start()
     assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
     with pytest.raises(sw.StoreError, match="did not provide entry"):
-        Nodes(Place(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT).expect(
+        Nodes(Place(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT).wait_for_record(
             "here", "entry", Done
         )
 
@@ -74,7 +74,7 @@ def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path
     timer = threading.Timer(4 * WAIT, (served.step / REQUEST).unlink)
     timer.start()
     started = time.monotonic()
-    with pytest.raises(sw.StoreError, match="node there has discarded the snapshot"):
+    with pytest.raises(sw.StoreError, match="node there has discarded step 10"):
         expecting(served, tmp_path, asked=REQUEST)
     assert 3 * WAIT < time.monotonic() - started < 20.0
 
@@ -112,10 +112,10 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
             threading.Timer(0.3, place.abandon).start()
             started = time.monotonic()
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.expect("there", DONE, Done)
+                nodes.wait_for_record("there", DONE, Done)
             assert 0.25 < time.monotonic() - started < 4.5  # of 60, or 5
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.tell_others((REQUEST, b"{}"))
+                nodes.write_to_others((REQUEST, b"{}"))
 
 
 def test_many_nodes_are_talked_to_at_a_time() -> None:
@@ -126,7 +126,7 @@ def test_many_nodes_are_talked_to_at_a_time() -> None:
         together.wait()
         return node.upper()
 
-    assert list(of_each(names, work).items()) == [(name, name.upper()) for name in names]
+    assert list(run_on_nodes(names, work).items()) == [(name, name.upper()) for name in names]
 
 
 def test_what_fails_of_one_node_is_raised_when_the_others_have_ended() -> None:
@@ -141,5 +141,5 @@ def test_what_fails_of_one_node_is_raised_when_the_others_have_ended() -> None:
         ended.set()
 
     with pytest.raises(sw.StoreError, match="bad is lost"):
-        of_each(["bad", "good"], work)
+        run_on_nodes(["bad", "good"], work)
     assert ended.is_set()

@@ -1,4 +1,4 @@
-"""Exchanging records and bytes with the agents of the other nodes of a snapshot."""
+"""The nodes of a snapshot: waiting for records on other nodes, writing records there, reading."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
+from shardwise.memory.files import LARGEST_RECORD, Deadline, read_record, write_record
 from shardwise.memory.home import ABANDONED, Place
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store.store import Buffer
 
-POLL = 0.005
-AT_ONCE = 5.0
-AGAIN = 0.2
-LOOK_ABANDONED = 0.05
-AT_A_TIME = 32
-CALLING, SILENT = 5.0, 30.0
+LOCAL_PAUSE = 0.005
+LONGEST_REQUEST = 5.0  # an agent waits this long for a record before it replies that it has none
+RETRY_PAUSE = 0.2
+ABANDONED_PERIOD = 0.05
+MOST_THREADS = 32
+CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
 T = TypeVar("T")
 
 
-def of_each(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
+def run_on_nodes(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
     """Call `work` for many nodes at a time, and return the result for each.
 
     Raises:
-        StoreError: a call failed. This is raised after the calls in progress have ended.
+        StoreError: a call failed. It is raised after the calls in progress have ended.
     """
-    named = list(nodes)
-    if len(named) < 2:
-        return {node: work(node) for node in named}
-    with ThreadPoolExecutor(min(len(named), AT_A_TIME), "shardwise-nodes") as pool:
-        jobs = {node: pool.submit(work, node) for node in named}
+    names = list(nodes)
+    if len(names) < 2:
+        return {node: work(node) for node in names}
+    with ThreadPoolExecutor(min(len(names), MOST_THREADS), "shardwise-nodes") as pool:
+        jobs = {node: pool.submit(work, node) for node in names}
         try:
             return {node: job.result() for node, job in jobs.items()}
         finally:
@@ -77,18 +77,24 @@ class Nodes:
         self._wait = wait
         others = [info for info in infos if info.node != here]
         context = None if tls is None or not others else tls.for_client()
-        calling, silent = min(CALLING, wait), min(SILENT, wait)
         self._clients = {
-            info.node: AgentClient(info, connect_timeout=calling, read_timeout=silent, tls=context)
+            info.node: AgentClient(
+                info,
+                connect_timeout=min(CONNECT_TIMEOUT, wait),
+                read_timeout=min(READ_TIMEOUT, wait),
+                tls=context,
+            )
             for info in others
         }
         self._closed, self._abandoned = threading.Event(), threading.Event()
         if others:
-            threading.Thread(target=self._watch, name="shardwise-abandoned", daemon=True).start()
+            threading.Thread(
+                target=self._abort_when_abandoned, name="shardwise-abandoned", daemon=True
+            ).start()
 
-    def _watch(self) -> None:
+    def _abort_when_abandoned(self) -> None:
         """Abort all requests once the snapshot is abandoned, as a restore waits for their end."""
-        while not self._closed.wait(LOOK_ABANDONED):
+        while not self._closed.wait(ABANDONED_PERIOD):
             if self._place.has(ABANDONED):
                 self._abandoned.set()
                 for client in self._clients.values():
@@ -102,72 +108,91 @@ class Nodes:
             client.close()
 
     def read(self, node: str, name: str, *, limit: int) -> bytes:
-        """Return the contents of a small file of another node."""
+        """Return the contents of a small file of another node.
+
+        Raises:
+            StoreError: the node does not answer, or the file is larger than `limit` bytes.
+            FileNotFoundError: the node does not have the file.
+        """
         place = self._place
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
-    def expect(
-        self, node: str, name: str, kind: type[T], *, asked: str = "", failed: str = ""
+    def wait_for_record(
+        self, node: str, name: str, kind: type[T], *, request: str = "", failed: str = ""
     ) -> T:
-        """Wait for a record on a node, and return it.
+        """Wait until a node has a record, and return the record.
 
         Args:
-            asked: the record that requested it. As long as the node has that, the wait continues.
-            failed: the record, a `Done`, that says that it will never appear, and why.
+            node: the node.
+            name: the name of the record.
+            kind: the type of the record.
+            request: the name of the record that requested this one. While the node has the
+                request, the wait continues.
+            failed: the name of a `Done` record. If it exists, the awaited record will never
+                appear; the `Done` says why.
 
         Raises:
             StoreError: the node does not answer, the record does not appear, or the snapshot was
                 abandoned, or discarded on the node.
         """
-        last_news = time.monotonic()
+        deadline = Deadline(self._wait)
         while True:
             self._place.refuse_abandoned()
             try:
-                found = self._look(node, name, kind, last_news + self._wait - time.monotonic())
-                if found is None and failed and (why := self._look(node, failed, Done, 0.0)):
-                    raise _NoRetryError(f"node {node}: {why.failure}")
-                if found is None and asked:
-                    if not self._has(node, asked):
-                        raise _NoRetryError(f"node {node} has discarded the snapshot")
-                    last_news = time.monotonic()
+                record = self._poll_record(node, name, kind, deadline.left())
+                if record is not None:
+                    return record
+                if failed and (failure := self._poll_record(node, failed, Done, 0.0)):
+                    raise _NoRetryError(f"node {node}: {failure.failure}")
+                if request:
+                    if not self._has(node, request):
+                        raise _NoRetryError(
+                            f"node {node} has discarded step {self._place.step}, so it will not "
+                            f"provide {name}"
+                        )
+                    deadline = Deadline(self._wait)
             except _NoRetryError:
                 raise
             except StoreError:
-                self._refuse_gone([node])
-                found = None
-                self._abandoned.wait(AGAIN)
-            if found is not None:
-                return found
-            if time.monotonic() - last_news > self._wait:
-                raise StoreError(f"node {node} did not provide {name} within {self._wait:.0f} s")
+                self._refuse_left_behind([node])
+                self._abandoned.wait(RETRY_PAUSE)
+            if deadline.has_passed():
+                raise StoreError(
+                    f"node {node} did not provide {name} of step {self._place.step} within "
+                    f"{self._wait:.0f} s: its agent is lost, stopped or overloaded"
+                )
 
-    def tell(self, node: str, name: str, record: object) -> None:
+    def write(self, node: str, name: str, record: object) -> None:
         """Write a record on a node.
 
         Raises:
             StoreError: the node does not answer, or the snapshot was abandoned.
         """
-        self.retrying(lambda: self._put(node, name, record))
+        self.retry(lambda: self._write_once(node, name, record))
 
-    def tell_others(self, *named: tuple[str, object]) -> None:
-        """Write records, given with their names, on all other nodes, on each in this order.
+    def write_to_others(self, *named: tuple[str, object]) -> None:
+        """Write records on all other nodes.
+
+        Args:
+            named: names and records. Each node gets them in this order.
 
         Raises:
             StoreError: some nodes do not answer (the others have the records), or the snapshot was
                 abandoned.
         """
-        left = list(self._clients)
+        remaining = list(self._clients)
 
-        def tell() -> None:
-            said = of_each(left, lambda node: self._try_to_write(node, named))
-            left[:] = [node for node in left if said[node]]
-            self._refuse_gone(left)
-            if left:
-                raise StoreError("; ".join(said[node] for node in left))
+        def write_to_remaining() -> None:
+            nonlocal remaining
+            failures = run_on_nodes(remaining, lambda node: self._try_to_write(node, named))
+            remaining = [node for node in remaining if failures[node]]
+            self._refuse_left_behind(remaining)
+            if remaining:
+                raise StoreError("; ".join(failures[node] for node in remaining))
 
-        self.retrying(tell)
+        self.retry(write_to_remaining)
 
-    def tell_all(self, name: str, record: object) -> None:
+    def write_to_all(self, name: str, record: object) -> None:
         """Write a record on all nodes, on this one last: then the others have it, or are lost.
 
         Raises:
@@ -175,19 +200,19 @@ class Nodes:
                 abandoned.
         """
         try:
-            self.tell_others((name, record))
+            self.write_to_others((name, record))
         finally:
-            self._put(self._here, name, record)
+            self._write_once(self._here, name, record)
 
-    def retrying(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, and retry while other nodes do not answer.
+    def retry(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`. Call it again while other nodes do not answer.
 
         An agent that has died is replaced within seconds.
 
         Raises:
             StoreError: a node did not answer for too long, or the snapshot was abandoned.
         """
-        deadline = time.monotonic() + self._wait
+        deadline = Deadline(self._wait)
         while True:
             self._place.refuse_abandoned()
             try:
@@ -195,12 +220,12 @@ class Nodes:
             except _NoRetryError:
                 raise
             except StoreError:
-                if time.monotonic() > deadline:
+                if deadline.has_passed():
                     raise
-            self._abandoned.wait(AGAIN)
+            self._abandoned.wait(RETRY_PAUSE)
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
-        """Fill `out` with the bytes of a file of a node from `offset`, and return it.
+        """Fill `out` with the bytes of a file of a node from `offset`, and return `out`.
 
         Raises:
             StoreError: the node does not answer, or the file ends earlier.
@@ -211,20 +236,24 @@ class Nodes:
                 self._place.run.name, self._place.step, name, offset, out
             )
             return out
-        fd = os.open(self._place.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        path = self._place.path / name
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            view = out.data
-            while view:
-                count = os.preadv(fd, [view], offset)
+            remaining = out.data
+            while remaining:
+                count = os.preadv(fd, [remaining], offset)
                 if not count:
-                    raise StoreError(f"{self._place.path / name} ends at byte {offset}")
+                    raise StoreError(
+                        f"{path} ends at byte {offset}, {len(remaining)} bytes too early: the file "
+                        "was cut off"
+                    )
                 offset += count
-                view = view[count:]
+                remaining = remaining[count:]
         finally:
             os.close(fd)
         return out
 
-    def _refuse_gone(self, nodes: Sequence[str]) -> None:
+    def _refuse_left_behind(self, nodes: Sequence[str]) -> None:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
@@ -232,18 +261,25 @@ class Nodes:
             pending = newer.pending_manifests() + newer.pending_copies()
             if pending:
                 present = {info.node for each in pending for info in each.nodes}
-                gone = sorted(set(nodes) - present)
-                if gone:
-                    raise _NoRetryError(f"the run continued without node {', '.join(gone)}")
+                absent = sorted(set(nodes) - present)
+                if absent:
+                    raise _NoRetryError(
+                        f"step {self._place.step}: the run continued without node "
+                        f"{', '.join(absent)}"
+                    )
                 return
 
     def _client(self, node: str) -> AgentClient:
         try:
             return self._clients[node]
         except KeyError:
-            raise StoreError(f"unknown node {node}") from None
+            known = ", ".join(sorted([self._here, *self._clients]))
+            raise StoreError(
+                f"step {self._place.step} of run {self._place.run.name} has no node {node}; its "
+                f"nodes are {known}"
+            ) from None
 
-    def _put(self, node: str, name: str, record: object) -> None:
+    def _write_once(self, node: str, name: str, record: object) -> None:
         data = record if isinstance(record, bytes) else msgspec.json.encode(record)
         if node == self._here:
             write_record(self._place.path / name, data)
@@ -252,9 +288,10 @@ class Nodes:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
     def _try_to_write(self, node: str, named: Sequence[tuple[str, object]]) -> str:
+        """Write records on a node, and return why that failed, or ""."""
         try:
             for name, record in named:
-                self._put(node, name, record)
+                self._write_once(node, name, record)
         except StoreError as error:
             return f"node {node}: {error}"
         return ""
@@ -269,16 +306,16 @@ class Nodes:
             return False
         return True
 
-    def _look(self, node: str, name: str, kind: type[T], left: float) -> T | None:
-        """Return a record; None if it does not appear within `left` seconds, or a few at most."""
+    def _poll_record(self, node: str, name: str, kind: type[T], seconds: float) -> T | None:
+        """Return a record; None if it does not appear within these seconds, or sooner."""
         place = self._place
         if node == self._here:
             found = read_record(place.path / name, kind)
-            if found is None and left > 0:
-                time.sleep(POLL)
+            if found is None and seconds > 0:
+                time.sleep(LOCAL_PAUSE)
             return found
         try:
-            wait = min(AT_ONCE, max(0.0, left))
+            wait = min(LONGEST_REQUEST, seconds)
             data = self._client(node).read(
                 place.run.name, place.step, name, limit=LARGEST_RECORD, wait=wait
             )
@@ -287,4 +324,4 @@ class Nodes:
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"node {node}: {name}: {error}") from error
+            raise StoreError(f"node {node}: record {name} is damaged: {error}") from error

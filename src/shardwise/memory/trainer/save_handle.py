@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import write_record
+from shardwise.memory.files import Deadline, write_record
 from shardwise.memory.home import Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import Done
-from shardwise.memory.remote.watch import Agents, AgentWatch
+from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import Copying
 
-POLL = (0.001, 0.05)
+PAUSE, LONGEST_PAUSE = 0.001, 0.05
 log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """The stages of a save, and where their outcomes are recorded.
+class PendingSave:
+    """A save that agents complete, stage by stage.
 
     A failure of a snapshot that is for memory only does not end the training: the next snapshot
     replaces it.
@@ -31,21 +30,22 @@ class Stages:
     Attributes:
         agents: the agents that complete the save.
         place: the snapshot on this node.
-        stages: the stages to wait for.
-        logs_failures: whether this rank logs such a failure.
+        save_id: the id of the save.
+        stages: the stages to wait for, in order.
+        logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
         retains: whether older checkpoints are deleted from storage after the last stage. Rank 0
             waits for that.
         copying: the copy of this rank's part.
     """
 
-    agents: Agents
+    agents: SaveAgents
     place: Place
     save_id: str
     stages: tuple[str, ...]
     logs_failures: bool
     retains: bool = False
     copying: Copying | None = None
-    _known: dict[str, Done] = field(default_factory=dict)
+    _outcomes: dict[str, Done] = field(default_factory=dict)
 
     @property
     def is_durable(self) -> bool:
@@ -53,8 +53,9 @@ class Stages:
         return self.stages[-1] == "persist"
 
     @property
-    def _with_last(self) -> tuple[str, ...]:
-        return (*self.stages, records.RETAIN) if self.retains else self.stages
+    def staging_failure(self) -> str:
+        """Why this rank could not stage its part; "" if it could, or is still copying."""
+        return "" if self.copying is None else self.copying.failure
 
     def check(self) -> bool:
         """Return whether no stage has failed so far.
@@ -62,7 +63,8 @@ class Stages:
         Raises:
             StoreError: a stage of a durable save failed; says which, and why.
         """
-        return self._log_or_raise(lambda: [self.ended(stage) for stage in self._with_last])
+        stages = (*self.stages, records.RETAIN) if self.retains else self.stages
+        return self._log_or_raise(lambda: [self.outcome(stage) for stage in stages])
 
     def wait_until_ended(self) -> bool:
         """Wait until all stages have ended, and return whether none failed.
@@ -70,9 +72,9 @@ class Stages:
         Raises:
             StoreError: as for `check`.
         """
-        return self._log_or_raise(lambda: self.wait_all(None))
+        return self._log_or_raise(lambda: [self.wait_for(stage, None) for stage in self.stages])
 
-    def await_removal(self) -> None:
+    def wait_for_retention(self) -> None:
         """Wait until older checkpoints are deleted from storage. If that fails, `check` raises.
 
         Raises:
@@ -80,14 +82,14 @@ class Stages:
         """
         if self.retains:
             try:
-                self.wait(records.RETAIN, None)
+                self.wait_for(records.RETAIN, None)
             except StoreError:
-                if records.RETAIN not in self._known:
+                if records.RETAIN not in self._outcomes:
                     raise
 
-    def _log_or_raise(self, look: Callable[[], object]) -> bool:
+    def _log_or_raise(self, work: Callable[[], object]) -> bool:
         try:
-            look()
+            work()
         except StoreError as error:
             if self.is_durable:
                 raise
@@ -97,55 +99,41 @@ class Stages:
         return True
 
     def has_succeeded(self) -> bool:
-        """Whether all stages have succeeded."""
+        """Return whether all stages have succeeded."""
+        stages = (*self.stages, records.RETAIN) if self.retains else self.stages
         try:
-            return all(self.ended(stage) is not None for stage in self._with_last)
+            return all(self.outcome(stage) is not None for stage in stages)
         except StoreError:
             return False
 
-    def wait_all(self, timeout: float | None) -> Done:
-        """Wait until all stages have ended, and return the outcome of the last one.
-
-        Raises:
-            StoreError: a stage failed.
-            TimeoutError: `timeout` seconds have passed.
-        """
-        return [self.wait(stage, timeout) for stage in self.stages][-1]
-
-    def ended(self, stage: str) -> Done | None:
+    def outcome(self, stage: str) -> Done | None:
         """Return the outcome of a stage, or None if it has not ended.
 
         Raises:
             StoreError: the stage failed.
         """
-        done = self._known.get(stage) or self._look_up(stage)
-        if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
-            # A newer snapshot replaced it, and was protected and retained instead.
-            done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
+        done = self._outcomes.get(stage) or self._read_outcome(stage)
+        if done is None and stage in ("protect", records.RETAIN) and self._is_superseded():
+            # A newer snapshot replaced this one, and was protected and retained instead.
+            done = self._read_outcome(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
-            self._known[stage] = done  # the record is deleted with the memory of the run
+            self._outcomes[stage] = done  # the record is deleted with the memory of the run
         failure = self.staging_failure if done is None else done.failure
         if failure:
             raise StoreError(f"step {self.place.step}: {stage}: {failure}")
         return done
 
-    @property
-    def staging_failure(self) -> str:
-        """Why this rank could not stage its part; "" if it could, or is still copying."""
-        return "" if self.copying is None else self.copying.failure
-
-    def _look_up(self, stage: str) -> Done | None:
+    def _read_outcome(self, stage: str) -> Done | None:
         return read_outcome(self.place, stage, self.save_id)
 
-    def _is_replaced(self) -> bool:
-        """Whether the snapshot was committed and is no longer in memory."""
-        commit = self._known.get("commit") or self._look_up("commit")
-        return commit is not None and not any(
-            self.save_id in each for each in self.place.list_names("")
-        )
+    def _is_superseded(self) -> bool:
+        """Return whether the snapshot was committed and is no longer in memory."""
+        commit = self._outcomes.get("commit") or self._read_outcome("commit")
+        names = self.place.list_names("") if commit is not None else []
+        return commit is not None and not any(self.save_id in name for name in names)
 
-    def wait(self, stage: str, timeout: float | None) -> Done:
-        """Wait until a stage has ended.
+    def wait_for(self, stage: str, timeout: float | None) -> Done:
+        """Wait until a stage has ended, and return its outcome.
 
         Raises:
             StoreError: the stage failed; a newer snapshot superseded the save; the agent of this
@@ -153,25 +141,20 @@ class Stages:
                 received the save.
             TimeoutError: `timeout` seconds have passed.
         """
-        start = time.monotonic()
         watch = AgentWatch(self.agents, self.place, self.save_id)
-        pause = POLL[0]
-        while (done := self.ended(stage)) is None:
-            self.ended("commit")
-            if self._is_replaced() and self.ended(stage) is None:
+        deadline = Deadline(timeout)
+        for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
+            done = self.outcome(stage)
+            if done is not None:
+                return done
+            self.outcome("commit")  # raises if the commit failed: then no later stage ends
+            if self._is_superseded() and self.outcome(stage) is None:
                 raise StoreError(f"step {self.place.step}: {stage}: superseded by a newer snapshot")
-            now = time.monotonic()
-            if timeout is not None and now - start > timeout:
-                raise TimeoutError(
-                    f"step {self.place.step}: {stage} has not ended in {timeout:g} s"
-                )
             try:
-                watch.look(None if timeout is None else start + timeout - now)
+                watch.check(None if timeout is None else deadline.left())
             except StoreError as error:
                 raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
-            time.sleep(pause)
-            pause = min(2 * pause, POLL[1])
-        return done
+        raise TimeoutError(f"step {self.place.step}: {stage} has not ended in {timeout:g} s")
 
 
 class SaveHandle:
@@ -181,30 +164,30 @@ class SaveHandle:
     nodes), protected (copies or parity made) and persisted (durable in the root).
 
     Args:
-        report: what the save did so far.
-        stages: the stages to come; None if the save is durable.
+        report: the report of the work so far.
+        pending: the stages to come; None if the save is durable.
         copying: the copy to host memory, if it may be in progress. Waiting for it speeds it up.
     """
 
     def __init__(
         self,
         report: SaveReport,
-        stages: Stages | None = None,
+        pending: PendingSave | None = None,
         copying: Copying | None = None,
     ) -> None:
         self._report = report
-        self._stages = stages
+        self._pending = pending
         self._copying = copying
 
     def done(self) -> bool:
         """Whether the save has ended: durable (or protected, if for memory only), or failed."""
-        if self._stages is None:
+        if self._pending is None:
             return True
         try:
-            ended = {stage: self._stages.ended(stage) for stage in self._stages.stages}
+            outcomes = [self._pending.outcome(stage) for stage in self._pending.stages]
         except StoreError:
             return True
-        return None not in ended.values()
+        return None not in outcomes
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the state is copied. After that you may change it.
@@ -218,7 +201,9 @@ class SaveHandle:
         if self._copying is None:
             return
         if not self._copying.wait(timeout):
-            raise TimeoutError(f"the state is not copied after {timeout:g} s")
+            raise TimeoutError(
+                f"step {self._report.step}: the state is not copied after {timeout:g} s"
+            )
         if self._copying.failure:
             raise StoreError(self._copying.failure)
 
@@ -229,8 +214,8 @@ class SaveHandle:
             StoreError: the save failed; the message names the stage and the reason.
             TimeoutError: `timeout` seconds have passed.
         """
-        if (stages := self._hurried()) is not None:
-            stages.wait("commit", timeout)
+        if (pending := self._speed_up()) is not None:
+            pending.wait_for("commit", timeout)
 
     def protected(self, timeout: float | None = None) -> None:
         """Wait until the snapshot has its copies or parity on other nodes.
@@ -238,94 +223,94 @@ class SaveHandle:
         Raises:
             StoreError, TimeoutError: as for `committed`.
         """
-        if (stages := self._hurried()) is not None:
-            stages.wait("protect", timeout)
+        if (pending := self._speed_up()) is not None:
+            pending.wait_for("protect", timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable; if it is for memory only, until it is protected.
 
         Raises:
-            StoreError, TimeoutError: as for `committed`.
+            StoreError, TimeoutError: as for `committed`. `timeout` applies to each stage.
         """
-        if (stages := self._hurried()) is None:
+        if (pending := self._speed_up()) is None:
             return self._report
-        ended = {stage: stages.wait(stage, timeout) for stage in stages.stages}
-        last = ended["commit"]
-        seconds = self._report.seconds | {stage: each.seconds for stage, each in ended.items()}
+        outcomes = {stage: pending.wait_for(stage, timeout) for stage in pending.stages}
+        commit = outcomes["commit"]
+        seconds = {stage: done.seconds for stage, done in outcomes.items()}
         return replace(
             self._report,
-            bytes_total=last.bytes_total,
-            bytes_deduplicated=last.bytes_held - last.bytes_total,
-            files=last.files,
-            seconds=seconds,
+            bytes_total=commit.bytes_total,
+            bytes_deduplicated=commit.bytes_held - commit.bytes_total,
+            files=commit.files,
+            seconds=self._report.seconds | seconds,
         )
 
-    def _hurried(self) -> Stages | None:
-        """Return the stages to come, after speeding up the copy because somebody waits."""
+    def _speed_up(self) -> PendingSave | None:
+        """Let the copy continue at full speed, because a caller waits; return the pending save."""
         if self._copying is not None:
             self._copying.hurry()
-        return self._stages
+        return self._pending
 
 
 class PendingSaves:
     """The saves of a rank, in order, that have not ended or whose failure was not raised yet."""
 
     def __init__(self) -> None:
-        self._stages: list[Stages] = []
+        self._saves: list[PendingSave] = []
 
-    def add(self, stages: Stages) -> None:
+    def add(self, save: PendingSave) -> None:
         """Add a save, and forget those that have succeeded."""
-        self._stages = [*(each for each in self._stages if not each.has_succeeded()), stages]
+        self._saves = [*(each for each in self._saves if not each.has_succeeded()), save]
 
     def raise_failure(self) -> None:
         """Raise the first failure that was not raised yet.
 
-        Failures to stage on this rank are not included: `Staging.check` raises them.
+        Failures to stage on this rank are not included: `Staging.raise_failure` raises them.
 
         Raises:
             StoreError: a durable save failed; says why.
         """
-        self._stages = [each for each in self._stages if not each.staging_failure]
-        for each in list(self._stages):
+        self._saves = [save for save in self._saves if not save.staging_failure]
+        for save in list(self._saves):
             succeeds = False
             try:
-                succeeds = each.check()
+                succeeds = save.check()
             finally:
                 if not succeeds:
-                    self._stages.remove(each)
+                    self._saves.remove(save)
 
     def wait_until_ended(self, *, step: int | None = None, durable: bool = False) -> None:
         """Wait until the saves have ended.
 
         Args:
-            step: only those of this step.
-            durable: only those that will be persisted.
+            step: wait only for saves of this step.
+            durable: wait only for saves that will be persisted.
 
         Raises:
             StoreError: as for `raise_failure`; or the agent is gone.
         """
-        for each in self._stages:
-            matches = step in (None, each.place.step) and (each.is_durable or not durable)
-            if matches and not each.staging_failure:
-                each.wait_until_ended()
+        for save in self._saves:
+            matches = step in (None, save.place.step) and (save.is_durable or not durable)
+            if matches and not save.staging_failure:
+                save.wait_until_ended()
 
-    def await_removal(self) -> None:
+    def wait_for_retention(self) -> None:
         """Wait until the replaced checkpoints are deleted. `raise_failure` raises failures.
 
         Raises:
             StoreError: the agent is gone.
         """
-        for each in self._stages:
-            if not each.staging_failure:
-                each.await_removal()
+        for save in self._saves:
+            if not save.staging_failure:
+                save.wait_for_retention()
 
-    def ends_durable(self) -> bool:
-        """Whether the last save will be persisted."""
-        return bool(self._stages) and self._stages[-1].is_durable
+    def is_last_durable(self) -> bool:
+        """Return whether the last save will be persisted."""
+        return bool(self._saves) and self._saves[-1].is_durable
 
-    def has_last(self, step: int) -> bool:
-        """Whether the last save is of this step, and can still be persisted."""
-        return bool(self._stages) and self._stages[-1].place.step == step
+    def is_last_of(self, step: int) -> bool:
+        """Return whether the last save is of this step, and can still be persisted."""
+        return bool(self._saves) and self._saves[-1].place.step == step
 
     def persist_last(self, *, retains: bool, leads: bool) -> None:
         """Wait until the last save is committed, and request that it be persisted.
@@ -337,10 +322,10 @@ class PendingSaves:
         Raises:
             StoreError: the save was not committed.
         """
-        last = self._stages[-1]
-        last.wait("commit", None)
+        last = self._saves[-1]
+        last.wait_for("commit", None)
         if leads:
             record = records.request_record("rescue", last.save_id)
             write_record(last.place.path / record, Done(save_id=last.save_id, stage="rescue"))
         stages = ("commit", "protect", "persist")
-        self._stages[-1] = replace(last, stages=stages, retains=retains)
+        self._saves[-1] = replace(last, stages=stages, retains=retains)

@@ -1,0 +1,174 @@
+"""Watching agents while waiting for a save, so that the wait ends if they are gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import dataclass
+
+from shardwise.errors import StoreError
+from shardwise.memory import records
+from shardwise.memory.home import Home, Place
+from shardwise.memory.options import Tls
+from shardwise.memory.records import AgentInfo
+from shardwise.memory.remote.client import AgentClient
+from shardwise.memory.spawn import running_agent
+
+# All in seconds.
+CHECK_PERIOD = 0.5
+AGENT_GONE = 10.0
+REQUEST_PERIOD = 5.0
+REQUEST_TIMEOUT = 5.0
+SHORTEST_TIMEOUT = 0.1
+LONGEST_COPY = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAgents:
+    """The agents that complete a save.
+
+    Attributes:
+        home: the directories of this node. The node's agent may be replaced by another.
+        leader: the agent of the node that leads the save; None if this node leads.
+        tls: certificates for connections to other nodes.
+        patience: seconds until an agent that does not answer counts as lost.
+    """
+
+    home: Home
+    leader: AgentInfo | None
+    tls: Tls | None
+    patience: float
+
+
+class AgentWatch:
+    """Watches the agents during one wait for a save, so that the wait ends if they are gone.
+
+    Args:
+        agents: the agents.
+        place: the snapshot on this node.
+        save_id: the id of the save.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        agents: SaveAgents,
+        place: Place,
+        save_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._agents = agents
+        self._place = place
+        self._save_id = save_id
+        self._clock = clock
+        now = clock()
+        self._start = now
+        self._last_check = now
+        self._last_request = now
+        self._agent_alive = now  # when this node had an agent
+        self._leader_has_save = now  # when the leader had a record of the save
+        self._last_answers: dict[str, float] = {}
+        self._request_period = min(REQUEST_PERIOD, agents.patience / 4)
+
+    def check(self, seconds_left: float | None) -> None:
+        """Check the agents if the last check was long enough ago.
+
+        Args:
+            seconds_left: the longest time that the check may take; None if it is not limited.
+
+        Raises:
+            StoreError: this node's agent is gone and no other was started; an agent does not
+                answer; or the leader's agent never received the save.
+        """
+        now = self._clock()
+        if now - self._last_check < min(CHECK_PERIOD, self._request_period):
+            return
+        self._last_check = now
+        home = self._agents.home
+        if home.has_agent():
+            self._agent_alive = now
+        elif now - self._agent_alive > AGENT_GONE:
+            raise StoreError(
+                f"the agent of {home} is gone; the next save starts another, which resumes its "
+                f"work (its log: {home.log})"
+            )
+        if now - self._last_request > self._request_period:
+            timeout = min(REQUEST_TIMEOUT, self._agents.patience)
+            if seconds_left is not None:
+                timeout = max(SHORTEST_TIMEOUT, min(timeout, seconds_left / 2))
+            self._check_answers(timeout)
+            self._check_leader(timeout)
+            self._last_request = self._clock()
+
+    def _check_answers(self, timeout: float) -> None:
+        """Fail if an agent has not answered for too long."""
+        agents = self._agents
+        for info in (running_agent(agents.home), agents.leader):
+            if info is None:
+                continue
+            last_answer = self._last_answers.setdefault(info.node, self._last_request)
+            failure = why_silent(info, agents.tls, timeout)
+            now = self._clock()
+            if not failure:
+                self._last_answers[info.node] = now
+            elif now - last_answer > agents.patience:
+                raise StoreError(
+                    f"the agent of node {info.node} (process {info.process} of {info.host}) has "
+                    f"not answered for {now - last_answer:.0f} s: {failure}. If it is stopped, "
+                    "resume or end it: the next agent completes its work"
+                )
+
+    def _check_leader(self, timeout: float) -> None:
+        """Fail if the leader has no pending manifest of the save.
+
+        An agent that has the pending manifest ends the save, successfully or not. Without it, no
+        agent does: rank 0 has ended, or failed and could not even write a record of its failure.
+        """
+        names = self._names_at_leader(timeout)
+        if names is None:
+            return
+        now = self._clock()
+        marker = records.copying_marker(f"-{self._save_id}.safetensors")
+        is_copying = any(name.endswith(marker) for name in names)
+        requests = (
+            records.pending_record(self._save_id),
+            records.request_record(records.RETAIN, self._save_id),
+        )
+        if any(record in names for record in requests) or (
+            is_copying and now - self._start < LONGEST_COPY
+        ):
+            self._leader_has_save = now
+        elif now - self._leader_has_save > 2 * self._agents.patience + 1:
+            raise StoreError(
+                f"rank 0 has not passed this save to its agent for "
+                f"{now - self._leader_has_save:.0f} s: it could not copy its data, or has ended, "
+                "or the snapshot was removed; see the log of rank 0, and save again"
+            )
+
+    def _names_at_leader(self, timeout: float) -> Collection[str] | None:
+        """Return the snapshot's files on the leader's node; None if its agent does not answer."""
+        place, leader = self._place, self._agents.leader
+        if leader is None:
+            return place.list_names("")
+        try:
+            with closing(_client(leader, self._agents.tls, timeout)) as client:
+                listed = client.list(place.run.name)
+        except StoreError:
+            return None
+        return [file.name for step in listed if step.step == place.step for file in step.files]
+
+
+def why_silent(info: AgentInfo, tls: Tls | None, timeout: float) -> str:
+    """Return why an agent does not answer within `timeout` seconds, or "" if it does."""
+    try:
+        with closing(_client(info, tls, timeout)) as client:
+            client.health()
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def _client(info: AgentInfo, tls: Tls | None, timeout: float) -> AgentClient:
+    context = None if tls is None else tls.for_client()
+    return AgentClient(info, connect_timeout=timeout, read_timeout=timeout, tls=context)
