@@ -5,8 +5,10 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
-# One pytest-xdist worker for each processor. Tests of a file share a worker, and its fixtures.
-PARALLEL := -n auto --dist loadfile
+# Three pytest-xdist workers for two processors, because many tests wait. Tests of a file share a
+# worker, and its fixtures.
+WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 3 * (os.cpu_count() or 1) // 2))')
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

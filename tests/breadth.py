@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import pytest
+from hypothesis import settings
+
+LONG_EXAMPLES = 1000  # of each property, unless it states a number
 
 
 def mostly_long(cases: Iterable[object], default: Collection[object]) -> list[object]:
@@ -15,3 +18,13 @@ def mostly_long(cases: Iterable[object], default: Collection[object]) -> list[ob
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
         for case in cases
     ]
+
+
+def examples(count: int, **options: object) -> settings:
+    """Return hypothesis settings with `count` examples; with five times as many in `make test-all`.
+
+    A number in `settings` itself would replace that of the profile.
+    """
+    default = settings.default
+    is_long = default is not None and default.max_examples >= LONG_EXAMPLES
+    return settings(max_examples=5 * count if is_long else count, **options)  # type: ignore[arg-type]

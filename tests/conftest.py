@@ -8,9 +8,10 @@ import pytest
 from hypothesis import settings
 
 from shardwise.testing import Gang
+from tests.breadth import LONG_EXAMPLES
 
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
-settings.register_profile("long", settings.get_profile("shardwise"), max_examples=1000)
+settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)
 settings.load_profile("shardwise")
 PRELOAD = ("tests.preloaded",)
 

@@ -91,10 +91,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sw.save(root / "plain", state_of(*parts))
     torch.save({"losses": run_of(*parts, range(3, 5))}, root / "plain.expected.pt")
     trained = [f"{name}:{case}" for name, case in TRAINED.items()] + ["stages:pipeline-zero1"]
-    run("live_deepspeed.py", str(root), *trained, ranks=4)
     resumed = [f"{name}:{case}:{source}" for name, (case, source) in RESUMED.items()]
     resumed.append("fewer-stages:pipeline-bfloat16:stages")
-    run("live_deepspeed.py", str(root), *resumed, ranks=2)
+    run("live_deepspeed.py", str(root), *trained, "--", "2", str(root), *resumed, ranks=4)
     return root
 
 

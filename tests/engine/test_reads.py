@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -18,6 +18,7 @@ from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
 from shardwise.testing.strategies import Holding, holdings
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
+from tests.breadth import examples
 
 SHAPE = (40, 30, 64)
 WORLDS = st.integers(1, 6)
@@ -65,7 +66,7 @@ def shards(values: torch.Tensor, boxes: tuple[sw.Box, ...]) -> sw.Shards:
     return sw.Shards(SHAPE, values.dtype, [(box, values[box.slices()].clone()) for box in boxes])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_no_rank_reads_a_block_twice(case: tuple[Holding, Holding, int]) -> None:
     held, wanted, rank = case

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -20,6 +20,7 @@ from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
 from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
+from tests.breadth import examples
 
 
 def raw_values(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -101,7 +102,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[Holding], int, list[
     )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_sharding_loads_into_any_other(
     case: tuple[list[Tensor], int, list[Holding], int, list[Holding]],
@@ -141,7 +142,7 @@ def test_any_sharding_loads_into_any_other(
             assert content(read[...]) == raw_values(tensor).tobytes()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1), st.integers(0, 1))
 def test_no_block_is_read_twice_and_contiguous_targets_cost_little(
     source: int, target: int, split_saved: int, split_wanted: int

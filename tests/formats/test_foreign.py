@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -25,6 +25,7 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces
 from shardwise.opening import opened_foreign
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
+from tests.breadth import examples
 
 
 @dataclass
@@ -102,7 +103,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[Foreign]:
     return found
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.integers(0, 2**32))
 def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
     random = np.random.default_rng(seed)

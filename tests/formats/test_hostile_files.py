@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -32,6 +32,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
+from tests.breadth import examples
 
 MOST_MEMORY = 16 << 20
 Entries = dict[str, bytes]
@@ -197,7 +198,7 @@ def test_a_file_that_is_cut_is_refused(data: bytes) -> None:
             read_torch_file(part_of(data[:size]))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.sampled_from([ZIPPED, LEGACY]), st.data())
 def test_an_altered_file_is_refused_or_stays_within_itself(
     data: bytes, draw: st.DataObject

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -35,6 +35,7 @@ from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.readers.dcp.metadata import read_metadata
+from tests.breadth import examples
 
 MOST_MEMORY = 16 << 20
 GADGETS = """
@@ -389,7 +390,7 @@ GOOD = pickle.dumps(
 )
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(
     st.binary(max_size=60)
     | st.lists(st.sampled_from(b"(]}()tqhsuaeRbK.NX\x00\x01\x85\x86\x93\x81")).map(bytes)
@@ -398,7 +399,7 @@ def test_any_bytes_give_a_value_or_a_refusal(data: bytes) -> None:
     read_or_refuse(data)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.integers(0, len(GOOD)))
 def test_an_altered_pickle_gives_a_value_or_a_refusal(at: int, byte: int, cut: int) -> None:
     altered = bytearray(GOOD)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +23,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, TORCH_NAMES, Storage
 from shardwise.testing import Gang
+from tests.breadth import examples
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train
 
@@ -204,8 +205,8 @@ def test_files_of_two_saves_are_no_checkpoint(saved: Path, tmp_path: Path) -> No
         sw.open(place)
 
 
-@settings(
-    max_examples=150,
+@examples(
+    80,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

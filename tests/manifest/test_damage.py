@@ -27,6 +27,7 @@ from shardwise.manifest.manifest import (
     encode_tensors,
 )
 from shardwise.manifest.validate import validated_pieces
+from tests.breadth import examples
 from tests.manifest.documents import Document, document_of, sealed
 
 
@@ -89,9 +90,9 @@ values = st.one_of(
 )
 
 
-@settings(
+@examples(
+    200,
     deadline=None,
-    max_examples=400,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())

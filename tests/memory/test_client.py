@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
@@ -26,6 +26,7 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.testing.store_suite import UNSAFE
+from tests.breadth import examples
 from tests.memory.certificates import Authority
 from tests.memory.test_server import (
     DATA,
@@ -85,7 +86,7 @@ def client(shared: Served) -> Iterator[AgentClient]:
         yield one
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(low=st.integers(0, SIZE), count=st.integers(0, SIZE))
 def test_ranges_land_in_memory(client: AgentClient, low: int, count: int) -> None:
     expected = np.frombuffer(noise(SIZE), np.uint8)[low : low + count]

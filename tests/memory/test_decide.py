@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.manifest.manifest import FileEntry
@@ -29,6 +29,7 @@ from shardwise.memory.home import ABANDONED, Place, Run
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import RETAIN, PendingManifest, Staged
 from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, State
+from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))
 STAGES = ("seal", "commit", "protect", "guard", "persist", "copy", RETAIN, "rescue")
@@ -349,7 +350,7 @@ def check(history: History, actions: Iterable[Action]) -> None:
     assert not kept_steps(run) & going
 
 
-@settings(max_examples=200, deadline=None)
+@examples(150, deadline=None)
 @given(EVENTS)
 def test_histories_keep_what_they_must_and_come_to_rest(
     events: list[tuple[str, int, int, bool]],
@@ -380,7 +381,7 @@ def test_histories_keep_what_they_must_and_come_to_rest(
             assert one.state("seal") is DONE
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 @given(EVENTS)
 def test_a_history_that_is_seen_twice_is_decided_alike(
     events: list[tuple[str, int, int, bool]],

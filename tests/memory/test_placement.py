@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
@@ -25,6 +25,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_name,
     parity_file_size,
 )
+from tests.breadth import examples
 
 SAVE = "0123456789abcdef"
 
@@ -101,7 +102,7 @@ def test_gaps_are_told_exactly_when_a_domain_cannot_be_lost(
 
 
 @given(clusters, st.integers(1, 3), st.integers(2, 10))
-@settings(max_examples=50)
+@examples(50)
 def test_the_loss_of_a_domain_costs_what_was_told(
     domains: list[str], copies: int, group_size: int
 ) -> None:

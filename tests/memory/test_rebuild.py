@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
@@ -29,6 +29,7 @@ from shardwise.memory.redundancy.placement import (
 from shardwise.memory.redundancy.rebuild import Rebuilder, unreadable_files
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
+from tests.breadth import examples
 
 SAVE = "0123456789abcdef"
 MOST_LOSSES = 3 if importlib.util.find_spec("pyeclib") else 1
@@ -127,7 +128,7 @@ sizes_of_files = st.lists(
 
 
 @given(sizes_of_files, st.integers(1, MOST_LOSSES))
-@settings(max_examples=15)
+@examples(15)
 def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -> None:
     m = min(m, len(sizes) - 1)
     cluster = Cluster(sizes, m)
@@ -141,7 +142,7 @@ def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -
 
 
 @given(sizes_of_files, st.integers(1, MOST_LOSSES), st.randoms())
-@settings(max_examples=30)
+@examples(30)
 def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
     sizes: list[list[int]], m: int, random: Random
 ) -> None:
@@ -176,7 +177,7 @@ def test_files_of_many_pieces(m: int, threads: int, in_memory: bool) -> None:
 
 
 @given(st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_any_range_of_a_file(data: st.DataObject) -> None:
     cluster = RANGES
     name, whole = "r00001-" + SAVE + ".safetensors", cluster.files["n0"]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
@@ -28,6 +28,7 @@ from shardwise.memory.agent.connection_limits import serving
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.files import LARGEST_RECORD, read_record
 from shardwise.memory.records import Persist
+from tests.breadth import examples
 from tests.memory.certificates import Authority
 
 RUN = "0123456789abcdef"
@@ -159,7 +160,7 @@ def test_head_tells_the_size_and_nothing_else(shared: Served) -> None:
     assert shared.ask("GET", f"/runs/{RUN}/{STEP}/empty.bin")[:2] == (200, b"")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 100_010), st.integers(1, 100_010))
 def test_ranges_come_byte_for_byte(shared: Served, low: int, count: int) -> None:
     data = noise(100_003)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
@@ -23,6 +23,7 @@ from shardwise.memory.redundancy.stripes import (
     stripes_of_group,
 )
 from shardwise.store.store import Buffer
+from tests.breadth import examples
 
 sizes_of_groups = st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1)))
 
@@ -88,7 +89,7 @@ def test_chunks_are_the_least_that_hold_the_longest(lengths: list[int], m: int) 
 
 
 @given(st.integers(1, 9), st.integers(0, 300_000), st.integers(0, 2**32))
-@settings(max_examples=30)
+@examples(30)
 def test_xor_recovers_any_one_block(k: int, size: int, seed: int) -> None:
     data = blocks_of(k, size, seed)
     pieces = dict(enumerate(data + encode(data, 1)))

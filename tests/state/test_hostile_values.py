@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError, StateError
 from shardwise.state.plain_values import decode
+from tests.breadth import examples
 
 
 class Colour(enum.Enum):
@@ -49,7 +50,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@examples(400)
 @given(json_values)
 def test_whatever_a_file_says_is_a_value_or_a_clear_error(encoded: object) -> None:
     with contextlib.suppress(StateError):

@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.breadth import examples
 from tests.formats.language.rankfiles import Array, read, same
 
 RANKS = ("tp", "ep")
@@ -80,7 +81,7 @@ def cut(layout: Layout, whole: Array) -> dict[tuple[int, ...], dict[str, Array]]
     return {rank: {"w": turned[rank].reshape(shape).copy()} for rank in ranks}
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(layouts())
 def test_any_layout_is_read_element_for_element(layout: Layout) -> None:
     shape = [math.prod(layout.sizes[axis] for axis in dim) for dim in layout.whole]
@@ -89,7 +90,7 @@ def test_any_layout_is_read_element_for_element(layout: Layout) -> None:
     same(read(layout.text(), axes, cut(layout, whole))["w"], whole)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -109,7 +110,7 @@ def test_unequal_shards_of_sums(shares: list[int], parts: list[int], width: int)
     same(read(text, {"tp": len(shares)}, ranks)["w"], whole.reshape(-1, width))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(1, 5),

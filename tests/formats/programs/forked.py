@@ -1,7 +1,8 @@
 """Run a program on several ranks that are forked after the imports, so that imports run only once.
 
-    forked.py RANKS MODULES PROGRAM ARGUMENT...
+    forked.py RANKS MODULES PROGRAM ARGUMENT... [-- RANKS ARGUMENT...]
 
+The arguments after `--` are for another run of the program, after the first one.
 MODULES are the slow imports of the program, joined by commas. Ranks find each other as under
 torchrun.
 """
@@ -44,12 +45,16 @@ def perform(rank: int, ranks: int, port: int, program: str) -> int:
     return 0
 
 
-def main(ranks: int, modules: str, program: str) -> int:
-    """Start the ranks and wait for them. If one fails, kill the others."""
+def import_all(modules: str, program: str) -> None:
+    """Import what a program needs."""
     sys.path.insert(0, str(Path(program).parent))
     for name in filter(None, modules.split(",")):
         importlib.import_module(name)
     runpy.run_path(program)  # only for its imports
+
+
+def run_on(ranks: int, program: str) -> int:
+    """Start the ranks and wait for them. If one fails, kill the others."""
     pipes = [os.pipe() for _ in range(ranks)]
     children = []
     for rank, (receive, _) in enumerate(pipes):
@@ -76,6 +81,13 @@ def main(ranks: int, modules: str, program: str) -> int:
 
 
 if __name__ == "__main__":
-    count, imported, path = sys.argv[1:4]
-    sys.argv = sys.argv[3:]
-    sys.exit(main(int(count), imported, path))
+    count, imported, path, *rest = sys.argv[1:]
+    import_all(imported, path)
+    while True:
+        end = rest.index("--") if "--" in rest else len(rest)
+        sys.argv = [path, *rest[:end]]
+        if status := run_on(int(count), path):
+            sys.exit(status)
+        if end == len(rest):
+            sys.exit(0)
+        count, *rest = rest[end + 1 :]
