@@ -317,8 +317,8 @@ def _is_in_storage(run: RunView) -> bool:
 def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
     """Return whether the run was resumed from an older step after this snapshot was saved.
 
-    Return False if the epoch of any of its saves is unknown, because the run may have been resumed
-    before that save.
+    If the epoch of any of the saves is unknown, return False: the run may have been resumed before
+    that save.
     """
     epochs = [each.epoch for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
     return bool(epochs) and all(

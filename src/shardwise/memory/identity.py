@@ -36,25 +36,25 @@ def node_name(home: Home) -> str:
     return _read_or_create(home.path / "node", f"{socket.gethostname()}-{secrets.token_hex(4)}")
 
 
-def secret_of(home: Home, given: Path | None) -> str:
+def secret_of(home: Home, secret_file: Path | None) -> str:
     """Return the secret that clients of the agent must present.
 
     Args:
-        given: the file with the secret; None for a secret that is generated and stored in the home.
+        secret_file: the file with the secret; None for a secret that is generated and stored in the home.
 
     Raises:
         StoreError: the file cannot be read, or does not contain a valid secret.
     """
-    if given is None:
+    if secret_file is None:
         return _read_or_create(home.path / "agent.secret", secrets.token_urlsafe(32))
     try:
-        with given.open("rb") as file:
+        with secret_file.open("rb") as file:
             secret = file.read(LONGEST_SECRET + 2).decode(errors="replace").strip()
     except OSError as error:
-        raise StoreError(f"{given}: cannot read the secret: {error.strerror}") from error
+        raise StoreError(f"{secret_file}: cannot read the secret: {error.strerror}") from error
     if not _SECRET.fullmatch(secret):
         raise StoreError(
-            f"{given}: the file does not contain a secret of {SHORTEST_SECRET} to "
+            f"{secret_file}: the file does not contain a secret of {SHORTEST_SECRET} to "
             f"{LONGEST_SECRET} ASCII characters without spaces; create one with "
             "`openssl rand -hex 32`"
         )

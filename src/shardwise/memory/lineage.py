@@ -31,11 +31,12 @@ class Branch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A run and its branches, by ascending step. A new branch replaces those at its step or later.
+    """A run, and the points where it was resumed.
 
     Attributes:
         run: the id of the run, 16 hexadecimal digits.
-        branches: the branches.
+        branches: the branches by ascending step. A new branch replaces the branches at its step or
+            later.
     """
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]

@@ -148,7 +148,7 @@ class Observer:
 
 
 def view_run(run: Run, cache: RecordCache | None = None) -> RunView:
-    """Read the snapshots of a run, but not which of its trainers are alive.
+    """Read the snapshots of a run. Whether its trainers are alive is left out.
 
     Args:
         cache: a cache for this run alone, if it is read repeatedly.

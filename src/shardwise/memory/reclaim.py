@@ -200,7 +200,7 @@ def remove_if_vacant(home: Home, run: Run) -> None:
 
 
 def finish_removals(home: Home) -> None:
-    """Remove the rest of runs whose removal was interrupted."""
+    """Finish the removals of runs that were interrupted."""
     for path in home.path.glob(f"{REMOVED_RUN}*"):
         shutil.rmtree(path, ignore_errors=True)
 

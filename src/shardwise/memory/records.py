@@ -260,7 +260,7 @@ def copying_marker(data_file: str) -> str:
 
 
 def copying_markers(names: Iterable[str]) -> list[str]:
-    """Return those names that are names of copying markers."""
+    """Return the copying markers among the names of files."""
     return [name for name in names if name.endswith(_COPYING)]
 
 

@@ -167,7 +167,7 @@ class Registry:
 
 
 class Registration:
-    """Updates a node's entry while the node saves. The first failure is logged; none is raised.
+    """Updates a node's entry while the node saves. Logs the first failure, and raises none.
 
     Args:
         registry: the entries of the run.
@@ -284,10 +284,10 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remember_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:
-    """Record on this node which nodes the run uses, in addition to those that it used recently.
+    """Record on this node which nodes the run uses. Nodes that it used before stay in the record.
 
-    Ranks may return to this node after other nodes have continued the run. This record names those
-    nodes; the records of the old snapshots here do not.
+    Ranks may return to this node after other nodes have continued the run. They find these nodes by
+    this record; the records of the old snapshots do not name them.
     """
     known = {info.node: info for info in known_nodes(run)}
     for info in nodes:

@@ -157,7 +157,7 @@ class _LedSave:
         return copied
 
     def _copy_files(self, store: Store) -> int:
-        """Have each node copy its files to storage, and copy those of lost nodes here."""
+        """Have each node copy its files to storage. Copy the files of lost nodes here."""
         files_of = self._files_by_node()
         # Request from all nodes before waiting for any.
         reached = run_on_nodes(

@@ -107,7 +107,7 @@ def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
 
 
 def _pad(chunk: Buffer, alignment: int) -> Buffer:
-    """Return a chunk whose length is a multiple of `alignment`: itself, or a zero-padded copy."""
+    """Return a chunk, padded with zeros to a multiple of `alignment` bytes if necessary."""
     padded_length = -(-len(chunk) // alignment) * alignment
     if padded_length == len(chunk):
         return chunk

@@ -48,7 +48,7 @@ class Membership(msgspec.Struct, array_like=True):
 
 
 def with_interface(options: Memory, group: Group) -> Memory:
-    """Return options whose `interface` other hosts can reach, if the run has several hosts.
+    """Return the options; if the run has several hosts, with an `interface` that they can reach.
 
     All ranks call this together.
     """
