@@ -40,7 +40,7 @@ def secret_of(home: Home, secret_file: Path | None) -> str:
     """Return the secret that clients of the agent must present.
 
     Args:
-        secret_file: the file with the secret; None for a secret that is generated and stored in the home.
+        secret_file: the file with the secret; None for a generated secret, stored in the home.
 
     Raises:
         StoreError: the file cannot be read, or does not contain a valid secret.
