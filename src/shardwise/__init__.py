@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "Best": "retention",
     "Box": "layout",
     "Checkpoint": "checkpoint",
@@ -85,18 +85,18 @@ _HOMES = {
     "spec": "formats.specification",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - a list, sorted from the one place that names them
+__all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - a list, sorted from the one place that names them
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULE_OF_NAME.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "__version__"])
+    return sorted([*_MODULE_OF_NAME, "__version__"])

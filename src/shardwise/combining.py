@@ -124,7 +124,7 @@ def merge_lora(
 
     Each weight becomes `weight + alpha / r * (B @ A)`. This is computed in single precision (in
     double precision if the base has it) and rounded once, to the base's dtype. Tensors that the
-    adapter holds whole (PEFT's `modules_to_save`, biases) replace those of the base.
+    adapter holds whole (PEFT's `modules_to_save`, biases) replace the base's tensors.
 
     Args:
         base: the checkpoint that the adapter was trained on, in any format.

@@ -51,8 +51,8 @@ def fragments_of_local_tensor(
             placement for placement in placements if not isinstance(placement, _SUPPORTED)
         )
         raise StateError(
-            f"{name}: the DTensor has the placement {pending}, so ranks hold terms that are not "
-            "reduced yet: redistribute it to Replicate() or Shard() first"
+            f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
+            "are not reduced yet: redistribute it to Replicate() or Shard() first"
         )
     pairs, size = _boxes(shape, splits)
     if size != local.numel():

@@ -261,7 +261,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
         return local_state
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """Return the state to load. The loss scale stays if the checkpoint has none."""
+        """Return the state to load. The loss scale stays if the checkpoint lacks it."""
         buckets = match_buckets([self._optimizer], saved)
         self._bucketed_state = BucketedState(buckets, saved) if buckets.places else None
         if self._bucketed_state is not None:

@@ -107,7 +107,7 @@ class ModelDescription:
     def match_names(self, has: Callable[[str], bool]) -> ModelDescription:
         """Return the description with the names that a checkpoint has.
 
-        Tensors get the module's own names if the checkpoint has only those.
+        Tensors get the module's own names if the checkpoint has only these names.
 
         Args:
             has: returns whether the checkpoint has a tensor of a name.

@@ -31,7 +31,7 @@ GROUPS = "param_groups"
 SCHEDULER_KEY_SUFFIXES = ("_lr", "_momentum")
 # Keys of a param group that are not hyperparameters.
 NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
-# Keys that param groups of DeepSpeed's Adam have in addition to those of torch's.
+# Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks.
 DEEPSPEED_KEYS = ("bias_correction", STEP)
 
 

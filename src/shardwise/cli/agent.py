@@ -59,7 +59,7 @@ def run(
     ] = LOOPBACK,
     port: Annotated[
         int,
-        typer.Option(metavar="N", help="The port. 0: that of the previous agent, or a free one."),
+        typer.Option(metavar="N", help="The port. 0: the previous agent's port, or a free one."),
     ] = 0,
     domain: Annotated[
         str,
@@ -231,7 +231,9 @@ def _tls_from_options(certificate: Path | None, key: Path | None, ca: Path | Non
     if certificate is None and key is None and ca is None:
         return None
     if certificate is None or key is None or ca is None:
-        raise typer.BadParameter("give all three of --tls-cert, --tls-key and --tls-ca, or none")
+        raise typer.BadParameter(
+            "--tls-cert, --tls-key and --tls-ca: pass all three of them, or none"
+        )
     return Tls(certificate=certificate, key=key, ca=ca)
 
 

@@ -1,4 +1,4 @@
-"""Find and open the checkpoints at a path. If there are none, errors describe what is there."""
+"""Find and open the checkpoints at a path. Errors describe the path if it has no checkpoint."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def find_changes(
 
     Raises:
         MismatchError: names or shapes do not fit the base; `problems` lists them all.
-        StateError: the tensors are not those of an adapter, or the adapter cannot be merged.
+        StateError: the checkpoint is not an adapter, or the adapter cannot be merged.
     """
     if config is None and alpha is None:
         raise StateError(
@@ -249,7 +249,7 @@ def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
     """Group an adapter's tensors by the modules that they change.
 
     Raises:
-        StateError: the tensors are not those of one adapter.
+        StateError: the tensors do not belong to exactly one adapter.
     """
     found = _AdapterTensors()
     adapters: set[str] = set()

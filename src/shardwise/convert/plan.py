@@ -49,7 +49,7 @@ class Source(Protocol):
         """Fill each buffer with its part.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the bytes that were saved.
         """
         ...
 

@@ -39,7 +39,7 @@ class CheckpointSource:
         """Fill each buffer with its part.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the bytes that were saved.
         """
         leaves = []
         unaligned: list[tuple[torch.Tensor, Buffer]] = []
@@ -88,7 +88,7 @@ class AverageSource:
         """Fill each buffer with its part of the average.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the bytes that were saved.
             MismatchError: a tensor that cannot be averaged differs between checkpoints.
         """
         first = next(iter(self._sources.values()))
@@ -166,7 +166,7 @@ class MergedSource:
         """Fill each buffer with its part.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the bytes that were saved.
         """
         unchanged = []
         for part, buffer in parts:

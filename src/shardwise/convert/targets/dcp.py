@@ -30,8 +30,8 @@ Path = tuple[str | int, ...]
 def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     """Plan the files of a DCP checkpoint. Tensors larger than `max_file` are cut.
 
-    Optimizers get both names of each entry: those of `get_optimizer_state_dict` with flattening,
-    and those without.
+    Entries of optimizers are listed under both names that `get_optimizer_state_dict` can give them:
+    flattened, and not flattened.
     """
     state = nest_state(contents)
     left_out = list(state.left_out)
