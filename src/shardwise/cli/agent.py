@@ -231,9 +231,7 @@ def _tls_from_options(certificate: Path | None, key: Path | None, ca: Path | Non
     if certificate is None and key is None and ca is None:
         return None
     if certificate is None or key is None or ca is None:
-        raise typer.BadParameter(
-            "--tls-cert, --tls-key and --tls-ca: pass all three of them, or none"
-        )
+        raise typer.BadParameter("give all three of --tls-cert, --tls-key and --tls-ca, or none")
     return Tls(certificate=certificate, key=key, ca=ca)
 
 
