@@ -235,5 +235,7 @@ def compute_tensor_shape(
             size = limit
         shape.append(size)
     if math.prod(size for size in shape if size) > LARGEST:
-        raise LayoutError(f"the tensor would be absurdly large: {shape}")
+        raise LayoutError(
+            f"the tensor would be too large, with shape {shape}: check the numbers in names"
+        )
     return tuple(shape)

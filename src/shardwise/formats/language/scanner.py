@@ -147,7 +147,7 @@ class Scanner:
         if digits is None:
             return None
         if len(digits) > 19 or int(digits) > LARGEST_NUMBER:
-            self.fail(f"the number is absurdly large; the largest is {LARGEST_NUMBER}", position)
+            self.fail(f"the number is too large; the largest is {LARGEST_NUMBER}", position)
         return int(digits)
 
     def read_words(self, expected: str) -> Iterator[str]:

@@ -130,7 +130,7 @@ def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
         size = int(column.max(initial=0)) + 1
         combinations *= size
         if combinations > LARGEST_KEY:
-            raise LayoutError("the numbers in names are absurdly large")
+            raise LayoutError(f"the numbers in names have more than {LARGEST_KEY} combinations")
         key = key * size + column
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first.astype(np.int64), inverse.astype(np.int64)

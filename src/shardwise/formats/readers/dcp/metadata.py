@@ -87,7 +87,9 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
             compressed.
     """
     path = f"{tree}/{name}"
-    root = unpickle(tree.read(name), path, also_allowed=_STUBS, limit_expansion=False).value
+    root = unpickle(
+        tree.read(name), path, also_allowed=_METADATA_NAMES, limit_expansion=False
+    ).value
     try:
         return _parse_metadata(_fields_of(root, "Metadata"))
     except FormatError as error:
@@ -111,7 +113,7 @@ _TORCH_DCP = "torch.distributed.checkpoint"
 _OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _BYTECHECKPOINT = "bytecheckpoint.checkpointer.meta_type"
-_STUBS: AllowedNames = {
+_METADATA_NAMES: AllowedNames = {
     **TORCH_NAMES,
     **allow_as_instances(
         *(

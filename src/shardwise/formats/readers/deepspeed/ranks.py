@@ -20,7 +20,7 @@ from shardwise.formats.readers.deepspeed.files import (
     require_rank_files,
 )
 from shardwise.formats.readers.deepspeed.states import (
-    STUBS,
+    DEEPSPEED_NAMES,
     ModelState,
     OptimizerState,
     parse_model_state,
@@ -223,7 +223,7 @@ def _read_contents(
     contents = tree.read_each(
         {name: indices.get(name, 0) for name in names},  # a missing file cannot be opened
         lambda file: read_torch_file(
-            file, also_allowed=STUBS, skip_unknown=tree.skip_unknown, cache=cache
+            file, also_allowed=DEEPSPEED_NAMES, skip_unknown=tree.skip_unknown, cache=cache
         ),
     )
     for name, file in contents.items():

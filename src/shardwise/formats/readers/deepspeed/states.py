@@ -22,7 +22,7 @@ ParameterState: TypeAlias = Mapping[str, "StoredArray | Number"]
 """The state of an optimizer for one parameter or flat group, by key."""
 T = TypeVar("T")
 
-STUBS = allow_as_instances(
+DEEPSPEED_NAMES = allow_as_instances(
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
