@@ -1,4 +1,4 @@
-"""save, load and open: the functions that most users call."""
+"""`save`, `load` and `open`: the functions that most users call."""
 
 from __future__ import annotations
 
@@ -51,24 +51,30 @@ def save(
 ) -> SaveReport:
     """Save a state as one checkpoint, which is durable on return. All ranks call this function.
 
-    If the save fails, all ranks raise, and nothing is published.
+    If the save fails, all ranks raise an error, and nothing is published.
+
+    Example:
+
+        state = {"model": model, "optimizer": optimizer, "epoch": 3}
+        report = sw.save("checkpoints/3", state, step=1000, metrics={"loss": 2.5})
 
     Args:
         place: a directory, which need not exist, or a store.
         state: a dict of modules, optimizers, tensors, objects with `state_dict` and
             `load_state_dict`, plain values, and dicts of these.
-        step: the training step of the state.
-        overwrite: replace an existing checkpoint, which is an error otherwise.
+        step: the training step of the state, an integer from 0.
+        overwrite: replace an existing checkpoint. Otherwise, an existing checkpoint is an error.
         check_replicas: compare tensors that several ranks hold, and raise if they differ.
-        metrics: numbers to store with the checkpoint, such as a loss.
-        allow_pickle: pickle values that have no plain form; loading them needs it too.
-        staging_bytes: bound on the host memory used beyond the state, in bytes.
+        metrics: numbers to store with the checkpoint, for example a loss.
+        allow_pickle: pickle values that have no plain form. Then `load` needs the option too.
+        staging_bytes: bound on the host memory used beyond the state, in bytes; at least 1 MiB.
         group: the ranks. Default: the default process group, or this process alone without one.
         plans: a cache of plans of earlier saves, which this save reads and updates.
-        on_event: called after each stage.
+        on_event: called with an `Event` after each stage.
 
     Raises:
         StateError: a value cannot be saved (the message names it), or `place` is a file.
+        StateError, ValueError: an option is invalid.
         MismatchError: values, shapes, dtypes or the place differ between ranks.
         LayoutError: the shards of a tensor overlap or leave gaps.
         CheckpointExistsError: `place` already has a checkpoint.
@@ -116,42 +122,41 @@ def load(
     """Load a checkpoint into a state, with any sharding. All ranks call this function.
 
     Tensors are filled in place, missing optimizer state is created, and plain values are set in
-    the dict. A state with fewer keys than the checkpoint loads only those.
+    the dict. If the state has fewer keys than the checkpoint, only these keys are loaded.
+
+    Example:
+
+        report = sw.load("checkpoints/3", {"model": model, "optimizer": optimizer})
 
     Args:
         place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
         state: the state to fill; see `save`.
         strict: raise if the checkpoint lacks names of the state, or has further names below the
-            keys of the state. If False, report both; a module that gets nothing still raises.
-        only, skip: shell patterns of the target's names to load, and to leave unchanged.
-        rename: maps target names to checkpoint names: a function, or a mapping of prefixes.
-        cast: convert tensors whose dtypes differ, which is an error otherwise.
-        resize: maps names or shell patterns to "keep-common": load what both shapes share.
-        allow_pickle: unpickle values that were pickled. Only for files that you trust.
-        step, verify, spec, skip_unknown, format, index: see `open`. All others: see `save`.
+            keys of the state. If False, report both. A module that gets nothing still raises.
+        only, skip: shell patterns of the names of the state to load, and to leave unchanged.
+        rename: maps names of the state to saved names: a function, or a mapping of prefixes.
+        cast: convert tensors whose dtypes differ. Otherwise, different dtypes are an error.
+        resize: maps shell patterns to `"keep-common"`: fill the elements inside of both shapes.
+        allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
+        step, verify, spec, skip_unknown, format, index: as for `open`.
+        staging_bytes, group, on_event: as for `save`.
 
     Raises:
-        CheckpointNotFoundError, FormatError: there is no checkpoint, or its manifest is invalid.
+        CheckpointNotFoundError, FormatError: as for `open`.
         MismatchError: names, shapes or dtypes do not fit, or copies differ. Nothing was written.
         CorruptionError: bytes differ from those that were saved. The state is partly written.
-        StateError: a plain value cannot be restored.
+        StateError, ValueError: a plain value cannot be restored, or an option is invalid.
+        StoreError, OSError: the storage failed on this rank.
         RankError: another rank failed.
     """
     options = LoadOptions(
-        strict=strict,
-        only=only,
-        skip=skip,
-        rename=rename,
-        cast=cast,
-        resize=resize or {},
-        verify=verify,
-        allow_pickle=allow_pickle,
-        staging_bytes=staging_bytes,
-    )
+        strict=strict, only=only, skip=skip, rename=rename, cast=cast, resize=resize or {},
+        verify=verify, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
+    )  # fmt: skip
     reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
-        return load_state(entered(place, step, ranks), state, options, reading, ranks, recorder)
+        return load_state(find_store(place, step, ranks), state, options, reading, ranks, recorder)
 
 
 @skip_compile
@@ -165,35 +170,43 @@ def open(  # noqa: A001 - shardwise.open
     format: str | None = None,  # noqa: A002 - as it is called everywhere
     index: Index | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint to read tensors and values by name. Needs no process group or model.
+    """Open a checkpoint to read tensors and values by name, without a process group or a model.
+
+    Example:
+
+        checkpoint = sw.open("checkpoints/3")
+        weight = checkpoint["model.layers.0.wq.weight"].tensor(dtype=torch.float32)
 
     Args:
         place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
         step: which checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
-        verify: check the checksum of every byte that is read. A foreign checkpoint is not
-            checked; if it stores a tensor several times, a sample of the copies is compared.
-        spec: how to assemble the tensors, in the language of docs/language.md; see
-            `shardwise.spec`.
-        skip_unknown: skip pickled values of unknown classes, which are an error otherwise, and
-            list them in `left_out`.
-        format: `"dcp"`, `"hf"` …: the format to read, if the directory has several.
+        verify: check the checksum of every byte that is read. Foreign checkpoints have no such
+            checksums. If they store a tensor several times, a sample of the copies is compared.
+        spec: a specification of how to assemble the tensors; see `shardwise.spec`.
+        skip_unknown: skip pickled values of unknown classes, and list them in `left_out`.
+            Otherwise, such values are an error.
+        format: the format to read, if the directory has several; for example `"dcp"` or `"hf"`.
         index: a file that caches the description of a foreign checkpoint, so that the checkpoint
             opens faster the next time.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.
         FormatError: the manifest is invalid, or the format is unknown.
+        StateError: an option is invalid, or `step` is given and the place is not a root.
+        MismatchError: the specification does not fit the checkpoint.
     """
     with pause_gc():
         options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-        opened = open_any(entered(place, step, SoloGroup()), SoloGroup(), options=options)
+        opened = open_any(find_store(place, step, SoloGroup()), SoloGroup(), options=options)
         return Checkpoint(opened, verify=verify)
 
 
-def entered(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
-    """Return a function that opens the store of a checkpoint: the place, or a step below it.
+def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
+    """Find the checkpoint at a place, on all ranks together.
 
-    All ranks call this function together.
+    Returns:
+        A function that opens the store of the checkpoint: the place itself, or, if the place is the
+        root of a run, the directory of the selected step.
 
     Raises:
         ShardwiseError: as for `place_below`.
@@ -205,12 +218,12 @@ def entered(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
 
 @contextmanager
 def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
-    """Provide the group of ranks: the given one, or the default process group.
+    """Provide the group of ranks while the block runs: `group`, or the default process group.
 
     If the process group has no backend for CPU tensors, a gloo group of the same ranks is created
     and destroyed at the end of the block.
     """
-    if isinstance(group, int):  # torch.distributed's value for ranks that are not in a new group
+    if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER of torch.distributed
         raise StateError(
             "group: this rank is not in the process group; call save and load on its members only"
         )
@@ -231,7 +244,7 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
 
 
 def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
-    """Return what this rank saves of a state.
+    """Return the local state: the tensors and values that this rank saves of a state.
 
     Raises:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.

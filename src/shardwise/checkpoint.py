@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading by name."""
+"""`Checkpoint`: a mapping from names to the tensors and values of an open checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,20 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A checkpoint as a mapping from names to tensors (`SavedTensor`, read lazily) and values.
+    """An open checkpoint: a mapping from names to tensors and plain values.
+
+    Tensors are `SavedTensor`s, which read their data when they are indexed or converted.
+
+    Example:
+
+        checkpoint = sw.open("checkpoints/3")
+        list(checkpoint)                          # all names
+        checkpoint["model.norm.weight"][:10]      # reads ten elements
+        model.load_state_dict(checkpoint.state_dict("model"))
 
     Attributes:
-        manifest: the parsed manifest.
-        metrics: the metrics that were saved; None for values that were not finite.
+        manifest: the manifest of the checkpoint.
+        metrics: the saved metrics; None for metrics that were not finite.
         verified: whether reads check checksums.
     """
 
@@ -72,20 +81,21 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Parts of a foreign checkpoint that have no name here, with the reason; one line each."""
+        """The parts of a foreign checkpoint that were not read, with the reason; one line each."""
         return self._opened.left_out
 
     def __getitem__(self, name: str) -> Any:
-        """A `SavedTensor`, or a plain value.
+        """Return the `SavedTensor` or plain value of this name.
 
         Raises:
-            KeyError: the checkpoint has no such name; the message suggests similar ones.
+            KeyError: the checkpoint has no such name. The message suggests similar names.
+            StateError: the value was saved as pickle.
         """
         entry = self._saved.tensor(name)
         if entry is not None:
             return self._saved_tensor(entry)
         if not self._saved.has_object(name):
-            raise self._unknown(name)
+            raise self._unknown_name_error(name)
         return self._read([name])[name]
 
     def __contains__(self, name: object) -> bool:
@@ -108,12 +118,12 @@ class Checkpoint(Mapping[str, Any]):
         return {entry.name: self._saved_tensor(entry) for entry in self.manifest.tensors}
 
     def state_dict(self, key: str) -> dict[str, Any]:
-        """Read everything below a key of the state, with that key removed from the names.
+        """Read all tensors and values below a key of the state, and remove the key from the names.
 
         The result fits `load_state_dict` of the module or scheduler that was saved under the key.
 
         Raises:
-            KeyError: nothing is below this key; the message suggests similar ones.
+            KeyError: the checkpoint has no names below this key. The message suggests similar keys.
             StateError: the key is an optimizer's, whose state is stored by parameter name, or its
                 value is not a dict.
             CorruptionError: bytes differ from those that were saved.
@@ -126,7 +136,7 @@ class Checkpoint(Mapping[str, Any]):
         start = f"{key}."
         names = [name for name in self if name.startswith(start)]
         if not names:
-            raise self._unknown(key)
+            raise self._unknown_name_error(key)
         if f"{start}{GROUPS}" in names:
             raise StateError(
                 f"{key}: the key belongs to an optimizer; load an optimizer with sw.load"
@@ -134,10 +144,13 @@ class Checkpoint(Mapping[str, Any]):
         return {name.removeprefix(start): value for name, value in self._read(names).items()}
 
     def to_dict(self, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> dict[str, Any]:
-        """Read everything as nested dicts: `model.0.weight` is `["model"]["0"]["weight"]`.
+        """Read all tensors and values as nested dicts.
+
+        The name `model.0.weight` becomes `["model"]["0"]["weight"]`. Tensors are on the CPU.
 
         Args:
-            only, skip: shell patterns of names, as for `load`.
+            only: shell patterns of the names to read. Default: all.
+            skip: shell patterns of the names to leave out.
 
         Raises:
             StateError: a value was saved as pickle, or `only` or `skip` is not a list.
@@ -147,18 +160,18 @@ class Checkpoint(Mapping[str, Any]):
         found = self._read([name for name in self if selection.selects(name)])
         nested: dict[str, Any] = {}
         for name, value in found.items():
-            *above, last = _keys(name, found)
-            here = nested
-            for key in above:
-                here = here.setdefault(key, {})
-            here[last] = value
+            *parent_keys, last = _nested_keys(name, found)
+            parent = nested
+            for key in parent_keys:
+                parent = parent.setdefault(key, {})
+            parent[last] = value
         return nested
 
     def boxes(self, name: str) -> list[tuple[Box, int]]:
         """Return the boxes that a tensor is stored in, each with the rank that wrote the box.
 
         Raises:
-            KeyError: there is no tensor of this name; the message suggests similar ones.
+            KeyError: there is no tensor of this name. The message suggests similar names.
         """
         ndim = len(self._tensor(name).shape)
         pieces = self._opened.pieces
@@ -175,15 +188,16 @@ class Checkpoint(Mapping[str, Any]):
         ]
 
     def plot(self, name: str, axes: Axes | None = None) -> Axes:
-        """Draw the boxes that a tensor is stored in, each with the number of its rank or file.
+        """Draw the boxes that a tensor is stored in, each labelled with its rank or file.
 
-        If more than two dimensions are split, the plot shows the first two.
+        If more than two dimensions are split, the plot shows the first two split dimensions.
 
         Args:
-            axes: the matplotlib axes to draw on. Default: new ones.
+            name: the name of the tensor.
+            axes: the matplotlib axes to draw on. Default: the axes of a new figure.
 
         Raises:
-            KeyError: there is no tensor of this name; the message suggests similar ones.
+            KeyError: there is no tensor of this name. The message suggests similar names.
             ImportError: matplotlib is not installed.
         """
         entry = self._tensor(name)
@@ -192,11 +206,16 @@ class Checkpoint(Mapping[str, Any]):
         return draw_boxes(title, entry.shape, self.boxes(name), noun, axes)
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
-        """Read a box of a tensor into `out`, which has the box's shape and the tensor's dtype.
+        """Read a box of a tensor into an existing tensor.
+
+        Args:
+            name: the name of the tensor.
+            box: the box to read.
+            out: a tensor on any device, with the shape of the box and the saved dtype.
 
         Raises:
-            KeyError: there is no tensor of this name; the message suggests similar ones.
-            StateError: the box is not inside the tensor, or `out` has another shape or dtype.
+            KeyError: there is no tensor of this name. The message suggests similar names.
+            StateError: the box is not inside of the tensor, or `out` has another shape or dtype.
             CorruptionError: bytes differ from those that were saved.
             MismatchError: a foreign checkpoint stores the tensor several times, and the copies
                 differ. A sample is compared when the tensor is first read.
@@ -204,50 +223,55 @@ class Checkpoint(Mapping[str, Any]):
         entry = self._tensor(name)
         whole = Box.whole(entry.shape)
         if len(box.shape) != len(entry.shape) or not whole.contains(box):
-            raise StateError(f"{name}: {box} is not inside a tensor of shape {list(entry.shape)}")
+            raise StateError(
+                f"{name}: the box {box} is not inside of the tensor, which has shape "
+                f"{list(entry.shape)}"
+            )
         if tuple(out.shape) != box.shape or str(out.dtype) != f"torch.{entry.dtype}":
             raise StateError(
                 f"{name}: the box {box} has dtype {entry.dtype} and shape {list(box.shape)}, but "
                 f"out has {out.dtype} and {list(out.shape)}"
             )
-        self._fill([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
+        self._read_leaves([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
 
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
         """Check every byte of every file against its checksum.
 
-        In foreign checkpoints, only zip archives have checksums (`torch.save` and DCP write them).
-        The report counts the tensor bytes that have none. If the checkpoint stores a tensor
-        several times, all bytes of the copies are compared.
+        In foreign checkpoints, only zip archives have checksums (`torch.save` and DCP write such
+        archives). The report counts the tensor bytes without checksums. If the checkpoint stores a
+        tensor several times, all bytes of the copies are compared.
 
         Args:
-            on_event: called after each file.
+            on_event: called with an `Event` after each file.
 
         Raises:
             CorruptionError: a file is missing or truncated, or bytes differ from those that were
                 saved.
-            MismatchError: copies of a tensor differ; the message names all such tensors.
+            MismatchError: copies of a tensor differ. The message names all such tensors.
         """
         return verify_checkpoint(self._opened, self._arena, Recorder(on_event))
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Read tensors and plain values; tied tensors share memory."""
+        """Read tensors and plain values by name. Tied tensors share memory."""
         values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
-        inside = {each for value in values.values() for each in tensor_names_in_value(value)}
-        wanted = [name for name in names if name not in values and name not in inside]
+        inside_values = {each for v in values.values() for each in tensor_names_in_value(v)}
+        wanted = [name for name in names if name not in values and name not in inside_values]
         tensors: dict[int, torch.Tensor] = {}
         leaves = []
-        for name in [*wanted, *sorted(inside)]:
+        for name in [*wanted, *sorted(inside_values)]:
             entry = self._saved.tensor(name)
             if entry is None:
-                raise StateError(f"{name}: a plain value refers to this tensor, which is missing")
-            number = self._saved.stored_index(name)
-            if number not in tensors:
+                raise StateError(
+                    f"{name}: a plain value in {self.path} refers to this tensor, which is missing"
+                )
+            index = self._saved.stored_index(name)
+            if index not in tensors:
                 dtype: torch.dtype = getattr(torch, entry.dtype)
-                data = tensors[number] = torch.empty(entry.shape, dtype=dtype, device="cpu")
+                data = tensors[index] = torch.empty(entry.shape, dtype=dtype, device="cpu")
                 if data.numel():
                     whole = Fragment(Box.whole(entry.shape), data)
                     leaves.append(TensorLeaf(name, dtype, entry.shape, (whole,)))
-        self._fill(leaves)
+        self._read_leaves(leaves)
 
         def read(name: str) -> torch.Tensor:
             return tensors[self._saved.stored_index(name)]
@@ -256,25 +280,25 @@ class Checkpoint(Mapping[str, Any]):
         found |= {name: read(name) for name in wanted}
         return {name: found[name] for name in names if name in found}
 
-    def _fill(self, leaves: Sequence[TensorLeaf]) -> None:
-        numbers = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared
-        if self.verified and numbers:
-            check_sample(self._opened, self._arena, Recorder(), numbers)
-            self._compared |= numbers
+    def _read_leaves(self, leaves: Sequence[TensorLeaf]) -> None:
+        indices = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared
+        if self.verified and indices:
+            check_sample(self._opened, self._arena, Recorder(), indices)
+            self._compared |= indices
         planned = plan_reads(leaves, self._saved, self._opened, self._arena)
         fill_alone(planned, self._opened, self._arena, verify=self.verified)
 
     def _saved_tensor(self, entry: TensorEntry) -> SavedTensor:
-        return SavedTensor(entry, self._fill, partial(self.boxes, entry.name))
+        return SavedTensor(entry, self._read_leaves, partial(self.boxes, entry.name))
 
     def _tensor(self, name: str) -> TensorEntry:
         entry = self._saved.tensor(name)
         if entry is None:
-            raise self._unknown(name)
+            raise self._unknown_name_error(name)
         return entry
 
-    def _unknown(self, name: str) -> KeyError:
-        """Return the error for an unknown name, with a suggestion."""
+    def _unknown_name_error(self, name: str) -> KeyError:
+        """Return the error for an unknown name, which suggests similar names."""
         if self._saved.below(name):
             hint = f"; other names begin with it: state_dict({name!r}) reads them"
         elif name in self.manifest.per_rank:
@@ -285,7 +309,7 @@ class Checkpoint(Mapping[str, Any]):
         return KeyError(f"{name!r} is not in {self.path}{hint}")
 
 
-def _keys(name: str, names: Collection[str]) -> list[str]:
+def _nested_keys(name: str, names: Collection[str]) -> list[str]:
     """Return the keys of nested dicts for a name, split at dots except within a value's key."""
     keys = [""]
     parts = name.split(".")

@@ -35,7 +35,7 @@ from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import PLAIN, OpenOptions, open_any, place_below
+from shardwise.opening import DEFAULTS, OpenOptions, open_any, place_below
 from shardwise.state.selection import Selection
 from shardwise.store import Files, LocalStore, Store, local_path, open_store
 
@@ -224,7 +224,7 @@ class _Job:
         with self.recorder.stage("open"):
             opened = self._open(base, f"{alpha}", reading)
             config = self._read_adapter_config(adapter)
-            opened_adapter = self._open(partial(_adapter_weights, adapter), f"{alpha}", PLAIN)
+            opened_adapter = self._open(partial(_adapter_weights, adapter), f"{alpha}", DEFAULTS)
         changes = self._find_changes(opened_adapter, opened, config, alpha)
 
         def open_source(arena: Arena) -> Source:

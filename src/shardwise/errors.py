@@ -4,13 +4,13 @@
     ├── StateError            a value cannot be saved or restored, or an option is invalid
     ├── LayoutError           shards do not cover a tensor exactly once
     ├── SpecError             a layout specification has an error; the message shows where
-    ├── MismatchError         checkpoint and state do not match, or replicas differ; lists all names
+    ├── MismatchError         checkpoint and state do not match, or replicas differ
     ├── StoreError            an operation of the storage or of an agent failed
     ├── CheckpointNotFoundError   there is no committed checkpoint at the path
-    ├── CheckpointExistsError     there is one at the path, and `overwrite` was not given
+    ├── CheckpointExistsError     the path has a checkpoint, and `overwrite` is not set
     ├── CorruptionError       bytes differ from those that were saved
     │   └── FormatError       a manifest or header is malformed, or of another version
-    └── RankError             another rank failed, so all ranks stopped this operation
+    └── RankError             another rank failed, so all ranks stopped the operation
         └── LostRankError     another rank died, or did not answer in time
 
 Each message says what failed, where, why, and what to do.
@@ -37,9 +37,13 @@ class LayoutError(ShardwiseError, ValueError):
 
 
 class SpecError(ShardwiseError, ValueError):
-    """A layout specification has a syntax error.
+    """A layout specification has an error. The message shows the line, and a caret at the column.
 
-    `line` and `column` count from 1; the message shows the line, and a caret below the column.
+    Attributes:
+        what: the problem.
+        source: the name of the specification, for example its file.
+        line, column: the position of the problem, both counted from 1.
+        text: the line.
     """
 
     def __init__(self, what: str, *, source: str, line: int, column: int, text: str) -> None:
@@ -56,9 +60,18 @@ def _spec_error(what: str, source: str, line: int, column: int, text: str) -> Sp
 
 
 class MismatchError(ShardwiseError, ValueError):
-    """Checkpoint and state do not match, or replicas differ.
+    """Checkpoint and state do not match, or replicas differ. The message shows 50 problems.
 
-    `problems` has one line for each affected name; the message shows the first 50.
+    Example:
+
+        try:
+            sw.load(path, state)
+        except sw.MismatchError as error:
+            print(len(error.problems), *error.problems, sep="\\n")
+
+    Attributes:
+        summary: the first line of the message.
+        problems: all problems, one line for each affected name.
     """
 
     def __init__(self, summary: str, problems: Sequence[str]) -> None:
@@ -98,30 +111,36 @@ class FormatError(CorruptionError, ValueError):
 class RankError(ShardwiseError):
     """Another rank failed, so this rank stopped the operation too.
 
-    `failures` maps each failed rank to its error message.
+    Attributes:
+        operation: the name of the operation.
+        failures: the error message of each failed rank. The message shows the first 16.
     """
 
-    def __init__(self, doing: str, failures: dict[int, str]) -> None:
-        self.doing = doing
+    def __init__(self, operation: str, failures: dict[int, str]) -> None:
+        self.operation = operation
         self.failures = failures
         shown = [f"  rank {rank}: {text}" for rank, text in list(failures.items())[:16]]
-        super().__init__(f"{doing} failed on {len(failures)} rank(s):\n" + "\n".join(shown))
+        super().__init__(f"{operation} failed on {len(failures)} rank(s):\n" + "\n".join(shown))
 
     def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:
-        return type(self), (self.doing, self.failures)
+        return type(self), (self.operation, self.failures)
 
 
 class LostRankError(RankError):
-    """Another rank died, or did not answer in time. Its progress is unknown."""
+    """Another rank died, or did not answer in time. It is unknown how far that rank got."""
 
 
 @contextmanager
 def user_code(name: str, call: str) -> Iterator[None]:
-    """Run code of the user in the block, and add the key of the state to its errors.
+    """Add the key of the state to errors that code of the user raises in the block.
 
-    Exceptions keep their type and get a note: `loader: raised by its state_dict()`. A
-    ShardwiseError becomes a StateError: if `load_state_dict` reads some other damaged file, this
-    checkpoint must not be reported as damaged.
+    Exceptions keep their type and get a note, for example `loader: raised by its state_dict()`. A
+    ShardwiseError becomes a StateError. Otherwise, if `load_state_dict` reads another damaged file,
+    this checkpoint would be reported as damaged.
+
+    Args:
+        name: the key of the state.
+        call: the method that is called, for the note.
 
     Raises:
         StateError: the code raised a ShardwiseError.
@@ -138,7 +157,7 @@ def user_code(name: str, call: str) -> Iterator[None]:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a note that tracebacks show below the error. On Python 3.10, also log it."""
+    """Add a note, which tracebacks show below the error. On Python 3.10, log the note too."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

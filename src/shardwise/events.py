@@ -1,4 +1,4 @@
-"""Events: the stages of an operation, with their times and bytes; and sizes as text."""
+"""Events: the finished stages of an operation, with their durations and bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A finished stage: its name, start (monotonic seconds), duration in seconds, and bytes."""
+    """A finished stage of an operation. Functions pass events to their `on_event`.
+
+    Example:
+
+        sw.save(path, state, on_event=lambda event: print(event.stage, event.seconds))
+
+    Attributes:
+        stage: the name of the stage, for example `"write"`.
+        start: the start of the stage, in seconds of `time.perf_counter`.
+        seconds: the duration of the stage.
+        bytes: the number of bytes that the stage processed, if the stage counts them.
+    """
 
     stage: str
     start: float
@@ -21,10 +32,11 @@ class Event:
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 Sink = Callable[[Event], None]
+"""The type of `on_event`: called with each event."""
 
 
 def _emit(sink: Sink, event: Event) -> None:
-    """Call a sink. If it raises, warn: the operation itself may already be committed."""
+    """Call a sink. An error becomes a warning, because the operation may be committed already."""
     try:
         sink(event)
     except Exception as error:
@@ -33,7 +45,13 @@ def _emit(sink: Sink, event: Event) -> None:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects the events of one operation, and passes each to `sink`."""
+    """Collects the events of one operation, and passes them to a sink.
+
+    Attributes:
+        sink: called with each event, if it is not None.
+        events: the events so far.
+        started: the start of the operation, in seconds of `time.perf_counter`.
+    """
 
     sink: Sink | None = None
     events: list[Event] = field(default_factory=list)
@@ -41,7 +59,7 @@ class Recorder:
 
     @contextmanager
     def stage(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Record the block as a stage, also if it raises."""
+        """Record the block as a stage, even if the block raises an error."""
         start = time.perf_counter()
         try:
             yield
@@ -52,14 +70,14 @@ class Recorder:
                 _emit(self.sink, event)
 
     def add(self, name: str, seconds: float) -> None:
-        """Record a stage that ends now, whose duration was measured elsewhere."""
+        """Record a stage that ends now, with a duration in seconds that the caller measured."""
         event = Event(name, time.perf_counter() - seconds, seconds)
         self.events.append(event)
         if self.sink is not None:
             _emit(self.sink, event)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each stage, ordered by first end, and the `total`."""
+        """Return the seconds of each stage, and the `total` since the start."""
         sums: dict[str, float] = {}
         for event in self.events:
             sums[event.stage] = sums.get(event.stage, 0.0) + event.seconds
@@ -68,7 +86,7 @@ class Recorder:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in a fitting binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
+    """Format a number of bytes in a binary unit, for example `0 B`, `1.50 KiB` or `250 MiB`."""
     value = float(nbytes)
     for unit in UNITS:
         if value < 1000 or unit == UNITS[-1]:

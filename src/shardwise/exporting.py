@@ -9,7 +9,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from shardwise.api import Index, Place, entered, resolved_group
+from shardwise.api import Index, Place, find_store, resolved_group
 from shardwise.convert.export import (
     MAX_FILE,
     MAX_MEMORY,
@@ -100,7 +100,7 @@ def _export(
     recorder: Recorder,
 ) -> ConversionReport:
     with ExitStack() as cleanup:
-        choose = entered(place, step, group)
+        choose = find_store(place, step, group)
 
         def enter() -> Store:
             options.check()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 30
 LONGEST_CELL = 80
 MOST_LABELS = 64
-MOST_LONG_LABELS = 16
-PLOT = "plot() needs matplotlib: pip install 'shardwise[plot]'"
+MOST_FULL_LABELS = 16
+MATPLOTLIB_MISSING = "plot() needs matplotlib: pip install 'shardwise[plot]'"
 
 
 def checkpoint_html(path: str, manifest: Manifest) -> str:
@@ -32,12 +32,12 @@ def checkpoint_html(path: str, manifest: Manifest) -> str:
         values.setdefault(entry.name.split(".")[0], []).append(entry)
     rows = []
     for key in dict.fromkeys([*tensors, *values]):
-        held, plain = tensors.get(key, []), values.get(key, [])
-        nbytes = sum(_nbytes(each) for each in held if each.same_as is None)
-        dtypes = ", ".join(sorted({each.dtype for each in held}))
-        alone = len(plain) == 1 and plain[0].name == key
-        shown = str(plain[0].value) if alone else str(len(plain) or "")
-        rows.append((key, str(len(held) or ""), dtypes, size(nbytes) if held else "", shown))
+        entries, plain = tensors.get(key, []), values.get(key, [])
+        nbytes = sum(_nbytes(each) for each in entries if each.same_as is None)
+        dtypes = ", ".join(sorted({each.dtype for each in entries}))
+        is_value = len(plain) == 1 and plain[0].name == key
+        shown = str(plain[0].value) if is_value else str(len(plain) or "")
+        rows.append((key, str(len(entries) or ""), dtypes, size(nbytes) if entries else "", shown))
     facts = {
         "format": manifest.format,
         "step": str(manifest.step),
@@ -72,7 +72,7 @@ def draw_boxes(
     Args:
         title: the title of the plot.
         shape: the global shape of the tensor.
-        boxes: the boxes, each with the number of its rank or file.
+        boxes: the boxes, each with its rank or the index of its file.
         noun: "rank" or "file", for labels.
         axes: the matplotlib axes to draw on; None for a new figure.
 
@@ -84,7 +84,7 @@ def draw_boxes(
         from matplotlib import pyplot as plt
         from matplotlib.patches import Rectangle
     except ImportError as error:
-        raise ImportError(PLOT) from error
+        raise ImportError(MATPLOTLIB_MISSING) from error
     if axes is None:
         axes = plt.subplots(layout="constrained")[1]
     view = plane(shape, [box for box, _ in boxes])
@@ -94,10 +94,10 @@ def draw_boxes(
     colour = {n: palette(i if few else i / len(numbers)) for i, n in enumerate(numbers)}
     for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
         number = boxes[owner][1]
-        look: dict[str, Any] = {"facecolor": (*colour[number][:3], 0.6), "edgecolor": "white"}
-        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **look))
+        style: dict[str, Any] = {"facecolor": (*colour[number][:3], 0.6), "edgecolor": "white"}
+        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **style))
         if len(view.boxes) <= MOST_LABELS:
-            label = f"{noun} {number}" if len(view.boxes) <= MOST_LONG_LABELS else str(number)
+            label = f"{noun} {number}" if len(view.boxes) <= MOST_FULL_LABELS else str(number)
             middle = (left + right) / 2, (top + bottom) / 2
             axes.text(*middle, label, ha="center", va="center", clip_on=True)
     axes.set_xlim(0, max(view.width, 1))

@@ -1,4 +1,4 @@
-"""Open the checkpoint at a place: a checkpoint of ours, or a foreign one read in place."""
+"""Open the checkpoint at a place: a checkpoint of ours, or a foreign checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OpenOptions:
     """How to read a checkpoint; see `shardwise.open`.
 
     Attributes:
-        spec: how to assemble the tensors of the checkpoint.
+        spec: the specification of how to assemble the tensors.
         skip_unknown: skip pickled values of unknown classes instead of raising.
         format: the format to read if the directory has several.
         index: a file that caches the description of a foreign checkpoint.
@@ -64,20 +64,24 @@ class OpenOptions:
             raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
 
 
-PLAIN = OpenOptions()
+DEFAULTS = OpenOptions()
 
 
 def open_any(
-    enter: Callable[[], Store], group: Group, terms: str = "", options: OpenOptions = PLAIN
+    enter: Callable[[], Store],
+    group: Group,
+    terms: str = "",
+    options: OpenOptions = DEFAULTS,
 ) -> Opened:
     """Open the checkpoint at a place, ours or foreign, on all ranks together.
 
-    Rank 0 reads its manifest, or describes the foreign files; every rank checks the result.
+    Rank 0 reads the manifest, or describes the foreign files. Every rank checks the result.
 
     Args:
-        enter: returns the store; if it fails on one rank, it fails on all.
-        terms: further options that must be equal on all ranks.
-        options: how to read it.
+        enter: returns the store of the place. A failure on one rank is raised on all ranks.
+        group: the ranks.
+        terms: further settings that must be equal on all ranks, formatted for error messages.
+        options: how to read the checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -111,7 +115,7 @@ def open_any(
 
 
 def _read_description(store: Store, options: OpenOptions) -> bytes:
-    """Return the manifest of a checkpoint of ours, or the encoded index of a foreign one."""
+    """Return the manifest of a checkpoint of ours, or the encoded index of a foreign checkpoint."""
     path = local_path(store)
     if path is not None and path.name == MANIFEST and path.is_file():
         raise CheckpointNotFoundError(
@@ -123,7 +127,7 @@ def _read_description(store: Store, options: OpenOptions) -> bytes:
         foreign = _foreign_path(store)
         if foreign is None:
             raise
-    return _describe_foreign(foreign, options)  # outside: its errors do not follow from that one
+    return _describe_foreign(foreign, options)  # outside of `except`: do not chain errors
 
 
 def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
@@ -153,14 +157,14 @@ def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
 
 
 def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
-    """Return the directory to read below a place, on all ranks together.
+    """Return the name of the directory of a step, if a place is the root of a run, or "".
 
-    That is the directory of the selected step if the place is the root of a run, and "" if the
-    place itself is to be read.
+    All ranks call this function together.
 
     Args:
-        enter: returns the store of the place; if it fails on one rank, it fails on all.
+        enter: returns the store of the place. A failure on one rank is raised on all ranks.
         choice: the selected step.
+        group: the ranks.
 
     Raises:
         CheckpointNotFoundError: the root has no such checkpoint.
@@ -173,8 +177,8 @@ def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str
         return store, f"{store}, step={parse_choice(choice)!r}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
-        asked = [each.decode() for each in messages]
-        require_equal(asked, "ranks do not open the same checkpoint:")
+        places = [each.decode() for each in messages]
+        require_equal(places, "ranks do not open the same checkpoint:")
         return _step_below(store, parse_choice(choice)).encode()
 
     return exchange_keeping(group, "choosing a checkpoint", make_message, make_reply)[1].decode()
@@ -195,8 +199,8 @@ def _step_below(store: Store, choice: Choice) -> str:
     return ""
 
 
-def open_foreign(store: Store, options: OpenOptions = PLAIN) -> Opened | None:
-    """Open a foreign checkpoint in this process alone; None if the place is not one.
+def open_foreign(store: Store, options: OpenOptions = DEFAULTS) -> Opened | None:
+    """Open a foreign checkpoint in this process alone; None if the place has none.
 
     Raises:
         FormatError: the checkpoint is malformed.
@@ -217,15 +221,15 @@ def foreign_formats(store: Store) -> str:
         return ""
     try:
         return " and ".join(reader.name for reader in find_readers(FileTree(path)))
-    except (FormatError, OSError):  # reading the checkpoint reports it
+    except (FormatError, OSError):  # a read of the checkpoint reports the error
         return ""
 
 
 def _foreign_path(store: Store) -> Path | None:
     """Return the path of a place that may have a foreign checkpoint.
 
-    None if the store is not a path, if nothing is there, or if the directory is one of ours: a
-    root, an unfinished save, or empty.
+    The result is None if the store is not a directory of a file system, if the path does not exist,
+    or if the directory is empty, a root, or an unfinished save of ours.
     """
     path = local_path(store)
     if path is None or not path.exists():
@@ -241,7 +245,7 @@ def refuse_foreign(store: Store) -> None:
     """Refuse to save into the directory of a foreign checkpoint.
 
     Raises:
-        CheckpointExistsError: the place has one.
+        CheckpointExistsError: the place has a foreign checkpoint.
     """
     if formats := foreign_formats(store):
         raise CheckpointExistsError(
@@ -288,16 +292,16 @@ def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
         raise FormatError(f"{tree}: {error}") from error
     hidden = {name for names in foreign.averages.values() for name in names}
     shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
-    number = {tensor.name: i for i, tensor in enumerate(shown)}
+    index_of = {tensor.name: i for i, tensor in enumerate(shown)}
     means: dict[int, tuple[int, ...]] = {}
     for name, versions in foreign.averages.items():
-        number |= {each: len(number) + k for k, each in enumerate(versions)}
-        means[number[name]] = tuple(number[each] for each in versions)
-    renumber = np.array([number[tensor.name] for tensor in foreign.tensors], np.int64)
+        index_of |= {each: len(index_of) + k for k, each in enumerate(versions)}
+        means[index_of[name]] = tuple(index_of[each] for each in versions)
+    new_index = np.array([index_of[tensor.name] for tensor in foreign.tensors], np.int64)
     pieces = foreign.table.pieces
     copies = foreign.replicas.pieces
-    moved = replace(pieces, tensor=renumber[pieces.tensor])
-    copies = replace(copies, tensor=renumber[copies.tensor])
+    reindexed = replace(pieces, tensor=new_index[pieces.tensor])
+    copies = replace(copies, tensor=new_index[copies.tensor])
     replicas = Replicas(copies, foreign.replicas.stride, foreign.replica_names)
     files = tuple(
         FileEntry(file.name, rank, file.size, 0, file.size, file.size, 0)
@@ -313,13 +317,13 @@ def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
         objects=foreign.objects,
         tensors=tuple(shown),
     )
-    held, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
+    store, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
     stored = [file.name for file in foreign.files if file.content is None]
     missing = (f"{name}: {file} is missing" for name, file in foreign.absent.items())
     return Opened(
-        held,
+        store,
         manifest,
-        moved,
+        reindexed,
         stride,
         replicas,
         (*foreign.left_out, *missing),

@@ -11,9 +11,15 @@ from shardwise.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Offset and shape of an axis-aligned part of a global tensor, in elements.
+    """An axis-aligned part of a global tensor.
 
-    A 0-d tensor is `Box((), ())`, which holds one element.
+    `Box((), ())` is the only box of a 0-d tensor, and contains one element.
+
+    Attributes:
+        offset, shape: the offset and shape of the part, in elements.
+
+    Raises:
+        LayoutError: `offset` and `shape` differ in length, or have negative numbers.
 
     >>> Box((2, 0), (3, 4)).intersect(Box((0, 1), (4, 2)))
     Box(offset=(2, 1), shape=(2, 2))
@@ -24,10 +30,13 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
-            raise LayoutError(f"offset {self.offset} and shape {self.shape} differ in length")
+            raise LayoutError(
+                f"Box: offset {self.offset} and shape {self.shape} differ in length: pass one "
+                "number for each dimension"
+            )
         if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
             raise LayoutError(
-                f"a box with negative numbers: offset {self.offset}, shape {self.shape}"
+                f"Box: offset {self.offset} and shape {self.shape} must not be negative"
             )
 
     @classmethod
@@ -37,7 +46,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -46,20 +55,20 @@ class Box:
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or None if there is none."""
+        """Return the common part of two boxes; None if they have no common element."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return Box(offset, shape) if all(n > 0 for n in shape) else None
 
     def contains(self, other: Box) -> bool:
-        """Return whether `other` lies inside."""
+        """Return whether `other` lies inside of this box."""
         return all(
             a <= c and d <= b
             for a, b, c, d in zip(self.offset, self.stop, other.offset, other.stop, strict=True)
         )
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """Return the box with its offset counted from `origin`."""
+        """Return the same box with the offset counted from `origin`."""
         return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
@@ -74,17 +83,17 @@ class Box:
         )
 
 
-def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield boxes of at most `most` elements that cover a tensor, in row-major order."""
-    if math.prod(shape) <= most:
+def boxes_of(shape: tuple[int, ...], max_size: int) -> Iterator[Box]:
+    """Yield boxes of at most `max_size` elements that cover a tensor, in row-major order."""
+    if math.prod(shape) <= max_size:
         if 0 not in shape:
             yield Box.whole(shape)
         return
     row = math.prod(shape[1:])
-    several = max(1, most // row)
-    for low in range(0, shape[0], several):
-        count = min(several, shape[0] - low)
-        for below in boxes_of(shape[1:], max(most // count, 1)):
+    rows = max(1, max_size // row)
+    for low in range(0, shape[0], rows):
+        count = min(rows, shape[0] - low)
+        for below in boxes_of(shape[1:], max(max_size // count, 1)):
             yield Box((low, *below.offset), (count, *below.shape))
 
 
@@ -93,12 +102,12 @@ class Plane:
     """The two dimensions of a tensor that a picture shows, and the boxes in this plane.
 
     Attributes:
-        down: dimension drawn downwards; None if the tensor is drawn as a line.
-        across: dimension drawn from left to right.
-        height, width: size of the plane, in elements.
-        boxes: top, left, bottom, right of each box, in elements.
-        owners: for each of these, the index of the given box.
-        hidden: other dimensions that are split, of which the plane shows only the part at 0.
+        down: the dimension that is drawn downwards; None if the tensor is drawn as a line.
+        across: the dimension that is drawn from left to right.
+        height, width: the size of the plane, in elements.
+        boxes: the top, left, bottom and right of each visible box, in elements.
+        owners: the index of each visible box in the list of all boxes.
+        hidden: the other split dimensions. The plane shows only boxes at offset 0 of them.
     """
 
     down: int | None

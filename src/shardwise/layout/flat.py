@@ -1,4 +1,4 @@
-"""Flattened ranges, which FSDP1 and ZeRO shard, and byte ranges of strided arrays, as boxes."""
+"""Convert flattened ranges (shards of FSDP1 and ZeRO) and byte ranges of arrays to boxes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RangeBoxes:
     """Boxes of ranges, in columns of n rows.
 
     Attributes:
-        of: index of the range that the box is part of, `(n,)`.
-        first: first element of the box, counted from the start of the tensor, `(n,)`.
-        offset, shape: the box, `(n, D)`.
+        of: the index of the range that contains each box, `(n,)`.
+        first: the first element of each box, counted from the start of the tensor, `(n,)`.
+        offset, shape: the boxes, `(n, D)`.
     """
 
     of: Int
@@ -33,9 +33,9 @@ class RangeBoxes:
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Return elements `start:stop` of a row-major tensor as boxes, in order.
 
-    There are at most `2 * ndim - 1` boxes. Each is contiguous in row-major order, so that the boxes
-    end to end are the range. ByteCheckpoint (arXiv 2407.20143) decomposes irregular tensors in the
-    same way. It takes no communication.
+    There are at most `2 * ndim - 1` boxes. Each box is contiguous in row-major order, and the boxes
+    follow each other without gaps. ByteCheckpoint (arXiv 2407.20143) decomposes irregular tensors
+    in the same way, which needs no communication.
 
     >>> [str(box) for box in boxes_of_range((3, 4), 2, 9)]
     ['[0:1,2:4]', '[1:2,0:4]', '[2:3,0:1]']
@@ -44,7 +44,9 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         LayoutError: the range is not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise LayoutError(f"range {start}:{stop} is not inside a tensor of shape {shape}")
+        raise LayoutError(
+            f"the range {start}:{stop} is not inside of a tensor of shape {list(shape)}"
+        )
     if start == stop:
         return []
     if not shape:
@@ -74,18 +76,22 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
     """Return the boxes of many ranges at once. Empty ranges have no boxes.
 
     Args:
-        shapes: shape of each range's tensor, `(n, D)`, padded on the right with 1.
-        starts, stops: elements of each range, `(n,)`.
+        shapes: the shape of each range's tensor, `(n, D)`, padded on the right with 1.
+        starts, stops: the first element of each range, and the end of the range, `(n,)`.
 
     Returns:
-        Boxes ordered by range, then by element.
+        The boxes, ordered by range, then by element.
 
     Raises:
         LayoutError: a range is not inside its tensor.
     """
     sizes = shapes.prod(axis=1, dtype=np.int64)
     if not ((starts >= 0) & (starts <= stops) & (stops <= sizes)).all():
-        raise LayoutError("a range is not inside its tensor")
+        row = int(np.argmin((starts >= 0) & (starts <= stops) & (stops <= sizes)))
+        raise LayoutError(
+            f"the range {int(starts[row])}:{int(stops[row])} is not inside of its tensor, which "
+            f"has shape {shapes[row].tolist()}"
+        )
     rows = np.flatnonzero(starts < stops)
     shape, at, stop = shapes[rows], starts[rows].copy(), stops[rows]
     unit = np.ones((len(rows), shape.shape[1] + 1), np.int64)
@@ -131,11 +137,14 @@ def row_major(shape: Int) -> Int:
 def boxes_within(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, low: int, high: int
 ) -> list[Box]:
-    """Return the elements of an array that lie wholly in its bytes `low:high`, as few boxes.
+    """Return boxes of the elements of an array that lie entirely in its bytes `low:high`.
 
     Args:
-        strides: strides in bytes. They nest: one step along a dimension passes all elements of the
-            dimensions with smaller strides.
+        shape: the shape of the array.
+        strides: the strides of the array, in bytes. They are nested: one step along a dimension
+            passes all elements along the dimensions with smaller strides.
+        itemsize: the size of an element, in bytes.
+        low, high: the byte range, relative to the first element.
 
     >>> [str(box) for box in boxes_within((3, 4), (4, 1), 1, 2, 9)]
     ['[0:1,2:4]', '[1:2,0:4]', '[2:3,0:1]']

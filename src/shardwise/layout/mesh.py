@@ -1,4 +1,4 @@
-"""Regular shardings: a tensor split over the dimensions of a device mesh."""
+"""Regular shardings: tensors that are split over the dimensions of a device mesh."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One mesh dimension's split of a tensor dimension.
+    """The split of a tensor dimension by one mesh dimension.
 
-    Dimension `dim` is cut into `parts`, as `torch.chunk` does; part `index` is the shard. With
-    `strides` > 1 the dimension is first cut into that many runs, and the shard has one part of
-    each run. FSDP splits tensors this way that are sharded already.
+    Attributes:
+        dim: the dimension of the tensor.
+        parts: the number of parts, which are cut as by `torch.chunk`.
+        index: the index of this shard's part.
+        strides: if greater than 1, the dimension is first cut into this many runs, and the shard
+            has one part of each run. FSDP splits already sharded tensors in this way.
     """
 
     dim: int
@@ -30,9 +33,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class MeshShard:
-    """A placement of a DTensor: a mesh dimension splits dimension `dim` of the tensor.
+    """A placement of a DTensor that splits the tensor.
 
-    `strides` is the split factor of a `_StridedShard`, and 1 for a `Shard`.
+    Attributes:
+        mesh_dim: the mesh dimension.
+        dim: the dimension of the tensor.
+        strides: the split factor of a `_StridedShard`; 1 for a `Shard`.
     """
 
     mesh_dim: int
@@ -43,10 +49,16 @@ class MeshShard:
 def splits_of(
     mesh: Sequence[int], coordinate: Sequence[int], shards: Sequence[MeshShard]
 ) -> tuple[Split, ...]:
-    """Return the splits by the placements of a DTensor, in order.
+    """Return the splits of a DTensor, in the order in which they are applied.
 
-    A strided placement whose factor equals the number of later splits of its dimension is a plain
-    split after these: FSDP makes it when tensor parallelism has sharded the tensor before.
+    FSDP makes a strided placement if tensor parallelism has sharded the tensor before. If its
+    factor equals the product of the later splits of the same dimension, the placement is equal to
+    a plain split that is applied after them.
+
+    Args:
+        mesh: the size of each mesh dimension.
+        coordinate: the coordinate of this rank in the mesh.
+        shards: the placements, in the order of mesh dimensions.
     """
     splits: list[Split] = []
     afterwards: list[Split] = []
@@ -65,11 +77,15 @@ def splits_of(
 
 
 def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
-    """Return the boxes of a shard, which `splits` make from left to right.
+    """Return the boxes of a shard.
+
+    Args:
+        shape: the shape of the global tensor.
+        splits: the splits, which are applied from left to right.
 
     Returns:
-        Pairs of a box of the global tensor and the same box in the local tensor. Only strided
-        splits make several. An empty shard has none.
+        Pairs of a box of the global tensor and the same box in the local tensor. Without strided
+        splits, there is at most one. An empty shard has no boxes.
 
     Raises:
         LayoutError: the tensor lacks the dimension of a split.
@@ -77,8 +93,10 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
     runs: list[list[Interval]] = [[(0, n)] for n in shape]
     for split in splits:
         if not 0 <= split.dim < len(shape):
-            raise LayoutError(f"cannot split dimension {split.dim} of a tensor of shape {shape}")
-        runs[split.dim] = _apply(runs[split.dim], split)
+            raise LayoutError(
+                f"cannot split dimension {split.dim} of a tensor of shape {list(shape)}"
+            )
+        runs[split.dim] = _apply_split(runs[split.dim], split)
     located = [_with_local_start(intervals) for intervals in runs]
     pairs = []
     for combination in itertools.product(*located):
@@ -89,13 +107,13 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
     return pairs
 
 
-def _apply(intervals: list[Interval], split: Split) -> list[Interval]:
+def _apply_split(intervals: list[Interval], split: Split) -> list[Interval]:
     total = sum(stop - start for start, stop in intervals)
     taken: list[Interval] = []
     for run in range(split.strides):
         start, stop = _chunk(*_chunk(0, total, split.strides, run), split.parts, split.index)
         taken += _cut(intervals, start, stop)
-    return _joined(taken)
+    return _join_adjacent(taken)
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> Interval:
@@ -116,7 +134,7 @@ def _cut(intervals: list[Interval], start: int, stop: int) -> list[Interval]:
     return cut
 
 
-def _joined(intervals: list[Interval]) -> list[Interval]:
+def _join_adjacent(intervals: list[Interval]) -> list[Interval]:
     joined: list[Interval] = []
     for start, stop in intervals:
         if joined and joined[-1][1] == start:

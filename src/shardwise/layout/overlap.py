@@ -1,4 +1,4 @@
-"""Intersections of saved boxes with wanted boxes, for all tensors at once, in columns."""
+"""Find the common parts of two lists of boxes, for all tensors at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Overlaps:
     """The common parts of boxes in a left and a right list.
 
     Attributes:
-        left, right: indices into the lists, `(n,)`.
+        left, right: indices in the two lists, `(n,)`.
         offset, shape: the common box, in elements of the global tensor, `(n, D)`.
     """
 
@@ -29,15 +29,15 @@ class Overlaps:
 def find_overlaps(
     left: tuple[Int, Int, Int], right: tuple[Int, Int, Int], *, pairs_at_once: int = PAIRS_AT_ONCE
 ) -> Overlaps:
-    """Intersect every left box with every right box of the same tensor.
+    """Intersect each left box with all right boxes of the same tensor.
 
     Args:
         left, right: columns `(tensor, offset, shape)`, of shapes `(n,)`, `(n, D)` and `(n, D)`;
             boxes of fewer than D dimensions are padded with offset 0 and shape 1.
-        pairs_at_once: bounds the memory of one round.
+        pairs_at_once: the approximate number of pairs to compare at a time.
 
     Returns:
-        All common parts that hold at least one element, ordered by left index, then by right.
+        All common parts with at least one element, ordered by the left index, then by the right.
     """
     order = np.argsort(right[0], kind="stable")
     tensors = right[0][order]

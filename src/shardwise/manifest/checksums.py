@@ -1,7 +1,7 @@
-"""CRC-32 of every block of a data file.
+"""CRC-32 checksums of the blocks of a data file.
 
-The polynomial is zlib's, so that any language's standard library can check a file; isal computes
-it at twenty times zlib's speed.
+The polynomial is zlib's, so that the standard libraries of most languages can check a file. The
+library isal computes it twenty times as fast as zlib.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 BLOCK = 64 * 1024
-"""Bytes that share one checksum: the unit in which data files are read."""
+"""The size of a block in bytes. Each block has a checksum, and reads consist of whole blocks."""
 
 POLYNOMIAL = 0xEDB88320
 
@@ -24,19 +24,29 @@ Words = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class FileChecksums:
-    """CRC-32 of ranges of a file. `ranges` is `(n, 3)`: first byte, number of bytes, checksum."""
+    """CRC-32 checksums of ranges of a file.
+
+    Attributes:
+        file: the name of the file.
+        ranges: the first byte, the number of bytes and the checksum of each range, `(n, 3)`.
+    """
 
     file: str
     ranges: npt.NDArray[np.int64]
 
 
 def crc32(data: bytes | memoryview | Bytes, before: int = 0) -> int:
-    """CRC-32 as `zlib.crc32` computes it, continued from that of preceding bytes."""
+    """Return the same CRC-32 as `zlib.crc32`.
+
+    Args:
+        data: the bytes.
+        before: the CRC-32 of preceding bytes, to continue from.
+    """
     return isal_zlib.crc32(data, before)
 
 
 def block_count(nbytes: int) -> int:
-    """Return how many blocks cover this many bytes. The last may be short."""
+    """Return the number of blocks of a file with this many bytes. The last block may be shorter."""
     return -(-nbytes // BLOCK)
 
 
@@ -53,43 +63,50 @@ def damaged_blocks(data: Bytes, expected: Words) -> list[int]:
 
 
 class BlockTable:
-    """The checksums of a file's blocks, which can verify a run of blocks at once.
+    """The checksums of a file's blocks, which can verify several consecutive blocks at once.
 
-    A call for each block would cost as much as the checksums themselves. The checksum of blocks
-    `i:j` is the checksum of blocks `:j` XOR that of blocks `:i` extended by zeros of `j - i`
-    blocks, as in zlib's `crc32_combine`.
+    A separate call for each block would cost as much as the checksums themselves. The checksum of
+    blocks `i:j` is the XOR of two checksums: of blocks `:j`, and of blocks `:i` followed by `j - i`
+    blocks of zeros. zlib's `crc32_combine` uses the same equation.
     """
 
     def __init__(self, sums: Words) -> None:
         self._sums = sums
-        upto = sums.astype(np.uint32)
+        up_to = sums.astype(np.uint32)
         distance = 1
-        while distance < len(upto):  # Hillis and Steele: data parallel algorithms, 1986
-            upto[distance:] ^= _extended(upto[:-distance], distance)
+        while distance < len(up_to):  # Hillis and Steele: data parallel algorithms, 1986
+            up_to[distance:] ^= _append_zero_blocks(up_to[:-distance], distance)
             distance *= 2
-        self._upto = upto
+        self._checksum_up_to = up_to
         self._before: dict[int, Words] = {}
 
     def damaged(self, first: int, data: Bytes) -> list[int]:
-        """Return the damaged blocks of `data`, which begins with block `first` of the file."""
+        """Return the indices of damaged blocks, relative to `first`.
+
+        Args:
+            first: the index of the first block of `data` in the file.
+            data: consecutive blocks. The last block may be shorter.
+        """
         whole = len(data) // BLOCK
         expected = self._sums[first : first + block_count(len(data))]
-        if whole > 1 and crc32(data[: whole * BLOCK]) == self._of_run(first, whole):
+        if whole > 1 and crc32(data[: whole * BLOCK]) == self._checksum_of_run(first, whole):
             rest = data[whole * BLOCK :]
             return [whole + i for i in damaged_blocks(rest, expected[whole:])] if len(rest) else []
         return damaged_blocks(data, expected)
 
-    def _of_run(self, first: int, count: int) -> int:
-        if first + count > len(self._upto):
+    def _checksum_of_run(self, first: int, count: int) -> int:
+        if first + count > len(self._checksum_up_to):
             return -1
         before = self._before.get(count)
         if before is None:  # for all blocks at once: most runs have the same length
-            before = self._before[count] = _extended(self._upto, count)
-        return int(self._upto[first + count - 1]) ^ (int(before[first - 1]) if first else 0)
+            before = self._before[count] = _append_zero_blocks(self._checksum_up_to, count)
+        return int(self._checksum_up_to[first + count - 1]) ^ (
+            int(before[first - 1]) if first else 0
+        )
 
 
-def _extended(sums: Words, blocks: int) -> Words:
-    """Return checksums extended by zeros of `blocks` blocks."""
+def _append_zero_blocks(sums: Words, blocks: int) -> Words:
+    """Return the checksums of the same data followed by `blocks` blocks of zeros."""
     found = np.zeros(len(sums), np.uint32)
     for i, table in enumerate(_byte_tables(blocks)):
         found ^= table[(sums >> np.uint32(8 * i)) & np.uint32(0xFF)]
@@ -98,9 +115,12 @@ def _extended(sums: Words, blocks: int) -> Words:
 
 @cache
 def _byte_tables(blocks: int) -> list[Words]:
-    """Return the extension for each value of each byte of a checksum, in which it is linear."""
+    """Return the result of appending zero blocks, for each value of each byte of a checksum.
+
+    The operation is linear, so that the results of the four bytes can be combined by XOR.
+    """
     tables = []
-    for matrix in np.split(_zeros(8 * BLOCK * blocks), 4):
+    for matrix in np.split(_zero_bits_matrix(8 * BLOCK * blocks), 4):
         table = np.zeros(1, np.uint32)
         for row in matrix:
             table = np.concatenate([table, table ^ row])
@@ -108,25 +128,25 @@ def _byte_tables(blocks: int) -> list[Words]:
     return tables
 
 
-def _zeros(bits: int) -> Words:
-    """Return the matrix over GF(2) that extends a checksum by `bits` zero bits."""
+def _zero_bits_matrix(bits: int) -> Words:
+    """Return the matrix over GF(2) that appends `bits` zero bits to a checksum."""
     found = np.array([1 << n for n in range(32)], np.uint32)
     for n in range(bits.bit_length()):
         if bits >> n & 1:
-            found = _times(_zeros_doubled(n), found)
+            found = _multiply(_power_matrix(n), found)
     return found
 
 
 @cache
-def _zeros_doubled(times: int) -> Words:
-    """Return the matrix for `2 ** times` zero bits."""
+def _power_matrix(times: int) -> Words:
+    """Return the matrix that appends `2 ** times` zero bits."""
     if not times:
         return np.array([POLYNOMIAL, *(1 << n for n in range(31))], np.uint32)
-    half = _zeros_doubled(times - 1)
-    return _times(half, half)
+    half = _power_matrix(times - 1)
+    return _multiply(half, half)
 
 
-def _times(matrix: Words, rows: Words) -> Words:
+def _multiply(matrix: Words, rows: Words) -> Words:
     bits = (rows[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     product: Words = np.bitwise_xor.reduce(np.where(bits, matrix, np.uint32(0)), axis=1)
     return product

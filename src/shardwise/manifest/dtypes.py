@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """Size of an element in bytes, and safetensors' code for the type; None if it has none."""
+    """An element type.
+
+    Attributes:
+        itemsize: the size of an element, in bytes.
+        code: the code of the type in safetensors; None if safetensors lacks the type.
+    """
 
     itemsize: int
     code: str | None = None

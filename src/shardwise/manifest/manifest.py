@@ -1,4 +1,4 @@
-"""The manifest, which lists everything in a checkpoint, as values and as bytes."""
+"""The manifest, which lists all files, tensors and values of a checkpoint, and its encoding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
 class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`count` pieces in arithmetic progression: the differences between one and the next."""
+    """A repetition of a piece in arithmetic progression.
+
+    Attributes:
+        count: the number of pieces, with the first.
+        offset, file, start: the differences between one piece and the next.
+    """
 
     count: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
     offset: tuple[Step, ...]
@@ -31,7 +36,14 @@ class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A box of the tensor, row-major at byte `start` of the data section of file number `file`."""
+    """A box of a tensor, stored in row-major order.
+
+    Attributes:
+        file: the index of the file in the manifest.
+        start: the first byte, counted from the start of the data section.
+        offset, shape: the box.
+        repeat: further pieces of the same shape, if there are any.
+    """
 
     file: Count
     start: Count
@@ -41,7 +53,15 @@ class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A global tensor. One with `same_as` is tied to another and has no pieces."""
+    """A global tensor.
+
+    Attributes:
+        name: the full name.
+        dtype: torch's name of the dtype, for example `bfloat16`.
+        shape: the global shape.
+        pieces: the boxes that cover the tensor.
+        same_as: the name of the tensor that this one is tied to. A tied tensor has no pieces.
+    """
 
     name: Name
     dtype: str
@@ -58,7 +78,15 @@ class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A data file of `size` bytes, written by `rank`; see `FileLayout` for its parts."""
+    """A data file; see `FileLayout` for its parts.
+
+    Attributes:
+        name: the name of the file.
+        rank: the rank that wrote the file.
+        size: the size of the file, in bytes.
+        data_at, objects_at, checksums_at: offsets of the parts, in bytes.
+        checksums_crc32: the CRC-32 of the table of checksums.
+    """
 
     name: str
     rank: Count
@@ -70,10 +98,20 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything in a checkpoint.
+    """The contents of a checkpoint.
 
-    `per_rank` has the names of values that differ between ranks. A metric that was not finite is
-    None.
+    Attributes:
+        format: `shardwise`, or the name of a foreign format.
+        version: the version of the format.
+        save_id: the id of the save, which is part of the names of its files.
+        step: the training step; None if the checkpoint has none.
+        created: the time of the save, in ISO 8601.
+        world_size: the number of ranks that saved.
+        metrics: the saved metrics; None for metrics that were not finite.
+        per_rank: the names of the per-rank values.
+        files: the data files.
+        objects: the plain values that all ranks share.
+        tensors: the tensors.
     """
 
     format: str = "shardwise"
@@ -89,19 +127,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tensors: tuple[TensorEntry, ...]
 
 
-def encode_tensors(names: Sequence[TensorEntry]) -> bytes:
-    """Return the JSON array of tensors, one to a line: the slow part of `encode_manifest`."""
-    return b"[" + b",".join(b"\n" + msgspec.json.encode(entry) for entry in names) + b"]"
+def encode_tensors(entries: Sequence[TensorEntry]) -> bytes:
+    """Return the list of tensors as JSON, one tensor on each line.
+
+    This is the slow part of `encode_manifest`.
+    """
+    return b"[" + b",".join(b"\n" + msgspec.json.encode(entry) for entry in entries) + b"]"
 
 
 def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
-    """Return the manifest's bytes: one field to a line, with a checksum of all others at the end.
+    """Return the manifest as bytes: one field on each line, then a checksum of all fields.
 
     Args:
-        tensors: result of `encode_tensors` for `manifest.tensors`, if it was called before.
+        manifest: the manifest.
+        tensors: the encoded tensors, which replace `manifest.tensors`. Default: encode them.
 
     Raises:
-        StateError: the manifest would be larger than the limit for reading.
+        StateError: the manifest is larger than the limit for reading.
     """
     lines = []
     for field in Manifest.__struct_fields__:
@@ -110,30 +152,34 @@ def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
         else:
             value = msgspec.json.encode(getattr(manifest, field))
         lines.append(f'"{field}":'.encode() + value)
-    return _sealed(b"{" + b",\n".join(lines) + b",\n")
+    return _add_checksum(b"{" + b",\n".join(lines) + b",\n")
 
 
 def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
-    """Return a pending manifest, which `encode_manifest` made without files, with its files.
+    """Add the files to a pending manifest.
+
+    Args:
+        pending: a manifest that `encode_manifest` encoded without files.
+        files: the data files.
 
     Raises:
         FormatError: the bytes are not a pending manifest, or were altered.
-        StateError: the manifest would be larger than the limit for reading.
+        StateError: the manifest is larger than the limit for reading.
     """
-    body = _checked(pending, "the pending manifest")
+    body = _verify_checksum(pending, "the pending manifest")
     head, empty, tail = body.partition(b'"files":[],\n')
     if not empty:
-        raise FormatError("not a pending manifest: it has files")
-    return _sealed(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
+        raise FormatError("the pending manifest is invalid: it lists files already")
+    return _add_checksum(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return the manifest in these bytes; `shardwise.manifest.validate` checks its contents.
+    """Decode a manifest. `shardwise.manifest.validate` checks its contents.
 
     Raises:
         FormatError: the bytes are not a manifest, were altered, or have another version.
     """
-    body = _checked(data, "the manifest")
+    body = _verify_checksum(data, "the manifest")
     text = body.rstrip(b",\n") + b"}"
     try:
         head = msgspec.json.decode(text, type=_Head)
@@ -147,8 +193,8 @@ def decode_manifest(data: bytes) -> Manifest:
         raise FormatError(f"the manifest is malformed: {error}") from error
 
 
-def _sealed(body: bytes) -> bytes:
-    """Return a manifest's bytes with the checksum added."""
+def _add_checksum(body: bytes) -> bytes:
+    """Return the bytes of a manifest with the checksum at the end."""
     if len(body) >= LARGEST_MANIFEST - 32:
         raise StateError(
             f"the manifest would have {len(body)} bytes, and at most {LARGEST_MANIFEST} are read: "
@@ -157,13 +203,13 @@ def _sealed(body: bytes) -> bytes:
     return body + b'"crc32":%d}\n' % crc32(body)
 
 
-def _checked(data: bytes, what: str) -> bytes:
-    """Return a manifest's bytes without the checksum at the end, which is verified."""
+def _verify_checksum(data: bytes, label: str) -> bytes:
+    """Verify the checksum at the end of a manifest, and return the bytes before it."""
     body, marker, tail = data.rpartition(b'"crc32":')
     if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
-        raise FormatError(f"{what} is truncated: the checksum at its end is missing")
+        raise FormatError(f"{label} is truncated: the checksum at its end is missing")
     if len(tail) > 12 or int(tail[:-2]) != crc32(body):
-        raise FormatError(f"{what} was altered: its checksum does not match")
+        raise FormatError(f"{label} was altered: its checksum does not match")
     return body
 
 

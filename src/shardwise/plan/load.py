@@ -1,4 +1,4 @@
-"""Plan a load: find the bytes of wanted boxes in the pieces of a manifest, each byte once."""
+"""Plan a load: find the bytes of the wanted boxes in the pieces, and unite them to spans."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Boxes to copy out of files, in columns.
+    """Boxes to copy from pieces to fragments, in columns of n rows.
 
-    Row i copies the box `offset[i]`, `shape[i]` (global coordinates) of piece `piece[i]` into
-    the wanted fragment `fragment[i]`. The bytes of the box are in `[low[i], high[i])` of file
-    `file[i]`.
+    Attributes:
+        piece: the index of the piece, `(n,)`.
+        fragment: the index of the wanted fragment, `(n,)`.
+        offset, shape: the box in the global tensor, `(n, D)`.
+        file: the index of the file, `(n,)`.
+        low, high: the range of the file that contains the bytes of the box, `(n,)`.
     """
 
     piece: Int
@@ -50,10 +53,15 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Byte ranges, each read at once: `[low[i], high[i])` of file `file[i]`.
+    """Byte ranges, each of which is read at once, in columns of n rows.
 
-    Spans consist of whole checksum blocks, are disjoint, and are sorted by file and start. Span i
-    holds bytes of the transfers `rows[first[i]:first[i + 1]]`. A transfer may need several spans.
+    Spans consist of whole checksum blocks, are disjoint, and are sorted by file and start. A
+    transfer may need several spans.
+
+    Attributes:
+        file: the index of the file, `(n,)`.
+        low, high: the byte range in the file, `(n,)`.
+        first, rows: the transfers with bytes in span i are `rows[first[i]:first[i + 1]]`.
     """
 
     file: Int
@@ -82,28 +90,28 @@ class LoadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes that are read from files."""
+        """The number of bytes to read from files."""
         return int((self.spans.high - self.spans.low).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The pieces of a manifest, and the places of their bytes.
+    """The pieces of a checkpoint, and the positions of their bytes in files.
 
     Attributes:
         pieces: the pieces.
-        stride: the strides of each piece in elements, `(n, D)`. In native checkpoints, these are
-            the strides of row-major boxes.
-        itemsize: the size of an element of each tensor in bytes.
-        data_at: the offset of the data in each file.
-        covered: the end of the bytes that may be read from each file.
+        stride: the strides of each piece in elements, `(n, D)`. In checkpoints of ours, pieces are
+            row-major.
+        itemsize: the size of an element of each tensor, in bytes.
+        data_at: the offset of the data section of each file, in bytes.
+        read_end: the end of the readable bytes of each file.
     """
 
     pieces: Pieces
     stride: Int
     itemsize: Int
     data_at: Int
-    covered: Int
+    read_end: Int
 
 
 def plan_load(
@@ -113,8 +121,8 @@ def plan_load(
 
     Args:
         source: the pieces.
-        wanted: columns `(tensor, offset, shape)` of the wanted fragments; `tensor` is the number
-            of a tensor in the manifest.
+        wanted: columns `(tensor, offset, shape)` of the wanted fragments, of shapes `(n,)`,
+            `(n, D)` and `(n, D)`. `tensor` has indices of tensors in the manifest.
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
         block: the number of bytes that one checksum covers.
     """
@@ -125,7 +133,7 @@ def plan_load(
     transfers = _without_gaps(source, transfers, block)
     order = np.lexsort((transfers.low, transfers.file))
     transfers = transfers.take(order)
-    spans = _choose_spans(transfers, source.covered, largest_read, block)
+    spans = _choose_spans(transfers, source.read_end, largest_read, block)
     return LoadPlan(transfers, spans, int(needed.sum()))
 
 
@@ -141,7 +149,7 @@ def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) 
 
 
 def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers:
-    """Cut transfers into rows where whole blocks between the rows are not needed."""
+    """Cut transfers into rows if whole blocks between the rows are not needed."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
         stride = source.stride[transfers.piece, dim]
@@ -166,7 +174,7 @@ def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers
 def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
     count = transfers.shape[:, dim]
     rows = np.repeat(np.arange(len(count)), count)
-    k = _count_up(count)
+    k = _ranges_up_to(count)
     single = transfers.take(rows)
     offset, shape = single.offset.copy(), single.shape.copy()
     offset[:, dim] += k
@@ -175,7 +183,9 @@ def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tr
     return replace(single, offset=offset, shape=shape, low=low, high=low + extent[rows])
 
 
-def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, block: int) -> Spans:
+def _choose_spans(
+    transfers: Transfers, read_end: Int, largest_read: int | Int, block: int
+) -> Spans:
     """Unite the blocks that transfers touch, and cut the union into spans.
 
     Args:
@@ -196,13 +206,13 @@ def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, b
     steps = np.maximum(longest_reads(largest_read, first // width) // block, 1)
     cuts = -(-(last - first) // steps)
     rows = np.repeat(np.arange(len(heads)), cuts)
-    span_low = first[rows] + _count_up(cuts) * steps[rows]
+    span_low = first[rows] + _ranges_up_to(cuts) * steps[rows]
     span_high = np.minimum(span_low + steps[rows], last[rows])
     file = span_low // width
     spans = (
         file,
         (span_low - file * width) * block,
-        np.minimum((span_high - file * width) * block, covered[file]),
+        np.minimum((span_high - file * width) * block, read_end[file]),
     )
     return assign_transfers(transfers, *spans)
 
@@ -229,21 +239,21 @@ def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Sp
     to_span = np.searchsorted(file * width + low, base + transfers.high, side="left")
     served = np.maximum(to_span - from_span, 0)
     transfer = np.repeat(np.arange(len(transfers)), served)
-    span = from_span[transfer] + _count_up(served)
+    span = from_span[transfer] + _ranges_up_to(served)
     order = np.argsort(span, kind="stable")
     first = np.searchsorted(span[order], np.arange(len(file) + 1))
     return Spans(file, low, high, first, transfer[order])
 
 
-def _count_up(counts: Int) -> Int:
-    """Return 0, 1, … for each count, one after another."""
+def _ranges_up_to(counts: Int) -> Int:
+    """Return 0, 1, …, count - 1 for each count, one after another."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def wanted_columns(
     tensor: Sequence[int], offset: Int, shape: Int, dims: int
 ) -> tuple[Int, Int, Int]:
-    """Return columns of wanted boxes, cut or padded to the `dims` dimensions of the pieces."""
+    """Return columns of wanted boxes with `dims` dimensions, the number of the pieces."""
     missing = dims - offset.shape[1]
     if missing > 0:
         offset = np.pad(offset, ((0, 0), (0, missing)))
@@ -253,10 +263,13 @@ def wanted_columns(
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """Disjoint reads, in the order in which all ranks process them.
+    """Disjoint reads of several ranks, in the order in which all ranks process them.
 
-    Read i is `[low[i], high[i])` of file `file[i]`. Rank `reader[i]` makes the read, and each rank
-    r with `wanted[i, r]` uses it.
+    Attributes:
+        file: the index of the file, `(n,)`.
+        low, high: the byte range in the file, `(n,)`.
+        reader: the index of the rank that makes the read, `(n,)`.
+        wanted: whether each rank uses the read, `(n, ranks)`.
     """
 
     file: Int
@@ -277,34 +290,36 @@ def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedRea
         largest_read: the greatest length of a read in bytes, a multiple of the block size: one
             number, or one for each file.
     """
-    marks = [
+    edges = [
         np.stack([np.concatenate([s.file, s.file]), np.concatenate([s.low, s.high])]) for s in spans
     ]
-    cuts = np.unique(np.concatenate(marks, axis=1), axis=1)
+    cuts = np.unique(np.concatenate(edges, axis=1), axis=1)
     file, low, high = cuts[0, :-1], cuts[1, :-1], cuts[1, 1:]
     inside = file == cuts[0, 1:]
     file, low, high = file[inside], low[inside], high[inside]
     wanted = np.stack([_are_covered(each, file, low) for each in spans], axis=1)
     used = wanted.any(axis=1)
     file, low, high, wanted = file[used], low[used], high[used], wanted[used]
-    file, low, high, wanted = _joined(file, low, high, wanted)
+    file, low, high, wanted = _join_intervals(file, low, high, wanted)
     longest = longest_reads(largest_read, file)
     parts = -(-(high - low) // longest)
     rows = np.repeat(np.arange(len(file)), parts)
     k = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
     start = low[rows] + k * longest[rows]
     stop = np.minimum(start + longest[rows], high[rows])
-    return SharedReads(file[rows], start, stop, _readers(stop - start, wanted[rows]), wanted[rows])
+    return SharedReads(
+        file[rows], start, stop, _assign_readers(stop - start, wanted[rows]), wanted[rows]
+    )
 
 
 def fraction_saved(spans: Sequence[Spans], shared: SharedReads) -> float:
-    """Return the fraction of the bytes that ranks would read alone which sharing saves."""
+    """Return the fraction of bytes that shared reads save, compared with separate reads."""
     alone = sum(int((each.high - each.low).sum()) for each in spans)
     return 1 - int((shared.high - shared.low).sum()) / alone if alone else 0.0
 
 
 def _are_covered(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
-    """Return for each interval, given by its start, whether a rank's spans cover the interval."""
+    """Return whether the spans of a rank cover each interval, which is given by its start."""
     if not len(spans):
         return np.zeros(len(file), bool)
     width = int(max(spans.high.max(), low.max(initial=0))) + 1
@@ -314,7 +329,7 @@ def _are_covered(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
     return covered & (at >= 0)
 
 
-def _joined(
+def _join_intervals(
     file: Int, low: Int, high: Int, wanted: npt.NDArray[np.bool_]
 ) -> tuple[Int, Int, Int, npt.NDArray[np.bool_]]:
     """Join adjacent intervals that the same ranks want."""
@@ -326,8 +341,8 @@ def _joined(
     return file[heads], low[heads], high[ends], wanted[heads]
 
 
-def _readers(sizes: Int, wanted: npt.NDArray[np.bool_]) -> Int:
-    """Assign each read to the user that has the fewest bytes to read so far."""
+def _assign_readers(sizes: Int, wanted: npt.NDArray[np.bool_]) -> Int:
+    """Assign each read to the rank with the fewest bytes to read so far, of those that use it."""
     readers = np.zeros(len(sizes), np.int64)
     loads = np.zeros(wanted.shape[1])
     alone = wanted.sum(axis=1) == 1

@@ -1,4 +1,4 @@
-"""Plan of a save: from the tensors that every rank holds to the pieces that every rank writes."""
+"""Plan a save: from the tensors that each rank holds, compute the pieces that each rank writes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from shardwise.layout import Box, boxes_of_range, uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
 from shardwise.manifest.pieces import Pieces, find_runs, padded_rows, piece_entries
-from shardwise.plan.tables import Description, encode_pieces, widened
+from shardwise.plan.tables import Description, encode_pieces, pad_columns
 
 Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
 LARGEST_GRAIN = 1 << 20
 SMALLEST_GRAIN = 1 << 16
+"""Bounds on the unit, in bytes, at which replicas are cut; see `divide`."""
 
 
 class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
     """The part of a manifest that depends on the plan alone.
 
     Attributes:
-        tensors: the manifest's list of tensors, encoded.
-        writers: the ranks that write a file, in the manifest's order of files.
-        per_rank: the names of the values that differ by rank.
-        bytes_held: the tensor bytes of all ranks together, replicas included.
-        bytes_stored: the tensor bytes that are written.
+        tensors: the list of tensors, encoded.
+        writers: the ranks that write a file, in the order of the list of files.
+        per_rank: the names of the per-rank values.
+        bytes_held: the tensor bytes of all ranks together, with replicas.
+        bytes_stored: the tensor bytes that are written, without replicas.
     """
 
     tensors: bytes
@@ -42,13 +43,15 @@ class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The pieces that all ranks write, in columns, and the manifest that lists them.
+    """The n pieces that all ranks write, in columns, and the planned part of the manifest.
 
-    Rank r writes rows `limits[r]:limits[r + 1]`, in this order in its file.
+    Rank r writes the rows `limits[r]:limits[r + 1]` to its file, in this order.
 
     Attributes:
-        fragment: numbers of fragments in the description of the rank that writes them.
+        limits: the first row of each rank, and n, `(ranks + 1,)`.
+        fragment: indices of fragments in the description of the rank that writes the piece, `(n,)`.
         offset, shape: boxes of the global tensors, `(n, D)`.
+        manifest: the planned part of the manifest.
     """
 
     limits: Int
@@ -65,7 +68,7 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Fragments:
-    """The fragments of all ranks, in rows; `tensor` counts the tensors of all ranks."""
+    """The fragments of all ranks, in columns; `tensor` has indices in the list of all tensors."""
 
     tensor: Int
     rank: Int
@@ -75,11 +78,14 @@ class _Fragments:
 
 
 def plan_save(descriptions: Sequence[Description]) -> SavePlan:
-    """Divide the state among the ranks, every element once.
+    """Plan which rank writes which boxes, so that each element is written once.
+
+    Args:
+        descriptions: the description of each rank.
 
     Raises:
-        MismatchError: ranks disagree about the dtype or the shape of a tensor.
-        LayoutError: the shards of a tensor leave holes, or overlap without being equal.
+        MismatchError: ranks have different dtypes or shapes of the same tensor.
+        LayoutError: the shards of a tensor leave gaps, or overlap without being equal.
     """
     tensors = _unite_tensors(descriptions)
     index = {tensor.name: i for i, tensor in enumerate(tensors)}
@@ -89,7 +95,7 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
     _check_cover(tensors, held, heads)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)
     world = len(descriptions)
-    rows, offset, shape = _assign(held, order, counts, itemsize, world)
+    rows, offset, shape = _assign_writers(held, order, counts, itemsize, world)
     writes = np.bincount(held.rank[rows], minlength=world) > 0
     files = np.flatnonzero(writes | [bool(d.per_rank) for d in descriptions])
     # Wider types come first in a file, so that every piece is aligned to its own type.
@@ -97,14 +103,14 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
     final = np.lexsort([*reversed(offset.T), held.tensor[rows], -size, held.rank[rows]])
     rows, offset, shape = rows[final], offset[final], shape[final]
     limits = np.searchsorted(held.rank[rows], np.arange(world + 1))
-    pieces = _lay_out(held, rows, offset, shape, itemsize, limits, files)
+    pieces = _place_pieces(held, rows, offset, shape, itemsize, limits, files)
     entries = piece_entries(find_runs(pieces), [len(t.shape) for t in tensors])
     listed = [
         msgspec.structs.replace(tensor, pieces=tuple(own))
         for tensor, own in zip(tensors, entries, strict=True)
     ]
     manifest = ManifestPlan(
-        encode_tensors(listed + _ties(descriptions, tensors, index)),
+        encode_tensors(listed + _tied_entries(descriptions, tensors, index)),
         tuple(files.tolist()),
         tuple(dict.fromkeys(name for d in descriptions for name in d.per_rank)),
         int((held.shape.prod(axis=1) * itemsize[held.tensor]).sum()),
@@ -132,7 +138,9 @@ def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
                     f"{known.dtype} {list(known.shape)} on an earlier rank"
                 )
     if problems:
-        raise MismatchError("ranks disagree about tensors of the same name:", problems)
+        raise MismatchError(
+            "ranks have tensors of the same name with different dtypes or shapes:", problems
+        )
     return list(seen.values())
 
 
@@ -146,8 +154,8 @@ def _unite_fragments(descriptions: Sequence[Description], index: dict[str, int])
         np.concatenate(tensor),
         np.repeat(np.arange(len(descriptions)), [len(d.tensor) for d in descriptions]),
         np.concatenate([np.arange(len(d.tensor)) for d in descriptions]),
-        np.concatenate([widened(d.offset, dims, 0) for d in descriptions]),
-        np.concatenate([widened(d.shape, dims, 1) for d in descriptions]),
+        np.concatenate([pad_columns(d.offset, dims, 0) for d in descriptions]),
+        np.concatenate([pad_columns(d.shape, dims, 1) for d in descriptions]),
     )
 
 
@@ -183,16 +191,20 @@ def _check_cover(tensors: Sequence[TensorEntry], held: _Fragments, heads: Int) -
         )
         lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {', '.join(parts)}")
     raise LayoutError(
-        f"the shards of {len(wrong)} tensor(s) leave holes, or overlap without being equal; "
-        "each element must be held by some rank, in equal boxes where by several:\n"
-        + "\n".join(lines)
+        f"the shards of {len(wrong)} tensor(s) leave gaps, or overlap without being equal; "
+        "some rank must hold each element, and ranks that hold the same element must hold equal "
+        "boxes:\n" + "\n".join(lines)
     )
 
 
-def _assign(
+def _assign_writers(
     held: _Fragments, order: Int, counts: Int, itemsize: Int, world: int
 ) -> tuple[Int, Int, Int]:
-    """Choose a writer for every box. Returns rows of `held`, and the boxes to write of them."""
+    """Choose which rank writes each box.
+
+    Returns:
+        Rows of `held`, and the offsets and shapes of the boxes to write of each row.
+    """
     starts = np.cumsum(counts) - counts
     alone = starts[counts == 1]
     rows = order[alone]
@@ -220,7 +232,7 @@ def _assign(
 def _holder_sets(
     held: _Fragments, order: Int, starts: Int, counts: Int
 ) -> list[tuple[list[int], Int]]:
-    """Return groups of replicas by the set of ranks that hold them, the smallest sets first."""
+    """Return each set of ranks that hold replicas, and its groups of replicas; small sets first."""
     sets: dict[bytes, list[int]] = {}
     ranks = held.rank[order]
     for group in np.flatnonzero(counts > 1).tolist():
@@ -230,7 +242,7 @@ def _holder_sets(
     return sorted(decoded, key=lambda item: (len(item[0]), item[0]))
 
 
-def _lay_out(
+def _place_pieces(
     held: _Fragments,
     rows: Int,
     offset: Int,
@@ -239,7 +251,13 @@ def _lay_out(
     limits: Int,
     files: Int,
 ) -> Pieces:
-    """Return where each piece lies, in the manifest's order, given pieces in the order of files."""
+    """Return the pieces with their files and offsets, in the order of the manifest.
+
+    Args:
+        rows, offset, shape: the pieces, in the order in which files store them.
+        limits: the first row of each rank.
+        files: the ranks that write a file.
+    """
     tensor, ranks = held.tensor[rows], held.rank[rows]
     ends = np.concatenate([[0], np.cumsum(shape.prod(axis=1) * itemsize[tensor])])
     start = ends[:-1] - ends[limits][ranks]
@@ -248,7 +266,7 @@ def _lay_out(
     return Pieces(*(column[order] for column in columns))
 
 
-def _ties(
+def _tied_entries(
     descriptions: Sequence[Description], tensors: Sequence[TensorEntry], index: dict[str, int]
 ) -> list[TensorEntry]:
     ties: dict[str, TensorEntry] = {}
@@ -267,7 +285,13 @@ def _ties(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a replica that one of its holders writes; `box` is relative to the replica."""
+    """A part of a replica that one of its holders writes.
+
+    Attributes:
+        replica: the index of the replica.
+        rank: the rank that writes the part.
+        box: the part, relative to the replica.
+    """
 
     replica: int
     rank: int
@@ -275,8 +299,11 @@ class Cut:
 
 
 def fill_levels(loads: Float, amount: float) -> Float:
-    """Return how much of `amount` to add to each load so that the loads become as equal as
-    possible."""
+    """Divide `amount` so that the loads become as equal as possible.
+
+    Returns:
+        The amount to add to each load.
+    """
     ordered = np.sort(loads)
     level = amount
     for n in range(1, len(ordered) + 1):
@@ -296,14 +323,15 @@ def divide(
 ) -> list[Cut]:
     """Divide a sequence of replicas among their holders, and cut replicas at the boundaries.
 
-    Each holder gets one contiguous part of the sequence, of a length that evens out the loads.
-    Replicas are cut at multiples of about `grain` bytes; smaller ones are not cut. The default
-    grain is 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
+    Each holder gets one contiguous part of the sequence, so that the loads become even.
+    Replicas are cut at multiples of about `grain` bytes, and smaller replicas are not cut. The
+    default grain is 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
 
     Args:
-        replicas: index, shape and itemsize of each, all held by the same ranks.
-        holders: the ranks that hold them.
-        loads: bytes assigned to each rank of the world so far; updated in place.
+        replicas: the index, shape and itemsize of each replica. The same ranks hold all of them.
+        holders: the ranks that hold the replicas.
+        loads: the bytes assigned to each rank so far, float64; updated in place.
+        grain: the unit of cuts, in bytes.
     """
     sizes = [int(np.prod(shape, dtype=np.int64)) * itemsize for _, shape, itemsize in replicas]
     if grain is None:
@@ -331,7 +359,11 @@ def divide(
 def _bytes_to_take(
     shape: tuple[int, ...], itemsize: int, done: int, nbytes: int, room: float, grain: int
 ) -> int:
-    """Return how many bytes to take of a replica from byte `done`, given `room` bytes of room."""
+    """Return how many bytes to assign of a replica from byte `done` on.
+
+    Args:
+        room: the bytes that the current holder can still take.
+    """
     rest = nbytes - done
     if rest <= room + grain / 2:
         return rest

@@ -1,4 +1,4 @@
-"""Tables of a save: what one rank has (`Description`), and what it writes (`PieceTable`)."""
+"""Tables of a save: the fragments of one rank (`Description`), and its pieces (`PieceTable`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The tensors of one rank, and its fragments of them, without any bytes.
+    """The tensors of one rank and its n fragments, without any bytes.
 
-    `names`, `dtypes` (torch's names) and `shapes` (global) are parallel. Fragment i is the box
-    `offset[i]`, `shape[i]` (`(n, D)`, padded on the right with 0 and 1) of tensor `tensor[i]`.
-    `ties` maps further names of a tensor to the name that is listed. `per_rank` names the values
-    that differ by rank.
+    Attributes:
+        names, dtypes, shapes: the name, dtype (torch's name) and global shape of each tensor.
+        tensor: the index of each fragment's tensor, `(n,)`.
+        offset, shape: the box of each fragment, `(n, D)`, padded on the right with 0 and 1.
+        ties: pairs of a further name of a tensor and the listed name.
+        per_rank: the names of the per-rank values.
     """
 
     names: tuple[str, ...]
@@ -35,7 +37,7 @@ class Description:
     per_rank: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """Return the description as bytes, for the rank that plans."""
+        """Return the description as bytes, for rank 0."""
         columns = [self.tensor, self.offset, self.shape]
         return msgspec.msgpack.encode(
             [
@@ -78,15 +80,16 @@ def decode_description(data: bytes) -> Description:
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """The pieces in the data section of a rank's file, end to end; a row for each piece.
+    """The n pieces in the data section of a rank's file, which follow each other without gaps.
 
-    The columns are lists where the loop that copies pieces reads them one by one.
+    Most columns are lists, because the loop that copies pieces reads them one by one.
 
     Attributes:
-        start: the byte of the section at which each piece begins, and the end of the last.
-        fragment: the number of the fragment that the piece is part of, in the description.
-        offset, shape: the box of the piece within the fragment, in elements.
-        whole: whether the piece is all of the fragment.
+        start: the offset of each piece in the data section, in bytes, followed by the end of the
+            last piece, `(n + 1,)`.
+        fragment: the index of the fragment that contains each piece.
+        offset, shape: the box of each piece within its fragment, in elements.
+        whole: whether each piece is its whole fragment.
     """
 
     start: Int
@@ -103,12 +106,12 @@ class PieceTable:
         tensors, origins = description.tensor.tolist(), description.offset.tolist()
         for fragment, offset, shape in zip(self.fragment, self.offset, self.shape, strict=True):
             tensor = tensors[fragment]
-            at = tuple(o + w for o, w in zip(origins[fragment], offset, strict=False))
+            start = tuple(o + w for o, w in zip(origins[fragment], offset, strict=False))
             yield (
                 description.names[tensor],
                 description.dtypes[tensor],
                 description.shapes[tensor],
-                Box(at, shape),
+                Box(start, shape),
             )
 
 
@@ -116,7 +119,7 @@ def encode_pieces(fragment: Int, offset: Int, shape: Int) -> bytes:
     """Encode the pieces that a rank writes, in the order of its file, for that rank.
 
     Args:
-        fragment: numbers of fragments in the rank's description.
+        fragment: indices of fragments in the rank's description, `(n,)`.
         offset, shape: boxes of the global tensors, `(n, D)`.
     """
     encoded = [np.ascontiguousarray(column).tobytes() for column in (fragment, offset, shape)]
@@ -124,16 +127,18 @@ def encode_pieces(fragment: Int, offset: Int, shape: Int) -> bytes:
 
 
 def decode_pieces(data: bytes, description: Description) -> PieceTable:
-    """Return the table of encoded pieces.
+    """Decode the pieces that `encode_pieces` encoded.
 
     Args:
-        description: of the rank that writes them, or of a rank with equal fragments.
+        data: the encoded pieces.
+        description: the description of the rank that writes the pieces, or of a rank with equal
+            fragments.
     """
     dims, columns = msgspec.msgpack.decode(data, type=tuple[int, tuple[bytes, bytes, bytes]])
     fragment, offset, shape = (np.frombuffer(column, np.int64) for column in columns)
-    known = description.shape.shape[1]  # other ranks may have tensors of more dimensions
-    offset = offset.reshape(len(fragment), dims)[:, :known]
-    shape = shape.reshape(len(fragment), dims)[:, :known]
+    own_dims = description.shape.shape[1]  # other ranks may have tensors of more dimensions
+    offset = offset.reshape(len(fragment), dims)[:, :own_dims]
+    shape = shape.reshape(len(fragment), dims)[:, :own_dims]
     tensor = description.tensor[fragment]
     itemsize = np.array([DTYPES[dtype].itemsize for dtype in description.dtypes], np.int64)
     nbytes = shape.prod(axis=1) * itemsize[tensor]
@@ -148,8 +153,8 @@ def decode_pieces(data: bytes, description: Description) -> PieceTable:
     )
 
 
-def widened(boxes: Int, dims: int, fill: int) -> Int:
-    """Return columns padded on the right to `dims` dimensions."""
+def pad_columns(boxes: Int, dims: int, fill: int) -> Int:
+    """Return an array `(n, D)` padded on the right to `(n, dims)`."""
     missing = dims - boxes.shape[1]
     return np.pad(boxes, ((0, 0), (0, missing)), constant_values=fill) if missing else boxes
 

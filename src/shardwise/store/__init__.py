@@ -1,4 +1,4 @@
-"""Stores: the places where checkpoints are, as keys and bytes."""
+"""Stores: places for the files of checkpoints, accessed by name."""
 
 from shardwise.store.local import LocalStore, local_path
 from shardwise.store.store import (

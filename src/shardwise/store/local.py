@@ -1,4 +1,4 @@
-"""A directory of a local or shared file system."""
+"""`LocalStore`: the files in a directory of a local or shared file system."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class LocalStore:
-    """Files in a directory, written and read without the page cache where the system allows it."""
+    """Files in a directory, which are read and written without the page cache where possible."""
 
     alignment = ALIGNMENT
 
@@ -37,43 +37,45 @@ class LocalStore:
 
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""
-        return LocalStore(self._existing(name))
+        return LocalStore(self._path_to_read(name))
 
     def create(self, key: str, size: int) -> _LocalWriter:
         """Create a file of `size` bytes."""
-        self._make()
-        return _LocalWriter(self._path(key), size)
+        self._create_directory()
+        return _LocalWriter(self._path_to_write(key), size)
 
     def open(self, key: str) -> _LocalReader:
-        """Open a regular file. Links are refused."""
-        return _LocalReader(self._existing(key))
+        """Open a regular file. Symbolic links are refused."""
+        return _LocalReader(self._path_to_read(key))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
-        self._make()
-        target = self._path(key)
-        beside = self._path(f".{key}.{secrets.token_hex(4)}")
+        self._create_directory()
+        target = self._path_to_write(key)
+        temporary = self._path_to_write(f".{key}.{secrets.token_hex(4)}")
         try:
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             self.sync()
             if replace:
-                os.replace(beside, target)
+                os.replace(temporary, target)
             else:
-                os.link(beside, target)
+                os.link(temporary, target)
             self.sync()
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
         reader = self.open(key)
         try:
             if reader.size > limit:
-                raise StoreError(f"{self.path / key} has {reader.size} bytes; at most {limit}")
+                raise StoreError(
+                    f"{self.path / key} has {reader.size} bytes; at most {limit} are expected"
+                )
             return reader.read_all()
         finally:
             reader.close()
@@ -87,7 +89,7 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         """Remove a file, if it exists."""
-        self._path(key).unlink(missing_ok=True)
+        self._path_to_write(key).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the directory, if it is empty."""
@@ -96,9 +98,9 @@ class LocalStore:
 
     def free_bytes(self) -> int | None:
         """Return the free space for this user; None if the file system does not report it."""
-        there = next(each for each in (self.path, *self.path.parents) if each.exists())
-        found = os.statvfs(there)
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        statistics = os.statvfs(existing)
+        return statistics.f_bavail * statistics.f_frsize if statistics.f_blocks else None
 
     def sync(self) -> None:
         """Sync the directory."""
@@ -112,17 +114,17 @@ class LocalStore:
         else:
             flags = os.O_RDWR | os.O_CREAT
             with suppress(FileExistsError):  # it existed, but another process removed it
-                self._make()
+                self._create_directory()
         fd = -1
         try:
-            fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = os.open(self._path_to_write(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except (FileNotFoundError, NotADirectoryError):
-            pass  # a yield here would chain this error to errors of the block
+            pass  # no yield here, because errors of the block would be chained to this one
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise StoreError(
-                f"{self._path(key)} is a symbolic link, which is not followed"
+                f"{self._path_to_write(key)} is a symbolic link, which is not followed"
             ) from error
         if fd < 0:
             yield False
@@ -133,14 +135,14 @@ class LocalStore:
                 os.fstat(fd).st_nlink > 0
             )  # otherwise another process deleted it before it was locked
         except OSError as error:
-            # A file system without locks cannot answer; only another holder is a refusal.
+            # A file system without locks raises other errors. Then the file counts as locked.
             held = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
         try:
             yield held
         finally:
             os.close(fd)
 
-    def _make(self) -> None:
+    def _create_directory(self) -> None:
         """Create the directory and its parents durably."""
         missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
@@ -148,15 +150,20 @@ class LocalStore:
             with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
                 _sync(each.parent)
 
-    def _existing(self, name: str) -> Path:
+    def _path_to_read(self, name: str) -> Path:
         # Other programs use other names, such as `epoch=0-step=10.ckpt`.
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise StoreError(f"{name!r} is not the name of one file (below {self.path})")
+            raise StoreError(
+                f"{name!r} is not a valid name of a file below {self.path}: expected one component "
+                "of a path"
+            )
         if len(os.fsencode(name)) > LONGEST_NAME:
-            raise StoreError(f"{name[:60]!r}... is longer than {LONGEST_NAME} bytes")
+            raise StoreError(
+                f"{name[:60]!r}... below {self.path}: the name is longer than {LONGEST_NAME} bytes"
+            )
         return self.path / name
 
-    def _path(self, name: str) -> Path:
+    def _path_to_write(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or name in (".", ".."):
             raise StoreError(
                 f"{name!r} is not a valid name for a file that shardwise writes below {self.path}: "
@@ -216,7 +223,7 @@ class _LocalWriter:
 
 
 class _LocalReader:
-    """Reads cached pages from the page cache, and everything else without it."""
+    """A file whose cached pages are read from the page cache, and other pages by direct I/O."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""The methods of a store, and its optional capabilities."""
+"""The interface of a store, and its optional capabilities."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ Buffer = npt.NDArray[np.uint8]
 
 
 class WritableFile(Protocol):
-    """A new file, whose size is given at its creation."""
+    """A file that is being written. Its size is fixed when it is created."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write `data` at a multiple of the store's alignment. Its length is a multiple, too.
+        """Write bytes at an offset. Several threads may call this method at the same time.
 
-        Bytes past the file's size are dropped. Several threads may call it at the same time.
+        Args:
+            offset: the offset in bytes, a multiple of the store's alignment.
+            data: bytes; their number is a multiple of the alignment. Bytes after the end of the
+                file are dropped.
         """
         ...
 
     def commit(self) -> None:
-        """Make the file durable, at its given size."""
+        """Make the file durable, with the size that was given at its creation."""
         ...
 
     def close(self) -> None:
@@ -35,13 +38,18 @@ class ReadableFile(Protocol):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """The size of the file, in bytes."""
         ...
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        """Fill `out` from `offset` on. Returns the bytes read, fewer only at the end of the file.
+        """Read bytes from an offset on. Several threads may call this method at the same time.
 
-        Several threads may call it at the same time.
+        Args:
+            offset: the offset in bytes.
+            out: a buffer to fill.
+
+        Returns:
+            The number of bytes read, which is smaller than the buffer only at the end of the file.
         """
         ...
 
@@ -55,7 +63,7 @@ class MappedFile(ReadableFile, Protocol):
     """A file in memory."""
 
     def view(self, offset: int, count: int) -> Buffer:
-        """Return a read-only view of its bytes; fewer only at the end of the file."""
+        """Return a read-only view of `count` bytes, or fewer at the end of the file."""
         ...
 
 
@@ -65,16 +73,16 @@ class ReplicatedFile(ReadableFile, Protocol):
 
     @property
     def copies(self) -> int:
-        """Number of copies."""
+        """The number of copies."""
         ...
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
-        """Read like `read_at`, but only from one copy; the first is number 0."""
+        """Read like `read_at`, but from the copy with this index only."""
         ...
 
 
 class Files(Protocol):
-    """A source of data files."""
+    """A place that data files can be read from."""
 
     def open(self, key: str) -> ReadableFile:
         """Open a file.
@@ -98,11 +106,11 @@ class Store(Files, Protocol):
 
     @property
     def alignment(self) -> int:
-        """Bytes to which `write_at` needs offsets, lengths and memory aligned."""
+        """The alignment in bytes that `write_at` needs for offsets, lengths and memory."""
         ...
 
     def at(self, name: str) -> Store:
-        """Return the store one level below, which need not exist yet."""
+        """Return the store one level below. It need not exist yet."""
         ...
 
     def create(self, key: str, size: int) -> WritableFile:
@@ -114,7 +122,7 @@ class Store(Files, Protocol):
         ...
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Create a small file atomically and durably, after making all earlier files durable.
+        """Create a small file atomically and durably. Makes all earlier files durable before.
 
         Raises:
             FileExistsError: the file exists, and `replace` is False.
@@ -147,10 +155,14 @@ class Store(Files, Protocol):
         ...
 
     def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        """Lock a file for the length of a block, or until the process dies.
+        """Lock a file while a block runs. The lock ends when the process dies.
 
-        An exclusive lock excludes all others, and creates the file if it does not exist. Yields
-        False, without waiting, if the lock is not available.
+        Args:
+            key: the name of the file. An exclusive lock creates it if it does not exist.
+            shared: allow other shared locks at the same time. Otherwise, the lock is exclusive.
+
+        Yields:
+            True if the file is locked. False, without waiting, if the lock is not available.
         """
         ...
 
@@ -166,7 +178,7 @@ class MappedStore(Store, Protocol):
 
 @runtime_checkable
 class BoundedStore(Store, Protocol):
-    """A store that knows its free space."""
+    """A store with limited space."""
 
     def free_bytes(self) -> int | None:
         """Return the bytes that can still be written; None if unknown."""

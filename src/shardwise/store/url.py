@@ -1,4 +1,4 @@
-"""Stores by path or URL."""
+"""Open the store at a path or URL."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
-    """Return the store at a directory or `file://` URL, or a given store.
+    """Return the store at a directory or `file://` URL. A store is returned unchanged.
 
     Raises:
-        StoreError: the place is of another type or not UTF-8, or the URL's scheme is unknown.
+        StoreError: the place has another type or is not UTF-8, or the scheme of the URL is unknown.
     """
     if isinstance(place, Store):
         return place
