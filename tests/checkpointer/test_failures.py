@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.checkpointer.restoring import _first_few
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import shm
@@ -142,3 +143,15 @@ def save_wrongly(root: str, background: bool) -> list[str]:
 def test_all_ranks_go_on_or_none_does(gang: Gang, tmp_path: Path) -> None:
     expected = ["None", "MismatchError", "True", "[3]"]
     assert gang.run(save_wrongly, str(tmp_path), False, world=2) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (1, "n0: off"),
+        (3, "n0: off; n1: off; n2: off"),
+        (9, "n0: off; n1: off; n2: off; and 6 more"),
+    ],
+)
+def test_only_the_first_unanswered_nodes_are_listed(count: int, shown: str) -> None:
+    assert _first_few({f"n{i}": "off" for i in range(count)}) == shown
