@@ -302,7 +302,7 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="last"):
         sw.Keep(last=0)
     with (
-        pytest.raises(ValueError, match="step -1"),
+        pytest.raises(ValueError, match="step=-1"),
         sw.Checkpointer(tmp_path, memory=None) as checkpointer,
     ):
         checkpointer.save(-1, {})

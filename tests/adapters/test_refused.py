@@ -45,7 +45,7 @@ def freed(n: int) -> torch.Tensor:
         ({"x" * 5000: 1}, "4096"),
         ({"a\0b": torch.ones(2)}, "NUL"),
         ({"__shardwise__": {"x": torch.ones(2)}}, "__shardwise__"),
-        ({"\ud800": 1}, "not Unicode"),
+        ({"\ud800": 1}, "not valid Unicode"),
         ({"x": freed(4)}, "x: the tensor's storage was freed"),
         ({"x": torch.ones(2, device="meta")}, "x: the tensor is on the meta device"),
         ({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x: nested"),
@@ -62,7 +62,7 @@ def test_refused_at_saving(tmp_path: Path, state: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"step": -1}, "step -1"),
+        ({"step": -1}, "step=-1"),
         ({"step": 1.0}, "step=1.0"),
         ({"step": True}, "step=True"),
         ({"step": 2**70}, "18 digits"),

@@ -58,7 +58,7 @@ def test_tied_weights_load_where_they_are_not_tied(tmp_path: Path) -> None:
     with torch.no_grad():
         loaded.head.weight.add_(1)
     sw.save(tmp_path / "different", {"model": loaded})
-    with pytest.raises(sw.MismatchError, match="names share memory in the target"):
+    with pytest.raises(sw.MismatchError, match="names that share memory in the target"):
         sw.load(tmp_path / "different", {"model": Tied()})
 
 
