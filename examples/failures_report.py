@@ -52,7 +52,7 @@ def sources_table(story: Story) -> Table:
         found = [recovery.origin.get(each, 0) for each in PLACES]
         table.add_row(
             recovery.failure.title,
-            *(f"{nbytes / 1e6:.1f}" for nbytes in (*found, recovery.received)),
+            *(f"{nbytes / 1e6:.1f}" for nbytes in (*found, recovery.received_bytes)),
         )
     return table
 

@@ -55,8 +55,8 @@ def main() -> None:
                 source=report.source,
                 seconds=time.monotonic() - began,
                 read=report.load.bytes_read,
-                received_bytes=received_bytes() - before,
-                sources_table=report.origins,
+                received=received_bytes() - before,
+                origins=report.origins,
                 skipped=report.skipped,
                 phases=report.seconds,
             )

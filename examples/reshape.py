@@ -68,7 +68,7 @@ class Story:
     title: str
     reference: Outcome
     outcomes: list[Outcome] = field(default_factory=list)
-    names_that_differ: dict[str, list[str]] = field(default_factory=dict)
+    differing: dict[str, list[str]] = field(default_factory=dict)
 
 
 def main() -> int:

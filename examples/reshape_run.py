@@ -42,7 +42,7 @@ class Phase:
         """The command that a user would type, without the options that all phases share."""
         return f"torchrun --nproc-per-node {self.workers} {self.script} {self.options}".rstrip()
 
-    def parse_arguments(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the command line for this Python interpreter."""
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
         script = (str(EXAMPLES / self.script), *self.options.split())
@@ -58,7 +58,7 @@ class Run:
     steps: int
     every: int
 
-    def parse_arguments(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the options for the scripts."""
         return [
             *("--root", str(self.out / "checkpoints"), "--blocks", str(self.blocks)),

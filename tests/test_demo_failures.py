@@ -74,7 +74,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(
         story=story,
         recovery=recovery,
-        faults=lambda: failures_report.faults(story, reference),
+        faults=lambda: failures_report.failed_checks(story, reference),
     )
 
 

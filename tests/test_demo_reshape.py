@@ -87,7 +87,7 @@ def story(report: Any) -> Any:
 
 
 def test_what_went_well_is_no_fault(report: Any, story: Any) -> None:
-    assert report.faults(story) == []
+    assert report.failed_checks(story) == []
 
 
 @pytest.mark.parametrize(
@@ -98,38 +98,38 @@ def test_losses_that_are_off_are_told(
     report: Any, story: Any, phase: int, step: int, off: float, is_fault: bool
 ) -> None:
     story.outcomes[phase].losses[step] += off
-    assert bool(report.faults(story)) == is_fault
+    assert bool(report.failed_checks(story)) == is_fault
 
 
 def test_another_step_than_the_newest_is_told(report: Any, story: Any) -> None:
     story.outcomes[0].saved.append(5)
     expected = "restored step 4, resumed at step 4, but the newest save is step 5"
-    assert expected in report.faults(story)[0]
+    assert expected in report.failed_checks(story)[0]
 
 
 def test_a_restore_that_is_followed_by_another_step_is_told(report: Any, story: Any) -> None:
     del story.outcomes[1].losses[4]
-    assert "restored step 4, resumed at step 5" in report.faults(story)[0]
+    assert "restored step 4, resumed at step 5" in report.failed_checks(story)[0]
 
 
 def test_a_run_that_ends_too_early_is_told(report: Any, story: Any) -> None:
     del story.outcomes[1].losses[8]
-    assert report.faults(story) == ["after: did not train to the end"]
+    assert report.failed_checks(story) == ["after: did not train to the end"]
 
 
 def test_other_bytes_are_told(report: Any, story: Any) -> None:
     story.differing["after"] = ["model.weight"]
-    assert report.faults(story) == ["after: restored values differ: model.weight"]
+    assert report.failed_checks(story) == ["after: restored values differ: model.weight"]
 
 
 def test_states_are_compared_by_name_and_to_the_byte(report: Any, tmp_path: Path) -> None:
     state = {"model": {"same": torch.ones(3), "w": torch.ones(3)}, "optimizer": {"lr": 0.1}}
     sw.save(tmp_path / "a", {**state, "rng": 1})
     sw.save(tmp_path / "b", {**state, "rng": 2})
-    assert report.differing(tmp_path / "a", tmp_path / "b") == []
+    assert report.names_that_differ(tmp_path / "a", tmp_path / "b") == []
     state["model"] |= {"w": torch.tensor([1, 1, 1 + 1e-7]), "more": torch.ones(1)}
     sw.save(tmp_path / "c", {**state, "optimizer": {"lr": 0.2}})
-    found = report.differing(tmp_path / "a", tmp_path / "c")
+    found = report.names_that_differ(tmp_path / "a", tmp_path / "c")
     assert found == ["model.more", "model.w", "optimizer.lr"]
 
 
@@ -145,8 +145,8 @@ def test_settings_are_compared_by_parameter(report: Any, tmp_path: Path) -> None
         ("c", ["w", "v"], 0.2),
     ):
         save(tmp_path / place, names, lr)
-    assert report.differing(tmp_path / "a", tmp_path / "b") == []
-    assert report.differing(tmp_path / "a", tmp_path / "c") == ["optimizer.param_groups"]
+    assert report.names_that_differ(tmp_path / "a", tmp_path / "b") == []
+    assert report.names_that_differ(tmp_path / "a", tmp_path / "c") == ["optimizer.param_groups"]
 
 
 @pytest.mark.parametrize("killed", [None, 3])
