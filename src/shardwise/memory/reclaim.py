@@ -177,7 +177,7 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
         raise StateError(
             f"cannot save step {step}: memory holds the newer step {newer[-1]} of this run. To "
             f"resume from step {newer[-1]}, call restore() first; to go back, call restore(state, "
-            "step=…); to start over, save to another root, or remove this one"
+            "step=…); to start over, save to another root, or delete the directory of this root"
         )
 
 

@@ -102,7 +102,8 @@ def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo
         if not home.has_agent():
             if process is not None and process.poll() is not None:
                 raise StoreError(
-                    f"the agent of {home} ended at once; the end of its log:\n{log_tail(home.log)}"
+                    f"the agent of {home} ended at once; the end of its log {home.log}:\n"
+                    f"{log_tail(home.log)}"
                 )
             if process is None and options.start_agent:
                 home.info.unlink(missing_ok=True)
@@ -113,7 +114,8 @@ def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo
             f"{TIMEOUT:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
         )
     raise StoreError(
-        f"the agent of {home} did not start within {TIMEOUT:.0f} s; the end of its log:\n"
+        f"the agent of {home} did not start within {TIMEOUT:.0f} s; the end of its log "
+        f"{home.log}:\n"
         f"{log_tail(home.log)}"
     )
 

@@ -173,7 +173,7 @@ class Follower:
 def _read_existing(path: Path, kind: type[Record]) -> Record:
     record = read_record(path, kind)
     if record is None:
-        raise StoreError(f"{path} was removed: the snapshot is being freed")
+        raise StoreError(f"the record {path} was removed: the snapshot is being freed")
     return record
 
 

@@ -250,7 +250,8 @@ def read_pending_manifest(action: decide.SaveAction) -> PendingManifest:
         if pending.save_id == action.save_id:
             return pending
     raise StoreError(
-        f"{place.path}: the pending manifest of save {action.save_id} was removed, or is damaged"
+        f"{place.path}: the pending manifest of save {action.save_id} was removed or is damaged, "
+        "so the save cannot be completed: save again"
     )
 
 

@@ -241,7 +241,7 @@ def lock_for_publishing(
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
             raise StoreError(
                 f"{store}: another agent is persisting this save (it holds the lock {lock}); the "
-                "agent of the snapshot's leader persists a save, and no other"
+                "agent of the save's leader persists it, and no other agent does"
             )
         try:
             yield Publication(store, pending, is_published)

@@ -96,7 +96,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     )
                 return start + offset
             start += size
-        raise FormatError(f"node {self.node} has no file {file}")
+        raise FormatError(f"node {self.node} has no file {file} according to the protection record")
 
 
 class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

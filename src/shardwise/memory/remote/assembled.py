@@ -74,14 +74,14 @@ class AssembledStore:
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
     ) -> None:
         if assembly.step is None:
-            raise StoreError(f"no snapshot of run {run.name} was found")
+            raise StoreError(f"no snapshot of run {run.name} was found in memory on any node")
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
         self._local = LocalStore(run.step(assembly.step))
         infos = list(assembly.nodes.values())
         self._nodes = Nodes(Place(run, assembly.step), infos, node, WAIT, tls)
-        self._failures: dict[str, str] = {}  # by node: why a read from the node failed
+        self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
         self._counting = threading.Lock()
         self._decoding = _BusyTime()
@@ -213,11 +213,11 @@ class AssembledStore:
     def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
         """Read from a node, unless an earlier read from it has failed."""
         if node in self._failures:
-            raise StoreError(self._failures[node])
+            raise StoreError(f"{key}: node {node} was skipped, because {self._failures[node]}")
         try:
             self._nodes.read_range(node, key, offset, out)
         except StoreError as error:
-            self._failures[node] = str(error)
+            self._failures[node] = f"an earlier read of {key} from it failed: {error}"
             raise
 
     def _read_part(self, node: str, key: str, offset: int, out: Buffer) -> Buffer:
@@ -231,8 +231,8 @@ class AssembledStore:
         part = self._mapped[key][offset : offset + len(out)]
         if len(part) < len(out):
             raise StoreError(
-                f"{self._local.path / key} ends at byte {offset + len(part)}; expected at least "
-                f"{offset + len(out)} bytes"
+                f"{self._local.path / key} was cut off: it ends at byte {offset + len(part)}; "
+                f"expected at least {offset + len(out)} bytes"
             )
         return part
 

@@ -1,7 +1,4 @@
-"""HTTP client of a node's agent: small requests, and byte ranges read straight into memory.
-
-Trainers use it too, so it needs only the standard library's HTTP.
-"""
+"""HTTP client of a node's agent. Trainers use it too, so it needs the standard library only."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
 SYN_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+NO_AGENT = "the server is not an agent, or of another version of shardwise"
 T = TypeVar("T")
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -121,11 +118,12 @@ class AgentClient:
 
     def health(self) -> Health:
         """Return the health of the agent."""
-        return self._request("GET", "/health", lambda response: self._decode(response, Health))
+        return self._request("GET", "/health", lambda r: self._decode(r, "/health", Health))
 
     def list(self, run: str) -> list[ListedStep]:
         """Return the files of a run on the node, by ascending step; empty if there are none."""
-        return self._request("GET", _url_path(run), lambda r: self._decode(r, list[ListedStep]))
+        path = _url_path(run)
+        return self._request("GET", path, lambda r: self._decode(r, path, list[ListedStep]))
 
     def read(self, run: str, step: int, name: str, *, limit: int, wait: float = 0.0) -> bytes:
         """Return the contents of a small file.
@@ -140,7 +138,7 @@ class AgentClient:
         """
         wait = min(max(wait, 0.0), LONGEST_WAIT)
         path = _url_path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
-        return self._request("GET", path, lambda response: self._body(response, limit), wait=wait)
+        return self._request("GET", path, lambda r: self._body(r, path, limit), wait=wait)
 
     def read_range_into(self, run: str, step: int, name: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset`.
@@ -152,19 +150,19 @@ class AgentClient:
         if len(out) == 0:
             return
         requested = f"{offset}-{offset + len(out) - 1}"
-        request = f"{self}: requested bytes {requested} of {name} of step {step}"
+        request = f"{self}: bytes {requested} of {name} of step {step}"
 
         def fill(response: HTTPResponse) -> None:
-            header = response.headers.get("Content-Range", "")
+            header = response.headers.get("Content-Range", "no range")
             received = header.removeprefix("bytes ").split("/")[0]
             if response.status != 206 or received != requested or response.length != len(out):
-                raise StoreError(f"{request}, received {received or 'no range'}")
+                raise StoreError(f"{request}: received {received}; the file may be cut off")
             remaining = out.data
             while remaining:
                 count = response.readinto(remaining)
                 if count == 0:
                     done = len(out) - len(remaining)
-                    raise StoreError(f"{request}, connection closed after {done} bytes")
+                    raise StoreError(f"{request}: the connection ended after {done} bytes")
                 remaining = remaining[count:]
 
         path = _url_path(run, step, name)
@@ -181,7 +179,7 @@ class AgentClient:
             length = response.headers.get("Content-Length", "")
             response.read()
             if not (length.isascii() and length.isdigit() and len(length) < 20):
-                raise StoreError(f"{self}: the response lacks the size of {name} of step {step}")
+                raise StoreError(f"{self}: no size of {name} of step {step}; {NO_AGENT}")
             return int(length)
 
         return self._request("HEAD", _url_path(run, step, name), parse_size)
@@ -292,18 +290,20 @@ class AgentClient:
                 response.close()
             connection.close()
 
-    def _body(self, response: HTTPResponse, limit: int) -> bytes:
+    def _body(self, response: HTTPResponse, path: str, limit: int) -> bytes:
         if response.length is None:
-            raise StoreError(f"{self}: the response has no Content-Length")
+            raise StoreError(f"{self}: GET {path}: no Content-Length; {NO_AGENT}")
         if response.length > limit:
-            raise StoreError(f"{self}: the response has {response.length} bytes; at most {limit}")
+            raise StoreError(
+                f"{self}: GET {path}: {response.length} bytes; at most {limit} allowed"
+            )
         return response.read()
 
-    def _decode(self, response: HTTPResponse, kind: type[T]) -> T:
+    def _decode(self, response: HTTPResponse, path: str, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(self._body(response, LARGEST_LIST), type=kind)
+            return msgspec.json.decode(self._body(response, path, LARGEST_LIST), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"{self}: not an agent, or one of another version: {error}") from error
+            raise StoreError(f"{self}: GET {path}: {error}; {NO_AGENT}") from error
 
 
 def _dial(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
@@ -372,7 +372,7 @@ def _error_of(request: str, response: HTTPResponse) -> OSError:
         return FileNotFoundError(f"{request}: not found")
     if response.status == 401:
         return StoreError(
-            f"{request}: the agent refused this token: another agent has replaced it; get its token"
+            f"{request}: the agent refused this token: read the token of the agent that runs now"
         )
     return StoreError(f"{request}: {response.status}: {explanation}")
 

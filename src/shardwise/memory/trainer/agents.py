@@ -176,7 +176,8 @@ class _Checks:
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < START_PERIOD:
             self.failure = (
                 f"the agent of {self.home} ended {MOST_STARTS} times within {START_PERIOD:.0f} s, "
-                f"and is no longer restarted; the end of its log:\n{log_tail(self.home.log)}"
+                f"and is no longer restarted; the end of its log {self.home.log}:\n"
+                f"{log_tail(self.home.log)}"
             )
             log.error("%s", self.failure)
             return

@@ -154,7 +154,10 @@ class PendingSave:
                 watch.check(None if timeout is None else deadline.left())
             except StoreError as error:
                 raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
-        raise TimeoutError(f"step {self.place.step}: {stage} has not ended in {timeout:g} s")
+        raise TimeoutError(
+            f"step {self.place.step}: {stage} has not ended in {timeout:g} s; it continues: wait "
+            "again, with a longer timeout"
+        )
 
 
 class SaveHandle:
@@ -202,7 +205,9 @@ class SaveHandle:
             return
         if not self._copying.wait(timeout):
             raise TimeoutError(
-                f"step {self._report.step}: the state is not copied after {timeout:g} s"
+                f"step {self._report.step}: copying the state to host memory has not ended in "
+                f"{timeout:g} s; the copy continues, so do not change the state yet: call staged() "
+                "again"
             )
         if self._copying.failure:
             raise StoreError(self._copying.failure)
