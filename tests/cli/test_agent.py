@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.cli.agent import show_kept_runs, show_status
+from shardwise.cli.agent import show_status, show_stored_runs
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
@@ -19,7 +19,7 @@ from shardwise.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.memory import records
-from shardwise.memory.agent.status import kept_run, status_of
+from shardwise.memory.agent.status import status_of, stored_run
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run
 from shardwise.memory.rank_locks import training_lock
@@ -244,8 +244,8 @@ def test_a_manifest_that_cannot_be_trusted_is_an_error(run: Run, home: Home) -> 
 def test_tables_fit_80_columns(home: Home) -> None:
     console = Console(file=io.StringIO(), width=80, markup=False)
     show_status(status_of(home, None, None), console)
-    kept = [kept_run(home.run(name)) for name in home.runs()]
-    show_kept_runs(str(home), kept, False, console)
+    kept = [stored_run(home.run(name)) for name in home.runs()]
+    show_stored_runs(str(home), kept, False, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown.replace("1…3", "")
     assert "[bold" not in shown  # no markup that is not meant to be seen

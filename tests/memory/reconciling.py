@@ -9,7 +9,7 @@ from shardwise.memory.agent.actions import free, look_up_root
 from shardwise.memory.decide import DEFAULT_PERIODS, Action, Periods, decide_run
 from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, view_run
-from shardwise.memory.reclaim import remove_if_vacant
+from shardwise.memory.reclaim import remove_if_unused
 
 
 def free_decided(run: Run) -> bool:
@@ -44,7 +44,7 @@ class Attendant:
             if isinstance(action, decide.Free):
                 free(action)
             elif isinstance(action, decide.FreeRun):
-                remove_if_vacant(self.home, action.run)
+                remove_if_unused(self.home, action.run)
             elif isinstance(action, decide.LookUpRoot):
                 look_up_root(action, self.observer)
             elif isinstance(action, decide.Rescue):

@@ -32,7 +32,7 @@ from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Sta
 from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))
-STAGES = ("seal", "commit", "protect", "guard", "persist", "copy", RETAIN, "rescue")
+STAGES = ("seal", "commit", "protect", "protect_others", "persist", "copy", RETAIN, "rescue")
 PERIODS = DEFAULT_PERIODS
 
 
@@ -103,10 +103,10 @@ def freed(run: RunView, now: float = 0.0) -> list[int]:
         ("seal", decide.Seal),
         ("commit", decide.Commit),
         ("protect", decide.Protect),
-        ("guard", decide.Guard),
+        ("protect_others", decide.ProtectOthers),
         ("persist", decide.Persist),
         ("copy", decide.Copy),
-        (RETAIN, decide.Retain),
+        (RETAIN, decide.RemoveOld),
     ],
 )
 @pytest.mark.parametrize("state", State)
@@ -254,7 +254,7 @@ def test_the_root_of_a_run_without_trainers_is_read_now_and_then() -> None:
 
 
 def test_a_run_of_which_nothing_is_left_is_removed_a_little_later() -> None:
-    run = run_of(unattended_since=0.0, vacant_since=50.0)
+    run = run_of(unattended_since=0.0, unused_since=50.0)
     assert not decide_run(run, 59.0)
     assert decide_run(run, 60.0) == [FreeRun(RUN)]
 

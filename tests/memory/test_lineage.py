@@ -134,7 +134,7 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
     ]
     infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}
     found = Search(held, infos, read, lineage).choose(None)
-    return found.step, str(found.newer)
+    return found.step, str(found.skipped)
 
 
 @pytest.mark.parametrize("of", ["leader", "copy"])

@@ -35,14 +35,14 @@ def descriptors() -> int:
 def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: Mappings) -> None:
     path, moved = tmp_path / "slot", tmp_path / "data"
     path.write_bytes(bytes(MEGABYTE))
-    before = mappings.find(path, MEGABYTE)
+    before = mappings.map(path, MEGABYTE)
     fds = descriptors()
     path.rename(moved)
     os.truncate(moved, 1000)
-    assert mappings.find(moved, 1000).ctypes.data == before.ctypes.data
+    assert mappings.map(moved, 1000).ctypes.data == before.ctypes.data
     os.truncate(moved, MEGABYTE)
     moved.write_bytes(bytes(range(256)) * (MEGABYTE // 256))
-    after = mappings.find(moved, MEGABYTE)
+    after = mappings.map(moved, MEGABYTE)
     assert after.ctypes.data == before.ctypes.data
     assert after.tobytes() == moved.read_bytes()
     after[0] = 7
@@ -53,10 +53,10 @@ def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: Map
 def test_a_file_that_has_grown_is_mapped_anew(tmp_path: Path, mappings: Mappings) -> None:
     path = tmp_path / "slot"
     path.write_bytes(b"1" * 10)
-    mappings.find(path, 10)
+    mappings.map(path, 10)
     fds = descriptors()
     path.write_bytes(b"2" * MEGABYTE)
-    assert mappings.find(path, MEGABYTE).tobytes() == b"2" * MEGABYTE
+    assert mappings.map(path, MEGABYTE).tobytes() == b"2" * MEGABYTE
     assert descriptors() == fds
 
 
@@ -67,7 +67,7 @@ def test_the_memory_of_a_file_that_was_removed_is_given_back(
     path, stays = tmp_path / "slot", tmp_path / "stays"
     for each in (path, stays):
         each.write_bytes(bytes(MEGABYTE))
-        mappings.find(each, MEGABYTE)
+        mappings.map(each, MEGABYTE)
     mappings.unmap_removed()
     assert maps_of(path) == maps_of(stays) == 1
     path.unlink()
@@ -83,5 +83,5 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, mappings: Mappings) -
     fds = descriptors()
     for size in (4, 6):
         with pytest.raises(CorruptionError, match="slot has 5 bytes"):
-            mappings.find(path, size)
+            mappings.map(path, size)
     assert descriptors() == fds

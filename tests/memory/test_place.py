@@ -106,8 +106,8 @@ def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     if isinstance(action, decide.Copy):
         following.copy(action)
     else:
-        assert isinstance(action, decide.Guard)
-        following.guard(action)
+        assert isinstance(action, decide.ProtectOthers)
+        following.protect_others(action)
     done = read_record(place.path / records.done_record(stage, ONE), Done)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")

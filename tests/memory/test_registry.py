@@ -170,8 +170,8 @@ def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(
         report = checkpointer.last_restore
         assert report is not None
         checkpointer.close(wait=False)
-        assert all(f"could not ask node {each}" in str(report) for each in report.unasked)
-        return step, report.source, list(report.unasked)
+        assert all(f"could not ask node {each}" in str(report) for each in report.unanswered)
+        return step, report.source, list(report.unanswered)
 
     first = opened("first")
     for step in (2, 3):

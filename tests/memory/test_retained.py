@@ -16,7 +16,7 @@ from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.persist import lock_for_publishing, retention_request
-from shardwise.memory.decide import Retain, decide_run
+from shardwise.memory.decide import RemoveOld, decide_run
 from shardwise.memory.files import Deadline, write_record
 from shardwise.memory.home import OUTCOMES, Home, Place, new_run
 from shardwise.memory.observe import view_run
@@ -199,8 +199,8 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
         assert place.list_names("") == [records.request_record(records.RETAIN, SAVE)]
         assert stages.outcome(records.RETAIN) is None
         assert not stages.has_succeeded()
-        assert decide_run(view_run(place.run), 0.0) == [Retain(place, SAVE)]
-    Follower("another agent", Mappings()).retain(Retain(place, SAVE))
+        assert decide_run(view_run(place.run), 0.0) == [RemoveOld(place, SAVE)]
+    Follower("another agent", Mappings()).remove_old(RemoveOld(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
     assert not decide_run(view_run(place.run), 0.0)
@@ -221,13 +221,13 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
     with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
-        Follower("here", Mappings()).retain(Retain(place, SAVE))
+        Follower("here", Mappings()).remove_old(RemoveOld(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
 
 
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
     (place.path / records.request_record(records.RETAIN, SAVE)).write_bytes(b"{")
-    Follower("here", Mappings()).retain(Retain(place, SAVE))
+    Follower("here", Mappings()).remove_old(RemoveOld(place, SAVE))
     with pytest.raises(StoreError, match=r"step 3: retain: StoreError: .*Input data was truncated"):
         stages_of(place).check()
     assert len(in_storage(tmp_path)) == 3

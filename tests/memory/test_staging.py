@@ -435,9 +435,9 @@ def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
     own, accelerator = slots
     own.prepare(10_000)
     assert not accelerator.locked, "nobody asked"
-    own.prepare(10_000, locked_bytes=8000)
+    own.prepare(10_000, device_bytes=8000)
     for nbytes in (10_000, 9000, 10_000, 9000):
-        slot = own.take(nbytes, locked_bytes=8000)
+        slot = own.take(nbytes, device_bytes=8000)
         assert slot is not None
         assert slot.buffer.ctypes.data in accelerator.locked
     assert accelerator.asked_to_lock == 1
@@ -448,9 +448,9 @@ def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
 def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simulated]) -> None:
     """A file that was cut and grew has other pages there than those that a device knows."""
     own, accelerator = slots
-    own.prepare(50_000, locked_bytes=50_000)
+    own.prepare(50_000, device_bytes=50_000)
     for nbytes, times in ((10_000, 1), (10_100, 1), (50_000, 2), (40_000, 2), (50_000, 3)):
-        slot = own.take(nbytes, locked_bytes=nbytes)
+        slot = own.take(nbytes, device_bytes=nbytes)
         assert slot is not None
         assert accelerator.asked_to_lock == times
         assert list(accelerator.locked) == [slot.buffer.ctypes.data]
@@ -461,8 +461,8 @@ def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simula
 def test_what_cannot_be_locked_is_asked_for_once(slots: tuple[Slots, Simulated]) -> None:
     own, accelerator = slots
     accelerator.can_lock = False
-    own.prepare(10_000, locked_bytes=10_000)
-    assert own.take(10_000, locked_bytes=10_000) is not None
+    own.prepare(10_000, device_bytes=10_000)
+    assert own.take(10_000, device_bytes=10_000) is not None
     assert accelerator.asked_to_lock == 1
     own.close()
 

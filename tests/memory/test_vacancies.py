@@ -70,7 +70,7 @@ def test_trainers_that_come_just_then_have_their_places(
         return lock_directory(directory, shared=shared)
 
     monkeypatch.setattr(reclaim, "lock_directory", holding)
-    reclaim.remove_if_vacant(home, run)
+    reclaim.remove_if_unused(home, run)
     coming.join(20.0)
     assert len(came) == 2
     assert is_rank_alive(run, 0)
@@ -86,7 +86,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     run = begun(home)
     came: list[RankLock] = []
     coming = threading.Thread(target=lambda: came.append(RankLock(run, 0)))
-    look = reclaim._is_vacant
+    look = reclaim._is_unused
 
     def is_vacant(seen: Run) -> bool:
         found = look(seen)
@@ -97,8 +97,8 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
                 assert not came
         return found
 
-    monkeypatch.setattr(reclaim, "_is_vacant", is_vacant)
-    reclaim.remove_if_vacant(home, run)
+    monkeypatch.setattr(reclaim, "_is_unused", is_vacant)
+    reclaim.remove_if_unused(home, run)
     coming.join(20.0)
     assert len(came) == 1
     assert is_rank_alive(run, 0)
@@ -132,7 +132,7 @@ def test_an_agent_of_which_nothing_is_needed_ends(
         ending = asyncio.ensure_future(process._until_ended(home, asyncio.Event(), until_idle=True))
         await asyncio.sleep(0.3)
         assert not ending.done()
-        reclaim.remove_if_vacant(home, run)
+        reclaim.remove_if_unused(home, run)
         await asyncio.wait_for(ending, 30.0)
 
     asyncio.run(live())

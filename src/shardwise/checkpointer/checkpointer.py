@@ -269,7 +269,7 @@ class Checkpointer:
         """
         self._refuse_closed()
         signal_number = 0 if self._signals is None else self._signals.any_received(self._group)
-        durable = force or signal_number > 0 or self._settings.is_durable(step)
+        durable = force or signal_number > 0 or self._settings.is_durable_step(step)
         handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
         if signal_number and self._signals is not None:
             self._saving.wait_until_durable(handle)

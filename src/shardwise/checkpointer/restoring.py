@@ -75,7 +75,7 @@ class RestoreReport:
             and the root which steps they hold; "choosing" the newest complete step; "reading" the
             step; "decoding" data of lost nodes, which "reading" does not include; and
             "rebuilding": discarding newer steps and allocating memory for the next snapshots.
-        unasked: nodes that could not be asked and may hold a newer step, each with the reason.
+        unanswered: the nodes that did not answer and may hold a newer step, each with the reason.
     """
 
     step: int | None
@@ -84,14 +84,14 @@ class RestoreReport:
     skipped: tuple[tuple[int, str], ...]
     origins: dict[str, int]
     seconds: dict[str, float] = field(default_factory=dict)
-    unasked: dict[str, str] = field(default_factory=dict)
+    unanswered: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         step = "no step" if self.step is None else f"step {self.step}"
         skipped = [f"skipped step {number}: {why}" for number, why in self.skipped]
-        unasked = [f"could not ask node {node}: {why}" for node, why in self.unasked.items()]
+        unanswered = [f"could not ask node {node}: {why}" for node, why in self.unanswered.items()]
         source = f"restored {step} from {self.source}"
-        return "; ".join([source, str(self.load), *skipped, *unasked])
+        return "; ".join([source, str(self.load), *skipped, *unanswered])
 
 
 def resolve_choice(step: object, best: Best | None) -> Choice:
@@ -251,7 +251,7 @@ class Restoring:
             The report, None if no step is intact; and the steps that were skipped.
         """
         found = self._find_snapshot(step)
-        skipped = [_Skipped(number, reason) for number, reason in found.newer]
+        skipped = [_Skipped(number, reason) for number, reason in found.skipped]
         while stored or found.store is not None:
             store: Store
             if found.store is not None and (not stored or found.step >= stored[-1]):
@@ -269,7 +269,7 @@ class Restoring:
                 newer = tuple((each.step, each.reason) for each in skipped if each.step >= number)
                 origins = bytes_by_origin(report, found.store if source == "memory" else None)
                 restored = RestoreReport(number, source, report, newer, origins)
-                return replace(restored, unasked=found.unasked), skipped
+                return replace(restored, unanswered=found.unanswered), skipped
             skipped.append(_Skipped(number, f"{source}: {damage}", was_tried=True))
             if source == "storage":
                 self._damaged.add(number)
@@ -319,15 +319,15 @@ class Restoring:
             return FoundSnapshot(-1, None, [])
         start = time.perf_counter()
         found = find_snapshot(self._snapshots, self._group, step=step, damaged=damaged)
-        if found.unasked and step is None and self._group.rank == 0:
+        if found.unanswered and step is None and self._group.rank == 0:
             log.warning(
                 "%d nodes of this run did not say which snapshots they hold (%s). Steps there "
                 "that are newer than the step restored now will be discarded",
-                len(found.unasked),
-                _first_few(found.unasked),
+                len(found.unanswered),
+                _first_few(found.unanswered),
             )
-        self._recorder.add("choosing", found.choosing)
-        self._recorder.add("asking", time.perf_counter() - start - found.choosing)
+        self._recorder.add("choosing", found.choosing_seconds)
+        self._recorder.add("asking", time.perf_counter() - start - found.choosing_seconds)
         return found
 
     def _none_is_intact(self, skipped: Sequence[_Skipped]) -> CorruptionError:

@@ -97,7 +97,7 @@ class Saving:
         call = _SaveCall(step, state, metrics, overwrite)
         handle = self._save_or_log(call, durable=True) if durable else None
         is_saved = handle is not None
-        in_memory = self._snapshots is not None and self._settings.is_snapshot(step)
+        in_memory = self._snapshots is not None and self._settings.is_snapshot_step(step)
         if in_memory and not is_saved:
             handle = self._save_or_log(call, durable=False)
         if self._settings.at_end and not is_saved:

@@ -65,11 +65,11 @@ class Settings:
             if option.name not in _MAY_DIFFER_BETWEEN_NODES
         }
 
-    def is_durable(self, step: object) -> bool:
+    def is_durable_step(self, step: object) -> bool:
         """Return whether this step is saved to the root."""
         return is_due(step, self.save_every)
 
-    def is_snapshot(self, step: object) -> bool:
+    def is_snapshot_step(self, step: object) -> bool:
         """Return whether a snapshot of this step is kept in memory."""
         every = 0 if self.memory is None else self.memory.snapshot_every
         return every > 0 and is_due(step, every)

@@ -16,17 +16,17 @@ from rich.text import Text
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import StoreError
+from shardwise.memory.agent.protection_report import TensorsStatus, TensorStatus
 from shardwise.memory.agent.status import (
     STAGES,
-    Behind,
-    KeptRun,
     NodeStatus,
     RunStatus,
     SnapshotStatus,
-    kept_run,
+    StageLag,
+    StoredRun,
     status_of,
+    stored_run,
 )
-from shardwise.memory.agent.tensor_protection import TensorsStatus, TensorStatus
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK
 from shardwise.memory.options import DIRECTORY, Tls
@@ -154,7 +154,7 @@ def clear(
     their snapshots: run this command on each of them.
     """
     home = _open_home(directory)
-    kept = {name: kept_run(home.run(name)) for name in _run_ids(home)}
+    kept = {name: stored_run(home.run(name)) for name in _run_ids(home)}
     unknown_runs = [name for name in run_id or () if name not in kept]
     if unknown_runs:
         known_runs = ", ".join(kept) or "none"
@@ -173,7 +173,7 @@ def clear(
     if as_json:
         print_json({"runs": list(kept.values()), "cleared": [each.run for each in chosen]})
         return
-    show_kept_runs(str(home), chosen or list(kept.values()), bool(chosen), stdout_console())
+    show_stored_runs(str(home), chosen or list(kept.values()), bool(chosen), stdout_console())
 
 
 @agent.command()
@@ -249,7 +249,7 @@ def show_status(node: NodeStatus, console: Console) -> None:
         _show_run(run, console)
 
 
-def show_kept_runs(home: str, runs: Sequence[KeptRun], cleared: bool, console: Console) -> None:
+def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, console: Console) -> None:
     """Print the runs that a node keeps snapshots of, or those that were cleared."""
     if not runs:
         console.print(f"{fmt.printable(home)} keeps no snapshots")
@@ -345,7 +345,7 @@ def _protection_text(tensor: TensorStatus) -> Text:
     return Text(f"against the loss of {lost}: {protections}", "green")
 
 
-def _lag_text(stage: str, behind: Behind) -> Text:
+def _lag_text(stage: str, behind: StageLag) -> Text:
     """Return the newest step of a stage: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
     if behind.step is None:
         return Text(f"no step {STAGE_DONE[stage]}", "dim")

@@ -1,27 +1,26 @@
 """Decides what an agent does: a pure function of what its node stores.
 
-Each save goes through these stages; every arrow is an action of `decide`:
+A save passes these stages in this order. An action of `decide` completes each stage:
 
-                    ranks copy          a node is lost, or the run has ended
-                        │                               │ Rescue
-                     staged                             ▼
-                        │ Seal        ┌───────▶ persisting is requested ─┐
-                        ▼             │ (or it was from the start)       │ Persist (leader)
-                     sealed           │                                  ▼ Copy    (each node)
-                        │ Commit      │                              persisted
-                        ▼ (leader)    │                                  │ Retain: remove old
-                    committed ────────┘                                  ▼         checkpoints
-                        │ Protect (leader), Guard (each node)        retained
-                        ▼
-                    protected
+    stage      action (by whom)
+    staged     none: the ranks copy their state to host memory
+    sealed     Seal (each node)
+    committed  Commit (leader)
+    protected  Protect (leader), which has each node perform ProtectOthers
+    persisted  Persist (leader), which has each node perform Copy
+    retained   RemoveOld: remove old checkpoints from storage
+
+Protecting and persisting both follow the commit, and run at the same time. A save for memory only
+is not persisted, unless Rescue requests it: after a node was lost, or after the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.State`). Only RUNNING stages have
 an action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
 from the other nodes by records, and writes the outcome of each stage to all nodes.
 
-Memory is freed by mark and sweep. A run keeps the newest committed snapshot, the newest protected
-one, those with open stages (see `is_pinned`), and the next newest, up to the number of its slots.
-Free removes all other snapshots that are older than the newest committed one.
+Memory is freed by mark and sweep. A run always keeps the newest committed snapshot, the newest
+protected snapshot, and the snapshots with open stages (see `is_pinned`). If these are fewer than
+its slots, the run also keeps the next newest snapshots, until there is one snapshot for each slot.
+Free removes all other snapshots that are older than the newest committed snapshot.
 
 The snapshots of a run without trainers on this node are freed in three cases: its root says that
 the run was resumed from an older step, storage has the newest snapshot too, or a day has passed.
@@ -69,7 +68,7 @@ class Protect(SaveAction):
     """Have all nodes make copies or parity."""
 
 
-class Guard(SaveAction):
+class ProtectOthers(SaveAction):
     """Make the copies or parity that this node stores for others."""
 
 
@@ -81,13 +80,13 @@ class Copy(SaveAction):
     """Copy this node's files to storage."""
 
 
-class Retain(SaveAction):
+class RemoveOld(SaveAction):
     """Remove old checkpoints from storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rescue(SaveAction):
-    """Have a save persisted that was for memory only.
+    """Request that a save for memory only is persisted.
 
     Attributes:
         why: the reason, for the log.
@@ -137,11 +136,12 @@ class Periods:
     """How long an agent waits before it frees memory, in seconds.
 
     Attributes:
-        between_lookups: between two reads of the root of a run without trainers.
-        until_freed_if_stored: until the snapshots of a run without trainers are freed, if storage
-            has the newest one.
-        until_freed: until the snapshots of a run without trainers are freed in any case.
-        until_removed: until a run without trainers and snapshots is removed.
+        between_lookups: the time between two reads of the root of a run without trainers.
+        until_freed_if_stored: the time without trainers after which the snapshots of a run are
+            freed, if storage has the newest snapshot.
+        until_freed: the time without trainers after which the snapshots of a run are freed in any
+            case.
+        until_removed: the time without trainers and snapshots after which a run is removed.
     """
 
     between_lookups: float = 10.0
@@ -154,10 +154,10 @@ DEFAULT_PERIODS = Periods()
 _ACTION_OF_STAGE = {
     "commit": Commit,
     "protect": Protect,
-    "guard": Guard,
+    "protect_others": ProtectOthers,
     "persist": Persist,
     "copy": Copy,
-    RETAIN: Retain,
+    RETAIN: RemoveOld,
 }
 
 
@@ -195,9 +195,9 @@ def _advance_stages(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
 
 
 def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
-    """Yield a rescue of the newest committed snapshot, if its options request rescues.
+    """Yield a Rescue of the newest committed snapshot, if the options of its save allow rescues.
 
-    Nothing is yielded if the snapshot is persisted anyway, or the rescue was requested before.
+    Yield nothing if the save is persisted anyway, or if its rescue was requested before.
     """
     newest = run.newest_committed
     if newest is None or newest.is_abandoned:
@@ -220,7 +220,7 @@ def _free_replaced(run: RunView) -> Iterator[Free]:
         if each.step in kept:
             if replaced := _replaced_saves(each):
                 yield Free(each.place, REPLACED, replaced)
-        elif each.step < newest.step and not is_pinned(run, each) and not _only_retains(each):
+        elif each.step < newest.step and not is_pinned(run, each) and not _only_removes_old(each):
             yield Free(each.place, REPLACED)
 
 
@@ -243,9 +243,9 @@ def kept_steps(run: RunView) -> set[int]:
 def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     """Return whether a snapshot must stay in memory because a stage has not ended.
 
-    A snapshot is pinned by an open stage that has not ended for any newer snapshot either. A save
-    that this node leads and must persist pins its snapshot until it is persisted, even if newer
-    saves are; this includes a save without data files, for which no rank has staged anything.
+    An open stage pins a snapshot, unless the same stage has ended for a newer snapshot. A save that
+    this node must persist as its leader pins the snapshot until it is persisted, even if newer
+    saves are persisted already. This includes a save without data files.
     Abandoned snapshots are not pinned.
     """
     if snapshot.is_abandoned:
@@ -257,7 +257,7 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     return any(not any(each.has_ended(stage) for each in newer) for stage in open_stages)
 
 
-def _only_retains(snapshot: SnapshotView) -> bool:
+def _only_removes_old(snapshot: SnapshotView) -> bool:
     """Return whether the snapshot consists only of requests to remove old checkpoints."""
     open_requests = {
         request_record(RETAIN, save.save_id)
@@ -270,7 +270,7 @@ def _only_retains(snapshot: SnapshotView) -> bool:
 def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
     """Return the ids of saves that another, committed save of the step has replaced.
 
-    A save whose commit has not ended is not among them.
+    Saves are not included while their commit has not ended.
     """
     staged = [save for save in snapshot.saves.values() if save.has_staged]
     if len(staged) < 2 or not snapshot.committed_save:
@@ -284,7 +284,7 @@ def _free_unattended(
 ) -> Iterator[Action]:
     """Yield actions that free the memory of a run without trainers on this node."""
     if not run.snapshots:
-        if run.vacant_since is not None and now - run.vacant_since >= periods.until_removed:
+        if run.unused_since is not None and now - run.unused_since >= periods.until_removed:
             yield FreeRun(run.run)
         return
     root, seconds = run.root, now - unattended_since
@@ -305,7 +305,7 @@ def _free_unattended(
 
 
 def _is_in_storage(run: RunView) -> bool:
-    """Return whether storage has everything of a run that a restore could need."""
+    """Return whether storage makes the run's snapshots on this node unnecessary for a restore."""
     root, newest = run.root, run.newest_committed
     if root is None or not root.is_reachable:
         return False
@@ -317,8 +317,7 @@ def _is_in_storage(run: RunView) -> bool:
 def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
     """Return whether the run was resumed from an older step after this snapshot was saved.
 
-    If the epoch of any of the saves is unknown, return False: the run may have been resumed before
-    that save.
+    The epochs of its saves show this (see `lineage.py`). If an epoch is unknown, return False.
     """
     epochs = [each.epoch for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
     return bool(epochs) and all(
@@ -335,8 +334,9 @@ def superseded_places(
 ) -> list[Place]:
     """Return the snapshots that a node can free when the run is resumed from a step.
 
-    These are newer snapshots; snapshots that the run abandoned earlier, while this node was away;
-    and older unfinished ones, which would occupy slots while they wait for a lost node.
+    The node can free snapshots of newer steps, snapshots that the run abandoned earlier while this
+    node was away, and older unfinished snapshots. The unfinished snapshots would occupy slots while
+    they wait for a lost node.
 
     Args:
         step: the step; None for the beginning.
@@ -379,8 +379,8 @@ def _is_finished(snapshot: SnapshotView) -> bool:
 def hopeless_places(run: RunView, now: float, patience: float) -> list[Place]:
     """Return the snapshots that will never be committed, except the newest snapshot.
 
-    Either their commit has failed; or they are for memory only, and no rank of this node has staged
-    a file for `patience` seconds.
+    A snapshot will never be committed if its commit has failed. The same is assumed of a snapshot
+    for memory only if no rank of this node has staged one of its files for `patience` seconds.
 
     Args:
         now: the time in seconds since 1970.
@@ -388,11 +388,11 @@ def hopeless_places(run: RunView, now: float, patience: float) -> list[Place]:
     found = []
     for each in run.snapshots[:-1]:
         saves = [save for save in each.saves.values() if save.has_staged]
-        staged = [one for save in saves for one in save.staged]
+        staged = [record for save in saves for record in save.staged]
         if each.is_committed or not staged:
             continue
         has_failed = all(save.state("commit") is State.FAILED for save in saves)
-        is_durable = any("persist" in one.stages for one in staged)
+        is_durable = any("persist" in record.stages for record in staged)
         age = 0.0 if each.staged_at is None else now - each.staged_at
         if has_failed or (not is_durable and age > patience):
             found.append(each.place)

@@ -1,4 +1,12 @@
-"""A root's `run.json`: the run it belongs to, and the steps from which the run was resumed."""
+"""A root's `run.json`: the run it belongs to, and the steps from which the run was resumed.
+
+An epoch is the time between two resumptions of a run: the first epoch is 0, and each resumption
+begins the next epoch. Each save records its epoch. A run that resumes from step 20 abandons the
+steps after 20 of all earlier epochs, because it will compute these steps again.
+
+The lineage of a run is the list of its resumptions. It tells for each save, by its step and epoch,
+whether the run has abandoned the save.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +29,9 @@ Step = Annotated[int, msgspec.Meta(ge=BEGINNING, le=2**62)]
 
 
 class Branch(msgspec.Struct, array_like=True, frozen=True):
-    """A point where a run was resumed.
+    """A resumption of a run: the epoch that it began, and the step from which the run resumed.
 
-    The epoch begins after the step. It abandons the newer steps of earlier epochs.
+    The run abandons the steps of earlier epochs that are newer than `step`.
     """
 
     epoch: Epoch
@@ -31,12 +39,12 @@ class Branch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A run, and the points where it was resumed.
+    """A run, and its resumptions.
 
     Attributes:
         run: the id of the run, 16 hexadecimal digits.
-        branches: the branches by ascending step. A new branch replaces the branches at its step or
-            later.
+        branches: the resumptions by ascending step. A resumption replaces earlier ones from the
+            same step or a newer step.
     """
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
@@ -48,7 +56,7 @@ class Lineage(msgspec.Struct, frozen=True):
         return self.branches[-1].epoch if self.branches else 0
 
     def resumed_from(self, step: int | None) -> Lineage:
-        """Return the lineage with another epoch, which begins after a step.
+        """Return the lineage after the run is resumed from a step, which begins a new epoch.
 
         Args:
             step: the step; None for the beginning.
@@ -61,7 +69,7 @@ class Lineage(msgspec.Struct, frozen=True):
         return Lineage(self.run, (*kept, Branch(self.epoch + 1, first)))
 
     def newest_before(self, step: int) -> Branch | None:
-        """Return the newest branch that abandons a step of earlier epochs, or None."""
+        """Return the last resumption that abandoned a step of earlier epochs, or None."""
         return next((each for each in reversed(self.branches) if each.step < step), None)
 
     def abandons(self, step: int, epoch: int) -> bool:

@@ -98,7 +98,7 @@ class Observer:
         self._lock = threading.Lock()
         self._cache = RecordCache()
         self._unattended_since: dict[str, float] = {}
-        self._vacant_since: dict[str, float] = {}
+        self._unused_since: dict[str, float] = {}
         self._roots: dict[str, RootView] = {}
 
     def node(self) -> NodeView:
@@ -107,7 +107,7 @@ class Observer:
             view = NodeView(self._node, tuple(self._run(run) for run in self._runs()))
             self._cache.forget_unused()
             names = {each.run.name for each in view.runs}
-            for known in (self._unattended_since, self._vacant_since, self._roots):
+            for known in (self._unattended_since, self._unused_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
             return view
@@ -131,18 +131,18 @@ class Observer:
         now = self.clock()
         is_attended = has_trainers(run)
         snapshots = read_snapshots(run, self._node, self._cache)
-        unattended, vacant = self._unattended_since, self._vacant_since
+        unattended, unused = self._unattended_since, self._unused_since
         if is_attended:
             unattended.pop(run.name, None)
             self._roots.pop(run.name, None)
         if is_attended or snapshots:
-            vacant.pop(run.name, None)
+            unused.pop(run.name, None)
         return RunView(
             run=run,
             snapshots=snapshots,
             lost_ranks=tuple(lost_ranks(run)),
             unattended_since=None if is_attended else unattended.setdefault(run.name, now),
-            vacant_since=None if is_attended or snapshots else vacant.setdefault(run.name, now),
+            unused_since=None if is_attended or snapshots else unused.setdefault(run.name, now),
             root=self._roots.get(run.name),
         )
 
@@ -262,7 +262,7 @@ class _Reader:
             stages={
                 **self._cluster_stages(save_id, staged, pending, leads),
                 "seal": Stage(self._seal_state(save_id, staged, unsealed)),
-                "guard": Stage(self._part_state("protect", save_id)),
+                "protect_others": Stage(self._part_state("protect", save_id)),
                 "copy": Stage(self._part_state("persist", save_id)),
                 "rescue": Stage(self._rescue_state(save_id)),
             },

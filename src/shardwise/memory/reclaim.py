@@ -188,13 +188,13 @@ def free_hopeless(run: Run, patience: float, cache: RecordCache) -> None:
         free(place)
 
 
-def remove_if_vacant(home: Home, run: Run) -> None:
+def remove_if_unused(home: Home, run: Run) -> None:
     """Remove a run that has neither trainers nor snapshots.
 
     A trainer that starts at the same time locks the directory first, or creates it again.
     """
     with lock_directory(run.path, shared=False) as locked:
-        if locked and _is_vacant(run):
+        if locked and _is_unused(run):
             remove_entry(run, node_name(home))
             _remove_run(home, run)
 
@@ -382,7 +382,7 @@ def _remove_run(home: Home, run: Run) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _is_vacant(run: Run) -> bool:
+def _is_unused(run: Run) -> bool:
     return not run.steps() and not has_trainers(run)
 
 

@@ -1,7 +1,7 @@
 """Computes and verifies the checksums of files in memory, and keeps the files mapped.
 
-Slots are reused, so the agent needs the same files again. To map a file again costs more than to
-compute its checksums, because of a page fault for each page.
+Slots are reused, so the agent needs the same files again and again. Mapping a file causes a page
+fault for each page, which takes longer than computing the checksums.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Mappings:
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int], _Mapping] = {}
 
-    def find(self, path: Path, size: int) -> Buffer:
-        """Return the bytes of a file, mapped and writable.
+    def map(self, path: Path, size: int) -> Buffer:
+        """Map a file, unless it is mapped already; return its bytes, which are writable.
 
         Raises:
             CorruptionError: the file has a different size.
@@ -112,7 +112,8 @@ def _open_checked(path: Path, size: int, *, writable: bool) -> int:
 def seal(data: Buffer, entry: FileEntry) -> FileEntry:
     """Write the checksums of a staged file to its end; return its entry, with `checksums_crc32`.
 
-    One thread computes the checksums. Blocks are so small that several threads would contend.
+    One thread computes the checksums. The blocks are so small that several threads would often
+    wait for each other.
 
     Args:
         data: the file, mapped.
@@ -127,16 +128,16 @@ def seal(data: Buffer, entry: FileEntry) -> FileEntry:
     return msgspec.structs.replace(entry, checksums_crc32=crc32(encoded))
 
 
-def is_intact(path: Path, entry: FileEntry) -> bool:
-    """Return whether a file still has the checksums that it was sealed with."""
+def is_file_intact(path: Path, entry: FileEntry) -> bool:
+    """Return whether a file can be mapped, and its bytes match the checksums at its end."""
     try:
-        return is_sealed(map_file(path, entry.size), entry)
+        return has_valid_checksums(map_file(path, entry.size), entry)
     except (OSError, CorruptionError):
         return False
 
 
-def is_sealed(data: Buffer, entry: FileEntry) -> bool:
-    """Return whether a mapped file still has the checksums that it was sealed with."""
+def has_valid_checksums(data: Buffer, entry: FileEntry) -> bool:
+    """Return whether the bytes of a sealed file match the checksums at its end."""
     encoded = data[entry.checksums_at :]
     if crc32(encoded) != entry.checksums_crc32:
         return False

@@ -60,12 +60,13 @@ class SaveView:
         unsealed: the names of the data files that have no checksums yet.
         has_staged: whether a rank of this node has written a `Staged` record. The data file may not
             exist yet.
-        pending: the pending manifest, or the followers' copy of it. Its field `manifest` is empty.
-        leads: whether this node has the pending manifest, not the copy.
+        pending: the pending manifest, or a follower's copy of the pending manifest. Its field
+            `manifest` is empty.
+        leads: whether this node leads the save, so that it has the pending manifest itself.
         epoch: the epoch of the run at the save; None if no record contains it.
-        stages: the stages by name. `copy` is this node's part of persisting, and `guard` its part
-            of protecting. `rescue` is done if it was requested to persist a save that was for
-            memory only.
+        stages: the stages by name. `copy` is this node's part of persisting, and `protect_others`
+            is this node's part of protecting. `rescue` is done once persisting was requested for a
+            save that was for memory only.
     """
 
     save_id: str
@@ -89,7 +90,7 @@ class SaveView:
 
     @property
     def must_be_persisted(self) -> bool:
-        """Whether this node leads the save, and must persist it even if newer ones are."""
+        """Whether this node must persist the save, even if newer saves are persisted already."""
         durable = self.leads and self.pending is not None and self.pending.durable
         is_open = self.state("persist") is State.RUNNING or "persist" in self.open_stages
         return durable and is_open
@@ -104,8 +105,8 @@ class SnapshotView:
         saves: the saves, by id.
         committed_save: the id of the save that the manifest belongs to; None if there is no
             manifest, "" if the manifest is damaged.
-        staged_at: when a rank of this node last staged a file, in seconds since 1970; None if none
-            has.
+        staged_at: when a rank of this node last staged a file, in seconds since 1970; None if no
+            rank has staged a file.
     """
 
     place: Place
@@ -146,7 +147,7 @@ class RootView:
         read_at: when the agent read the root, on the observer's clock.
         is_reachable: whether the root could be read.
         lineage: the lineage of the run; None if the root was removed, or belongs to another run.
-        newest_step: the newest step in the root; None if there is none.
+        newest_step: the newest step in the root; None if the root has no step.
         has_read_steps: whether the agent looked for the newest step.
     """
 
@@ -164,9 +165,10 @@ class RunView:
     Attributes:
         snapshots: the snapshots, by ascending step.
         lost_ranks: the ranks that died on this node without ending normally.
-        unattended_since: since when no trainer of the run is on this node, on the observer's clock;
-            None if there is a trainer.
-        vacant_since: since when there have been neither trainers nor snapshots; None if there are.
+        unattended_since: since when the run has had no trainer on this node, on the observer's
+            clock; None if it has one.
+        unused_since: since when the run has had neither trainers nor snapshots, on the observer's
+            clock; None if it has trainers or snapshots.
         root: the root as it was last read; None if the run has trainers on this node.
     """
 
@@ -174,7 +176,7 @@ class RunView:
     snapshots: tuple[SnapshotView, ...] = ()
     lost_ranks: tuple[int, ...] = ()
     unattended_since: float | None = None
-    vacant_since: float | None = None
+    unused_since: float | None = None
     root: RootView | None = None
 
     @property

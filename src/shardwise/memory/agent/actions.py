@@ -15,13 +15,13 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import decide, records
 from shardwise.memory.agent.lead import agents_of, attempt, read_pending_manifest
 from shardwise.memory.agent.persist import Throttle, copy_file, remove_old_checkpoints
-from shardwise.memory.agent.protect import guard
+from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import (
     REPLACED,
     Copy,
     Free,
-    Guard,
     LookUpRoot,
+    ProtectOthers,
     Rescue,
     SaveAction,
     Seal,
@@ -67,7 +67,7 @@ class Follower:
         for staged in place.staged():
             name = staged.file.name
             if name in action.files and not place.has(records.entry_record(name)):
-                data = self.mappings.find(place.path / name, staged.file.size)
+                data = self.mappings.map(place.path / name, staged.file.size)
                 write_record(place.path / records.entry_record(name), seal(data, staged.file))
 
     def copy(self, action: Copy) -> None:
@@ -76,17 +76,19 @@ class Follower:
             action, "persist", Persist, lambda request: self._copy_files(action.place, request)
         )
 
-    def guard(self, action: Guard) -> None:
+    def protect_others(self, action: ProtectOthers) -> None:
         """Make the copies or parity that this node stores for others."""
         place = action.place
 
         def make_copies_or_parity(request: Protect) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
-                return nodes.retry(lambda: guard(place, request, nodes, self.node, self.mappings))
+                return nodes.retry(
+                    lambda: protect_others(place, request, nodes, self.node, self.mappings)
+                )
 
         self._fulfil(action, "protect", Protect, make_copies_or_parity)
 
-    def retain(self, action: decide.Retain) -> None:
+    def remove_old(self, action: decide.RemoveOld) -> None:
         """Remove old checkpoints from storage, as long as the request exists."""
         name = records.request_record(records.RETAIN, action.save_id)
 
@@ -127,7 +129,7 @@ class Follower:
             # The record of a staged file is valid only once the file exists.
             place.wait_for(name, deadline, failed=records.failure_record(name))
             entry = _read_existing(place.path / records.staged_record(name), Staged).file
-            data = self.mappings.find(place.path / name, entry.size)
+            data = self.mappings.map(place.path / name, entry.size)
 
             def wait_until_sealed() -> None:
                 place.wait_for(records.entry_record(name), deadline)

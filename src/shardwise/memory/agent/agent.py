@@ -20,7 +20,7 @@ from shardwise.memory.decide import (
     FreeRun,
     LookUpRoot,
     Periods,
-    Retain,
+    RemoveOld,
     decide,
     decide_run,
 )
@@ -107,7 +107,7 @@ class Agent:
         try:
             if not self._is_decided(action):
                 return True
-            if isinstance(action, (Free, FreeRun, LookUpRoot, Retain)):
+            if isinstance(action, (Free, FreeRun, LookUpRoot, RemoveOld)):
                 self._performers[type(action)](action)
             else:
                 with action.place.hold(

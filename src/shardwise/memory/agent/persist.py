@@ -148,7 +148,7 @@ def copy_files_of_lost_nodes(
     read = make_reader(info_of, place.run, node, tls)
     assembly = Search(held, info_of, read).choose(place.step)
     if assembly.step is None:
-        reasons = "; ".join(reason for _, reason in assembly.newer)
+        reasons = "; ".join(reason for _, reason in assembly.skipped)
         raise StoreError(
             f"step {place.step}: the files of lost nodes cannot be persisted: {reasons}"
         )

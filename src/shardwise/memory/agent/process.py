@@ -38,7 +38,7 @@ from shardwise.memory.identity import (
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import is_training
-from shardwise.memory.reclaim import finish_removals, remove_if_vacant
+from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
 from shardwise.memory.registry import update_address
 from shardwise.memory.seal import Mappings
@@ -115,13 +115,13 @@ def _performers(
         decide.Seal: follower.seal,
         decide.Commit: leader.commit,
         decide.Protect: leader.protect,
-        decide.Guard: follower.guard,
+        decide.ProtectOthers: follower.protect_others,
         decide.Persist: leader.persist,
         decide.Copy: follower.copy,
-        decide.Retain: follower.retain,
+        decide.RemoveOld: follower.remove_old,
         decide.Rescue: follower.rescue,
         decide.Free: free,
-        decide.FreeRun: lambda action: remove_if_vacant(home, action.run),
+        decide.FreeRun: lambda action: remove_if_unused(home, action.run),
         decide.LookUpRoot: partial(look_up_root, observer=observer),
     }
 

@@ -34,7 +34,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
 )
 from shardwise.memory.remote.nodes import Nodes
-from shardwise.memory.seal import Mappings, is_sealed
+from shardwise.memory.seal import Mappings, has_valid_checksums
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
@@ -88,7 +88,9 @@ def protection_gaps(
     return made.gaps
 
 
-def guard(place: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
+def protect_others(
+    place: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings
+) -> int:
     """Make the copies and parity that a node stores for others; return their bytes.
 
     Args:
@@ -102,12 +104,12 @@ def guard(place: Place, request: Protect, nodes: Nodes, node: str, mappings: Map
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    guarding = _Guarding(place, request, nodes, entries, mappings)
+    files = _ProtectionFiles(place, request, nodes, entries, mappings)
     groups = groups_of_node(request.protection, node)
-    return sum(guarding.make_files(group, index) for group, index in groups)
+    return sum(files.make_files(group, index) for group, index in groups)
 
 
-class _Guarding:
+class _ProtectionFiles:
     """Makes the copies and parity of one snapshot that this node stores for others.
 
     A group is protected in one of two ways. In a ring, a rank of this node has made the copy or
@@ -242,7 +244,7 @@ class _Guarding:
         return fd
 
     def _map(self, name: str, size: int) -> Buffer:
-        return self._mappings.find(self._place.temporary(name), size)
+        return self._mappings.map(self._place.temporary(name), size)
 
     def _finish(self, name: str) -> None:
         self._place.temporary(name).rename(self._place.path / name)
@@ -304,7 +306,7 @@ def complete_copy(
     low, high = ring_file.ranges[entry.name]
     for first, last in ((0, low), (high, entry.size)):
         nodes.read_range(owner, entry.name, first, data[first:last])
-    if not is_sealed(data, entry):
+    if not has_valid_checksums(data, entry):
         _log_difference(entry.name, owner)
         return False
     return True

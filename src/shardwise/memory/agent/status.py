@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.agent.tensor_protection import TensorsStatus, tensors_of
+from shardwise.memory.agent.protection_report import TensorsStatus, report_tensors
 from shardwise.memory.files import read_record
 from shardwise.memory.home import ROOT, Home, Place, Run
 from shardwise.memory.observe import RecordCache, read_snapshots
@@ -63,7 +63,7 @@ class SnapshotStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Behind:
+class StageLag:
     """How far a stage lags behind the newest staged snapshot.
 
     The lag is the training that is lost by a failure against which the stage protects.
@@ -97,7 +97,7 @@ class RunStatus:
     slots_used: int
     slots_free: int
     bytes_free: int
-    behind: dict[str, Behind]
+    behind: dict[str, StageLag]
     snapshots: list[SnapshotStatus]
     tensors: TensorsStatus | None = None
 
@@ -137,7 +137,7 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRun:
+class StoredRun:
     """What a node stores for a run.
 
     Attributes:
@@ -157,13 +157,13 @@ class KeptRun:
     training: bool
 
 
-def kept_run(run: Run) -> KeptRun:
+def stored_run(run: Run) -> StoredRun:
     """Return what a node stores for a run."""
     root: str | None = None
     with suppress(StoreError):
         root = read_record(run.path / ROOT, str)
     snapshots = read_snapshots(run, cache=RecordCache(logs=False))
-    return KeptRun(
+    return StoredRun(
         run=run.name,
         root=root,
         bytes=sum(map(_file_size, run.path.rglob("*"))),
@@ -215,9 +215,9 @@ def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:
         slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
         slots_free=len(free),
         bytes_free=sum(free),
-        behind={stage: _behind(snapshots, stage) for stage in STAGES},
+        behind={stage: _lag_of_stage(snapshots, stage) for stage in STAGES},
         snapshots=snapshots,
-        tensors=None if tensors is None else tensors_of(run, tensors),
+        tensors=None if tensors is None else report_tensors(run, tensors),
     )
 
 
@@ -258,13 +258,13 @@ def _seconds_between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
+def _lag_of_stage(snapshots: list[SnapshotStatus], stage: str) -> StageLag:
     done = [each for each in snapshots if getattr(each, stage).state == "done"]
     own = [each for each in snapshots if each.age is not None]
     if not done or not own:
-        return Behind(step=done[-1].step if done else None, steps=None, seconds=None)
+        return StageLag(step=done[-1].step if done else None, steps=None, seconds=None)
     newest, last = own[-1], done[-1]
-    return Behind(
+    return StageLag(
         step=last.step,
         steps=max(0, newest.step - last.step),
         seconds=_seconds_between(newest.age, last.age),

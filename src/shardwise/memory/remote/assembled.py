@@ -39,9 +39,10 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
         sizes: size of each data file in bytes.
         nodes: the agents of the nodes that hold any of the files.
         protection: the encoded `Protection`, or b"" if nothing can be decoded.
-        newer: newer steps that cannot be read, and why.
-        choosing: seconds that rank 0 took to choose the snapshot.
-        unasked: nodes that could not be asked and may hold something newer, and why.
+        skipped: the newer steps that cannot be read, each with the reason.
+        choosing_seconds: the seconds that rank 0 took to choose the snapshot.
+        unanswered: the nodes that did not answer and may hold a newer snapshot, each with the
+            reason.
     """
 
     step: int | None
@@ -49,9 +50,9 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     sizes: dict[str, int]
     nodes: dict[str, AgentInfo]
     protection: bytes
-    newer: list[tuple[int, str]]
-    choosing: float = 0.0
-    unasked: dict[str, str] = {}
+    skipped: list[tuple[int, str]]
+    choosing_seconds: float = 0.0
+    unanswered: dict[str, str] = {}
 
 
 class AssembledStore:

@@ -173,7 +173,7 @@ class Search:
     lineage: Lineage | None = None
 
     def choose(
-        self, step: int | None, *, damaged: int | None = None, tried: Collection[str] = ()
+        self, step: int | None, *, damaged: int | None = None, nodes_read: Collection[str] = ()
     ) -> Assembly:
         """Return the newest snapshot that has a manifest and all of whose files can be read.
 
@@ -182,15 +182,15 @@ class Search:
             damaged: a step that was found to be damaged: consider only older ones. The step itself
                 is considered again if its damaged files were removed, or if a node that was not
                 tried stores some of its files.
-            tried: the nodes that the damaged step was read from.
+            nodes_read: the nodes that the damaged step was read from.
         """
-        newer: list[tuple[int, str]] = []
-        for candidate in self._candidates(step, damaged, tried):
+        skipped: list[tuple[int, str]] = []
+        for candidate in self._candidates(step, damaged, nodes_read):
             found = self._assemble_step(candidate)
             if not isinstance(found, str):
-                return msgspec.structs.replace(found, newer=newer)
-            newer.append((candidate, f"memory: {found}"))
-        return Assembly(None, {}, {}, {}, b"", newer)
+                return msgspec.structs.replace(found, skipped=skipped)
+            skipped.append((candidate, f"memory: {found}"))
+        return Assembly(None, {}, {}, {}, b"", skipped)
 
     def is_complete(self, step: int | None) -> bool:
         """Return whether no other node can hold a newer snapshot than these nodes do.
@@ -210,11 +210,11 @@ class Search:
         return not isinstance(self._assemble_step(newest, epoch=self.lineage.epoch), str)
 
     def _candidates(
-        self, step: int | None, damaged: int | None = None, tried: Collection[str] = ()
+        self, step: int | None, damaged: int | None = None, nodes_read: Collection[str] = ()
     ) -> list[int]:
         """Return the steps to consider, newest first."""
         retries_damaged = any(
-            each.has_removed or (damaged in each.steps and each.node not in tried)
+            each.has_removed or (damaged in each.steps and each.node not in nodes_read)
             for each in self.nodes
         )
         steps = sorted({number for each in self.nodes for number in each.steps}, reverse=True)
@@ -236,18 +236,18 @@ class Search:
             epoch: consider only saves of this epoch.
         """
         reasons: list[str] = []
-        tried: set[str] = set()
+        tried_saves: set[str] = set()
         for each in self.nodes:
             files = each.steps.get(step, {})
-            if MANIFEST not in files or any(save in name for save in tried for name in files):
+            if MANIFEST not in files or any(save in name for save in tried_saves for name in files):
                 continue
             try:
                 manifest = decode_manifest(self.read(each.node, step, MANIFEST))
             except (FormatError, OSError) as error:
                 reasons.append(f"node {each.node}: {error}")
                 continue
-            if manifest.save_id not in tried:
-                tried.add(manifest.save_id)
+            if manifest.save_id not in tried_saves:
+                tried_saves.add(manifest.save_id)
                 if epoch not in (None, self._epoch(step, manifest.save_id)):
                     continue
                 found = self._why_abandoned(step, manifest.save_id) or self._assemble(

@@ -28,7 +28,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
     make_reader,
 )
-from shardwise.memory.seal import is_intact
+from shardwise.memory.seal import is_file_intact
 from shardwise.memory.trainer.snapshots import Snapshots
 
 COMMIT_TIMEOUT = 5.0
@@ -42,37 +42,42 @@ class FoundSnapshot:
     Attributes:
         step: the step of the snapshot; -1 if there is none.
         store: the files of the snapshot; None if there is none.
-        newer: newer steps that cannot be restored, and why.
+        skipped: the newer steps that cannot be restored, each with the reason.
         nodes: the nodes that hold files of this snapshot, or of damaged snapshots that were tried
             before.
-        choosing: seconds that rank 0 took to choose the snapshot, after the nodes had answered.
-        unasked: nodes of the run that could not be asked and may hold a newer snapshot, and why.
+        choosing_seconds: the seconds that rank 0 took to choose the snapshot, after the nodes had
+            answered.
+        unanswered: the nodes of the run that did not answer and may hold a newer snapshot, each
+            with the reason.
     """
 
     step: int
     store: AssembledStore | None
-    newer: list[tuple[int, str]]
+    skipped: list[tuple[int, str]]
     nodes: frozenset[str] = frozenset()
-    choosing: float = 0.0
-    unasked: dict[str, str] = field(default_factory=dict)
+    choosing_seconds: float = 0.0
+    unanswered: dict[str, str] = field(default_factory=dict)
 
 
 def find_snapshot(
     snapshots: Snapshots, group: Group, *, step: int | None, damaged: FoundSnapshot | None = None
 ) -> FoundSnapshot:
-    """Return the newest snapshot all of whose files can be read. All ranks call this together.
+    """Return the newest snapshot that can be read completely. All ranks call this together.
 
     Args:
         snapshots: the snapshots of the run.
         group: the ranks.
-        step: consider only this step.
-        damaged: a snapshot that was found to be damaged: consider only older ones. The snapshot is
-            considered again if its damaged files were removed, or if a node that had not answered
-            before holds some of its files.
+        step: the only step to consider; None for all steps.
+        damaged: a snapshot whose files were found to be damaged; None in the first search. Newer
+            snapshots are not considered. The damaged snapshot is considered again in two cases:
+            its damaged files were removed, or another node, which had not answered before, holds
+            some of its files.
     """
     assembly = _find_assembly(snapshots, group, step, damaged)
     nodes = frozenset(assembly.nodes) | (damaged.nodes if damaged else frozenset())
-    found = FoundSnapshot(-1, None, assembly.newer, nodes, assembly.choosing, assembly.unasked)
+    found = FoundSnapshot(
+        -1, None, assembly.skipped, nodes, assembly.choosing_seconds, assembly.unanswered
+    )
     if assembly.step is None:
         return found
     store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
@@ -112,20 +117,22 @@ def _find_assembly(
 
         search = make_search(*ask_all_nodes(nodes, infos, run.name, snapshots.tls, is_enough))
         start = time.perf_counter()
-        tried = () if damaged is None else damaged.nodes
-        assembly = search.choose(step, damaged=damaged_step, tried=tried)
+        nodes_read = () if damaged is None else damaged.nodes
+        assembly = search.choose(step, damaged=damaged_step, nodes_read=nodes_read)
         seconds = time.perf_counter() - start
-        unasked = _unasked_nodes(registered, {each.node for each in search.nodes})
-        if unasked and search.is_complete(step):
-            unasked = {}
-        assembly = msgspec.structs.replace(assembly, choosing=seconds, unasked=unasked)
+        unanswered = _unanswered_nodes(registered, {each.node for each in search.nodes})
+        if unanswered and search.is_complete(step):
+            unanswered = {}
+        assembly = msgspec.structs.replace(
+            assembly, choosing_seconds=seconds, unanswered=unanswered
+        )
         return msgspec.msgpack.encode(assembly)
 
     reply = exchange(group, "looking for snapshots", encode_own_files, choose)
     return msgspec.msgpack.decode(reply, type=Assembly)
 
 
-def _unasked_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[str, str]:
+def _unanswered_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[str, str]:
     """Return the nodes in the registry that did not answer, and why."""
     silent = {
         info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
@@ -147,7 +154,7 @@ def _remove_damaged(place: Place) -> bool:
         damaged = [
             entry.name
             for entry in manifest.files
-            if place.has(entry.name) and not is_intact(place.path / entry.name, entry)
+            if place.has(entry.name) and not is_file_intact(place.path / entry.name, entry)
         ]
     for name in damaged:
         (place.path / name).unlink(missing_ok=True)
@@ -157,7 +164,7 @@ def _remove_damaged(place: Place) -> bool:
 
 
 def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
-    """Return the saves that were staged on all nodes. Their agents will commit them."""
+    """Return the ids of the saves that all nodes have staged, so that agents will commit them."""
 
     def list_saves() -> bytes:
         staged_files: list[str] = []
@@ -186,8 +193,8 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
 def _wait_for_commits(run: Run, saves: set[str]) -> None:
     """Wait, at most `COMMIT_TIMEOUT` seconds, until agents have committed these saves.
 
-    A save counts as committed once its manifest is on this node. Waiting for all other nodes could
-    be in vain, as one may be lost.
+    A save counts as committed once its manifest is on this node. The manifests on other nodes
+    are not waited for, because a node may be lost.
     """
     cache = RecordCache()
 

@@ -57,14 +57,14 @@ class _Mapping:
 
     Attributes:
         buffer: the mapping.
-        stable_bytes: how many of the first bytes have had the same pages since they were mapped. A
+        mapped_bytes: how many of the first bytes have had the same pages since they were mapped. A
             device copies to these pages only, because data in pages that the file has lost is lost.
         lock_was_tried: whether page-locking was tried.
         is_locked: whether the memory is page-locked.
     """
 
     buffer: Buffer
-    stable_bytes: int
+    mapped_bytes: int
     lock_was_tried: bool = False
     is_locked: bool = False
 
@@ -83,7 +83,7 @@ class Slots:
     Args:
         run: the directories of the run on this node.
         prefix: the start of the slots' names, which identifies their owner.
-        record_kind: a part of the names of the records that say which slots are in use.
+        record_stage: a part of the names of the records that say which slots are in use.
         count: the number of slots, including those in use.
         page_locker: page-locks slots that devices copy to.
     """
@@ -92,24 +92,24 @@ class Slots:
         self,
         run: Run,
         prefix: str,
-        record_kind: str,
+        record_stage: str,
         count: int,
         page_locker: PageLocker | None = None,
     ) -> None:
         self._run = run
         self._directory = run.free
         self._prefix = prefix
-        self._record_pattern = f"r{prefix[1:]}*.{record_kind}*.json"
+        self._record_pattern = f"r{prefix[1:]}*.{record_stage}*.json"
         self._count = count
         self._page_locker = page_locker
         self._mappings: dict[int, _Mapping] = {}
 
-    def prepare(self, nbytes: int, *, locked_bytes: int = 0, leave_free: int = 0) -> int:
+    def prepare(self, nbytes: int, *, device_bytes: int = 0, leave_free: int = 0) -> int:
         """Allocate missing slots, make each large enough, and return the bytes allocated.
 
         Args:
             nbytes: the size of the files that the slots are for.
-            locked_bytes: how many of the first bytes of each slot a device copies to.
+            device_bytes: how many of the first bytes of each slot a device copies to.
             leave_free: how many bytes must remain free for other purposes.
 
         Raises:
@@ -126,7 +126,7 @@ class Slots:
         for name in names:
             if name in small:
                 self._allocate(self._directory / name, size)
-            self._map(self._directory / name, locked_bytes)
+            self._map(self._directory / name, device_bytes)
         if not self._has_space(leave_free):  # other ranks have allocated their slots meanwhile
             raise self._too_small(size, 0, leave_free)
         return needed
@@ -136,7 +136,7 @@ class Slots:
         return bool(self._free_names()) or self._missing_count() > 0
 
     def take(
-        self, nbytes: int, *, excluding: Collection[str] = (), locked_bytes: int = 0
+        self, nbytes: int, *, excluding: Collection[str] = (), device_bytes: int = 0
     ) -> Slot | None:
         """Return a free slot, resized to this many bytes; None if no slot is free.
 
@@ -146,7 +146,7 @@ class Slots:
         Args:
             nbytes: the size of the file.
             excluding: the names of slots that are already being filled.
-            locked_bytes: how many of the first bytes a device copies to.
+            device_bytes: how many of the first bytes a device copies to.
 
         Raises:
             StoreError: the memory file system is full.
@@ -160,9 +160,9 @@ class Slots:
         path = self._directory / largest
         if self._usable_size(largest) < nbytes:
             self._allocate(path, _round_to_pages(nbytes))
-        mapping = self._map(path, locked_bytes)
+        mapping = self._map(path, device_bytes)
         os.truncate(path, nbytes)
-        mapping.stable_bytes = min(mapping.stable_bytes, _round_to_pages(nbytes))
+        mapping.mapped_bytes = min(mapping.mapped_bytes, _round_to_pages(nbytes))
         return Slot(largest, path, mapping.buffer[:nbytes])
 
     def remove(self) -> None:
@@ -242,20 +242,20 @@ class Slots:
         finally:
             os.close(fd)
 
-    def _map(self, path: Path, locked_bytes: int) -> _Mapping:
+    def _map(self, path: Path, device_bytes: int) -> _Mapping:
         """Map a file unless it is mapped already, and page-lock the memory if a device uses it."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             status = os.fstat(fd)
             inode, size = status.st_ino, status.st_size
             mapping = self._mappings.get(inode)
-            if mapping is None or len(mapping.buffer) < size or mapping.stable_bytes < locked_bytes:
+            if mapping is None or len(mapping.buffer) < size or mapping.mapped_bytes < device_bytes:
                 self._unmap(inode)
                 buffer = map_pages(fd, 0, size, writable=True, now=True)
                 mapping = self._mappings[inode] = _Mapping(buffer, _round_to_pages(size))
         finally:
             os.close(fd)
-        if locked_bytes and self._page_locker is not None and not mapping.lock_was_tried:
+        if device_bytes and self._page_locker is not None and not mapping.lock_was_tried:
             mapping.lock_was_tried = True
             nbytes = len(mapping.buffer)
             mapping.is_locked = self._page_locker.lock_pages(mapping.address, nbytes)

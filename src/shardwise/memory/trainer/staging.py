@@ -154,16 +154,16 @@ class Staging:
         if source is not None:
             size = source.layout.size
             leave_free = 0 if ring is not None else self._bytes_for_agent(size)
-            locked_bytes = _bytes_from_devices(source)
+            device_bytes = _bytes_from_devices(source)
             allocated += self._own_slots.prepare(
-                size, locked_bytes=locked_bytes, leave_free=leave_free
+                size, device_bytes=device_bytes, leave_free=leave_free
             )
         if ring is not None:
             sizes = [member.file.size for member in ring.members_to_copy()]
             sizes += [parity_file_size(ring.group.chunk)] if ring.parity else []
             largest = max(sizes, default=0)
-            locked_bytes = self._bytes_to_lock(largest, ring)
-            allocated += self._ring_slots.prepare(largest, locked_bytes=locked_bytes)
+            device_bytes = self._bytes_to_lock(largest, ring)
+            allocated += self._ring_slots.prepare(largest, device_bytes=device_bytes)
         return allocated
 
     def _bytes_for_agent(self, share: int) -> int:
@@ -302,8 +302,8 @@ class Staging:
     def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: Copying) -> None:
         """Copy this rank's file into a slot, and move the slot into the snapshot."""
         planned, place = part.planned, part.place
-        size, locked_bytes = source.layout.size, _bytes_from_devices(source)
-        slot = self._wait_for_slot(self._own_slots, size, locked_bytes)
+        size, device_bytes = source.layout.size, _bytes_from_devices(source)
+        slot = self._wait_for_slot(self._own_slots, size, device_bytes)
         fill = copying.pace_fill(self._streams.make_fill(source, wait=False))
         marker = place.path / records.copying_marker(planned.key)
         marker.touch()
@@ -332,18 +332,18 @@ class Staging:
             return copying.pace_fill(self._streams.make_fill(source, wait=True))
 
         def take_slot(nbytes: int, excluding: Collection[str]) -> Slot:
-            locked_bytes = self._bytes_to_lock(nbytes, ring)
-            return self._wait_for_slot(self._ring_slots, nbytes, locked_bytes, excluding)
+            device_bytes = self._bytes_to_lock(nbytes, ring)
+            return self._wait_for_slot(self._ring_slots, nbytes, device_bytes, excluding)
 
         data = {rank: make_fill(source) for rank, source in part.planned.peer_sources().items()}
         RingProtection(ring, data, take_slot, part.place, self._pool, self._threads).make()
 
     def _wait_for_slot(
-        self, slots: Slots, nbytes: int, locked_bytes: int, excluding: Collection[str] = ()
+        self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
     ) -> Slot:
         deadline = Deadline(self._options.wait)
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
-            slot = slots.take(nbytes, excluding=excluding, locked_bytes=locked_bytes)
+            slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
             if slot is not None:
                 return slot
             free_hopeless(self._run, self._commit_timeout, self._records)

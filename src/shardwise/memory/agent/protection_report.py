@@ -21,12 +21,12 @@ from shardwise.memory.redundancy.placement import ProtectionGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class PartProtection:
     """The protection of part of a tensor.
 
     Attributes:
         kind: "copies" or "parity".
-        survives: the number of `nodes` that may be lost.
+        survives: how many of `nodes` can be lost without loss of the part.
         nodes: the nodes that store the part, its copies or its parity.
     """
 
@@ -43,16 +43,16 @@ class TensorStatus:
         name: the name of the tensor.
         bytes: the size of the tensor.
         nodes: the nodes that store its parts.
-        survives: the number of nodes that may be lost, whichever they are; 0 if a part is not
-            protected.
-        guards: the protection of its parts, each kind once.
+        survives: how many nodes can be lost, in any combination, without loss of the tensor; 0 if
+            a part is not protected.
+        guards: the distinct protections of its parts.
     """
 
     name: str
     bytes: int
     nodes: list[str]
     survives: int
-    guards: list[Guard]
+    guards: list[PartProtection]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class TensorsStatus:
     tensors: list[TensorStatus]
 
 
-def tensors_of(run: Run, pattern: str) -> TensorsStatus | None:
+def report_tensors(run: Run, pattern: str) -> TensorsStatus | None:
     """Return how tensors of the newest committed snapshot are protected; None without a snapshot.
 
     Args:
@@ -94,20 +94,22 @@ def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatu
         entry.name: sorted(files) for entry, files in zip(manifest.tensors, files_of, strict=True)
     }
     node_of = _node_of_each_file(place, manifest.save_id)
-    guard_of = _guard_of_each_file(place, manifest.save_id)
+    protection_of = _protection_of_each_file(place, manifest.save_id)
     found = []
     for entry in manifest.tensors:
         if not fnmatchcase(entry.name, pattern):
             continue
         names = [manifest.files[file].name for file in files_by_name[entry.same_as or entry.name]]
-        guards = [guard_of.get(name) for name in names]
+        protections = [protection_of.get(name) for name in names]
         found.append(
             TensorStatus(
                 name=entry.name,
                 bytes=math.prod(entry.shape) * DTYPES[entry.dtype].itemsize,
                 nodes=sorted({node_of.get(name, "?") for name in names}),
-                survives=min((0 if each is None else each.survives for each in guards), default=0),
-                guards=_distinct(guards),
+                survives=min(
+                    (0 if each is None else each.survives for each in protections), default=0
+                ),
+                guards=_distinct(protections),
             )
         )
     return found
@@ -118,32 +120,32 @@ def _node_of_each_file(place: Place, save_id: str) -> dict[str, str]:
     return {} if save is None or save.pending is None else dict(save.pending.files)
 
 
-def _guard_of_each_file(place: Place, save_id: str) -> dict[str, Guard]:
-    """Return the protection of each data file; empty until the snapshot is protected."""
+def _protection_of_each_file(place: Place, save_id: str) -> dict[str, PartProtection]:
+    """Return the protection of each data file by name; empty until the snapshot is protected."""
     done = read_outcome(place, "protect", save_id)
     request = read_record(place.path / records.request_record("protect", save_id), Protect)
     if done is None or done.failure or request is None:
         return {}
-    found: dict[str, Guard] = {}
+    found: dict[str, PartProtection] = {}
     for group in request.protection.groups:
         for index, member in enumerate(group.members):
-            guard = _guard_of_member(group, index)
-            if guard is not None:
-                found |= {name: guard for name, _ in member.files}
+            protection = _protection_of_member(group, index)
+            if protection is not None:
+                found |= {name: protection for name, _ in member.files}
     return found
 
 
-def _guard_of_member(group: ProtectionGroup, index: int) -> Guard | None:
+def _protection_of_member(group: ProtectionGroup, index: int) -> PartProtection | None:
     nodes = [member.node for member in group.members]
     if group.parity:
-        return Guard(kind="parity", survives=group.parity, nodes=nodes)
+        return PartProtection(kind="parity", survives=group.parity, nodes=nodes)
     if group.copies:
         holders = (nodes[index:] + nodes[:index])[: group.copies + 1]
-        return Guard(kind="copies", survives=group.copies, nodes=holders)
+        return PartProtection(kind="copies", survives=group.copies, nodes=holders)
     return None
 
 
-def _distinct(guards: Iterable[Guard | None]) -> list[Guard]:
-    """Return each kind of protection once, in the order of its first use."""
-    by_nodes = {(each.kind, *each.nodes): each for each in guards if each is not None}
+def _distinct(protections: Iterable[PartProtection | None]) -> list[PartProtection]:
+    """Return the distinct protections, in the order in which they first occur."""
+    by_nodes = {(each.kind, *each.nodes): each for each in protections if each is not None}
     return list(by_nodes.values())
