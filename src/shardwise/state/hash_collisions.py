@@ -10,11 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-LARGEST_KEY = 4096
+MOST_PARTS_OF_KEY = 4096
 MOST_COLLISIONS = 64
 SAFE_KEYS = frozenset({str, bytes, bool, type(None)})
 """Types whose hashes a file cannot choose."""
 _MODULUS = sys.hash_info.modulus
+
+
+class UnsafeKeysError(ValueError):
+    """The hashes of the keys would take too much time or memory."""
 
 
 class KeyCounter:
@@ -30,7 +34,7 @@ class KeyCounter:
 
         Raises:
             TypeError: a key has no hash.
-            ValueError: a key has too many parts, or too many keys have the same hash.
+            UnsafeKeysError: a key has too many parts, or too many keys have the same hash.
         """
         for key in keys:
             key_type = type(key)
@@ -42,9 +46,9 @@ class KeyCounter:
             if count and key == first:
                 continue
             if count == MOST_COLLISIONS:
-                raise ValueError(
-                    f"more than {MOST_COLLISIONS} keys have the same hash, so that each is "
-                    "compared with all others"
+                raise UnsafeKeysError(
+                    f"more than {MOST_COLLISIONS} keys have the same hash, so each would be "
+                    "compared with all others, which can take hours"
                 )
             self._by_hash[code] = first, count + 1
 
@@ -53,7 +57,7 @@ def check_keys(keys: Iterable[object]) -> None:
     """Check the keys of a new dict or set.
 
     Raises:
-        TypeError, ValueError: see `KeyCounter.add`.
+        TypeError, UnsafeKeysError: see `KeyCounter.add`.
     """
     KeyCounter().add(keys)
 
@@ -67,5 +71,5 @@ def _check_parts(key: object) -> None:
         count += 1
         if isinstance(part, tuple):
             parts += part
-        if count + len(parts) > LARGEST_KEY:
-            raise ValueError(f"a key has more than {LARGEST_KEY} nested parts")
+        if count + len(parts) > MOST_PARTS_OF_KEY:
+            raise UnsafeKeysError(f"a key has more than {MOST_PARTS_OF_KEY} nested parts")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
+from shardwise.formats.containers.pickle_errors import (
+    MALFORMED_ERRORS,
+    TruncatedError,
+    UnsafeValueError,
+    UnsupportedValueError,
+)
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
@@ -15,29 +22,15 @@ from shardwise.formats.containers.pickle_values import (
     UnknownObject,
     set_state,
 )
-from shardwise.state.hash_collisions import SAFE_KEYS, KeyCounter
+from shardwise.state.hash_collisions import SAFE_KEYS, KeyCounter, UnsafeKeysError
 
 NEWEST_PROTOCOL = 5
-MALFORMED_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
-"""The exceptions that malformed pickles cause."""
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 PersistentLoad: TypeAlias = Callable[[Any], object]
 """A function that returns the value of a persistent id, or raises one of `MALFORMED_ERRORS`."""
 Operation: TypeAlias = Callable[["PickleMachine", int], int]
 """A function that runs an opcode: from the position of its argument to that of the next opcode."""
-
-
-class TruncatedError(FormatError):
-    """The pickle continues after the end of the data."""
 
 
 class PickleMachine:
@@ -64,23 +57,21 @@ class PickleMachine:
     def read_bytes(self, position: int, count: int) -> bytes:
         """Return `count` bytes from a position; raise TruncatedError if there are fewer."""
         if count > len(self.data) - position:
-            raise TruncatedError(
-                "the pickle is truncated or has a wrong length: copy the file again"
-            )
+            raise TruncatedError("a value continues after the end of the data")
         return self.data[position : position + count]
 
     def read_line(self, position: int) -> tuple[str, int]:
         """Return the text up to the end of the line, and the start of the next line."""
         end = self.data.find(b"\n", position)
         if end < 0:
-            raise TruncatedError("the pickle is truncated: copy the file again")
+            raise TruncatedError("a line continues after the end of the data")
         return self.data[position:end].decode(), end + 1
 
     def count_keys(self, target: object, keys: Sequence[object]) -> None:
         """Count keys before they are added to a dict or set; see `KeyCounter.add`.
 
         Raises:
-            FormatError: too many keys have the same hash.
+            UnsafeValueError: too many keys have the same hash.
         """
         if SAFE_KEYS.issuperset(map(type, keys)):
             return
@@ -88,8 +79,8 @@ class PickleMachine:
         _, counted = self._keys.setdefault(id(target), (target, KeyCounter()))
         try:
             counted.add(keys)
-        except ValueError as error:
-            raise FormatError(str(error)) from error
+        except UnsafeKeysError as error:
+            raise UnsafeValueError(str(error)) from error
 
     def pop_to_mark(self) -> list[Any]:
         """Remove and return the values above the last mark."""
@@ -123,25 +114,33 @@ class PickleMachine:
         if isinstance(kind, UnknownObject):
             return kind
         if not isinstance(kind, AllowedCallable) or not isinstance(args, tuple):
-            raise FormatError("malformed pickle: it calls a value that is not a function")
+            raise FormatError("it calls a value that is not a class or function")
         try:
             return kind.construct(*args)
         except MALFORMED_ERRORS as error:
             if isinstance(error, FormatError):
                 raise
-            raise FormatError(f"invalid or unsupported use of {kind.name}: {error}") from error
+            if isinstance(error, UnsafeKeysError):
+                raise UnsafeValueError(str(error)) from error
+            raise FormatError(f"invalid arguments of {kind.name}: {error}") from error
 
 
 def _refuse(machine: PickleMachine, position: int) -> int:
-    op = machine.data[position - 1 : position]
-    raise FormatError(f"not a pickle, or an unsupported opcode: {op!r}")
+    code = machine.data[position - 1]
+    known = next((op for op in pickletools.opcodes if op.code == chr(code)), None)
+    if known is None:
+        raise FormatError(f"byte {code:#04x} is not an opcode")
+    raise UnsupportedValueError(
+        f"opcode {known.name} of protocol {known.proto}, which torch.save does not write",
+        f"save with torch.save, or with pickle protocol 2 to {NEWEST_PROTOCOL}",
+    )
 
 
 def _read_protocol(machine: PickleMachine, position: int) -> int:
     version = machine.data[position]
     if version > NEWEST_PROTOCOL:
-        raise FormatError(
-            f"pickle protocol {version} is not supported: save with protocol {NEWEST_PROTOCOL}"
+        raise UnsupportedValueError(
+            f"pickle protocol {version}", f"save with protocol {NEWEST_PROTOCOL}"
         )
     return position + 1
 
@@ -257,7 +256,7 @@ def _extend(machine: PickleMachine, items: list[Any]) -> None:
     if type(target) is list:
         target += items
     elif not isinstance(target, UnknownObject):
-        raise FormatError(f"malformed pickle: it appends to a {type(target).__name__}")
+        raise FormatError(f"it appends to a {type(target).__name__}")
 
 
 def _set_item(machine: PickleMachine, position: int) -> int:
@@ -277,7 +276,7 @@ def _update(machine: PickleMachine, items: list[Any]) -> None:
     if not isinstance(target, dict):
         if isinstance(target, UnknownObject):
             return
-        raise FormatError(f"malformed pickle: it sets items of a {type(target).__name__}")
+        raise FormatError(f"it sets items of a {type(target).__name__}")
     machine.count_keys(target, keys)
     target.update(zip(keys, items[1::2], strict=True))
 
@@ -288,7 +287,7 @@ def _add_items(machine: PickleMachine, position: int) -> int:
         machine.count_keys(target, items)
         target.update(items)
     elif not isinstance(target, UnknownObject):
-        raise FormatError(f"malformed pickle: it adds to a {type(target).__name__}")
+        raise FormatError(f"it adds to a {type(target).__name__}")
     return position
 
 
@@ -309,7 +308,7 @@ def _push_global(machine: PickleMachine, position: int) -> int:
 def _push_stack_global(machine: PickleMachine, position: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise FormatError("malformed pickle: the name of a class is not text")
+        raise FormatError("the name of a class is not text")
     machine.stack.append(machine.resolve_global(module, name))
     return position
 
@@ -325,7 +324,7 @@ def _call_with_keywords(machine: PickleMachine, position: int) -> int:
     args = machine.stack.pop()
     kind = machine.stack[-1]
     if keywords and not isinstance(kind, UnknownObject):
-        raise FormatError("keyword arguments in a pickle are not supported")
+        raise UnsupportedValueError("a value that is constructed with keyword arguments")
     machine.stack[-1] = machine.call(kind, args)
     return position
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from shardwise.errors import FormatError
+from shardwise.formats.containers.pickle_errors import UnsafeValueError, UnsupportedValueError
 from shardwise.state.hash_collisions import check_keys
 
 Constructor: TypeAlias = Callable[..., object]
@@ -24,7 +24,8 @@ It raises TypeError, ValueError, LookupError, ArithmeticError or RuntimeError fo
 pickle may add items to the value, so the value must not have methods that a pickle could abuse. A
 hashable value must not contain other values.
 
-Its exceptions say what is wrong. `pickles.unpickle` adds the path of the file and what to do."""
+It raises UnsupportedValueError for valid arguments that are not read. `pickles.unpickle` adds the
+path of the file, the position, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ def set_state(value: object, state: object) -> None:
     """Set the state of a value.
 
     Raises:
-        TypeError, ValueError: the value has no state, or the state is malformed.
+        TypeError: the state is malformed.
+        UnsupportedValueError: the value has no state, or is not little-endian.
     """
     if isinstance(value, PickledInstance):
         value.set_state(state)
@@ -105,10 +107,12 @@ def set_state(value: object, state: object) -> None:
         _fill_array(value, state)
     elif isinstance(value, np.dtype):
         if not isinstance(state, tuple) or state[1] not in ("<", "|", "="):
-            raise ValueError("a numpy dtype is not little-endian")
+            raise UnsupportedValueError(
+                "a numpy array is not little-endian", "convert its dtype with newbyteorder('<')"
+            )
     elif not isinstance(value, (UnknownObject, OrderedDict)):
         # The attributes of an OrderedDict are version numbers of modules, not part of a state.
-        raise TypeError(f"a {type(value).__name__} has no attributes to set")
+        raise UnsupportedValueError(f"a {type(value).__name__} has attributes")
 
 
 def _fill_array(array: Array, state: object) -> None:
@@ -121,7 +125,7 @@ def _fill_array(array: Array, state: object) -> None:
 
 def _check_array(dtype: object, shape: object, data: object) -> None:
     if not isinstance(dtype, np.dtype) or not _NUMBER_DTYPE.fullmatch(dtype.str):
-        raise TypeError("a numpy array contains objects; only arrays of numbers are read")
+        raise UnsupportedValueError("a numpy array contains values that are not numbers")
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
         raise TypeError("a numpy array has an invalid shape")
     if len(shape) > 32 or not isinstance(data, (bytes, bytearray)):
@@ -133,7 +137,9 @@ def _check_array(dtype: object, shape: object, data: object) -> None:
 def _make_dtype(code: object, *_: object) -> np.dtype[Any]:
     # np.dtype alone would also accept structured dtypes and objects.
     if not isinstance(code, str) or not _NUMBER_DTYPE.fullmatch(code):
-        raise ValueError(f"numpy dtype {str(code)[:40]!r} is not a dtype of numbers")
+        raise UnsupportedValueError(
+            f"numpy dtype {str(code)[:40]!r} is not a little-endian dtype of numbers"
+        )
     return np.dtype(code)
 
 
@@ -154,7 +160,7 @@ def _make_scalar(dtype: object, data: object) -> object:
 
 def _encode_text(text: object, codec: object = "utf-8") -> bytes:
     if not isinstance(text, str) or codec not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise ValueError(f"bytes are encoded with an unsupported codec: {str(codec)[:40]!r}")
+        raise UnsupportedValueError(f"bytes that are encoded with codec {str(codec)[:40]!r}")
     return text.encode(codec)
 
 
@@ -238,7 +244,7 @@ def _make_enum_member(kind: object, member: object) -> object:
         raise TypeError("getattr() of something that is not an enum")
     value = kind.construct(member)
     if not isinstance(value, PickledInstance):
-        raise TypeError(f"{kind.name} is not an enum")
+        raise UnsupportedValueError(f"getattr() of {kind.name}, which is not an enum")
     return value
 
 
@@ -350,8 +356,8 @@ def check_expanded_size(value: object, most: int) -> None:
         most: the largest number of values, where each reference counts as a copy.
 
     Raises:
-        FormatError: there are more values, nesting is deeper than `MOST_DEPTH`, or a value contains
-            itself.
+        UnsafeValueError: there are more values, nesting is deeper than `MOST_DEPTH`, or a value
+            contains itself.
     """
     measured: dict[int, tuple[int, int]] = {}  # by id: size and depth
     open_ids: set[int] = set()
@@ -368,14 +374,15 @@ def check_expanded_size(value: object, most: int) -> None:
             size = 1 + len(parts) + sum(n for n, _ in child_sizes)
             depth = 1 + max((n for _, n in child_sizes), default=0)
             if size > most or depth > MOST_DEPTH:
-                raise FormatError(
-                    f"values are nested more than {MOST_DEPTH} deep, or repeated too often"
+                raise UnsafeValueError(
+                    f"values are nested more than {MOST_DEPTH} deep, or repeat each other so often "
+                    f"that they expand to more than {most} values"
                 )
             measured[id(current)] = size, depth
         elif id(current) in open_ids:
-            raise FormatError("a value contains itself")
+            raise UnsafeValueError("a value contains itself")
         elif len(open_ids) > MOST_DEPTH:
-            raise FormatError(f"values are nested more than {MOST_DEPTH} deep")
+            raise UnsafeValueError(f"values are nested more than {MOST_DEPTH} deep")
         else:
             open_ids.add(id(current))
             stack.append((current, True))

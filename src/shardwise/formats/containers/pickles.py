@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_opcodes import (
+from shardwise.formats.containers.pickle_errors import (
     MALFORMED_ERRORS,
+    TruncatedError,
+    UnsafeValueError,
+    explain_error,
+)
+from shardwise.formats.containers.pickle_opcodes import (
     OPERATIONS,
     PersistentLoad,
     PickleMachine,
-    TruncatedError,
 )
 from shardwise.formats.containers.pickle_values import (
     ALLOWED_NAMES,
@@ -67,14 +71,17 @@ def unpickle(
             off only if the caller does not walk through the value.
 
     Raises:
-        FormatError: the pickle is malformed, nested too deeply, or uses names that are not on the
-            list; the message contains the names.
+        FormatError: the pickle is damaged, contains unsupported values, would take too much time or
+            memory, or uses names that are not on the list; the message contains the names.
     """
     machine = PickleMachine(data, {**ALLOWED_NAMES, **(also_allowed or {})}, persistent_load)
     try:
         value, end = _run_opcodes(machine, start)
         if limit_expansion:
-            check_expanded_size(value, 2**20 + 4 * len(data))
+            try:
+                check_expanded_size(value, 2**20 + 4 * len(data))
+            except UnsafeValueError as error:
+                raise explain_error(error, f"the pickle that ends at byte {end}") from error
     except FormatError as error:
         raise type(error)(f"{source}: {error}") from error  # the opcodes do not know the path
     names = tuple(sorted(machine.unknown_names))
@@ -106,9 +113,7 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
             elif opcode == 0x58:  # BINUNICODE
                 end = position + 4 + int.from_bytes(data[position : position + 4], "little")
                 if end > size:
-                    raise TruncatedError(
-                        "the pickle is truncated or contains a wrong length: copy the file again"
-                    )
+                    raise TruncatedError("a text continues after the end of the data")
                 stack.append(data[position + 4 : end].decode("utf-8", "surrogatepass"))
                 position = end
             elif opcode == 0x74:  # TUPLE
@@ -125,16 +130,19 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
             elif opcode == 0x2E:  # STOP
                 (value,) = stack
                 if machine.marks:
-                    raise FormatError("malformed pickle: it ends within a value")
+                    raise FormatError("it ends within a value")
                 return value, position
             else:
                 position = OPERATIONS[opcode](machine, position)
-    except FormatError:
-        raise
+        raise TruncatedError("it ends before its last opcode")
     except MALFORMED_ERRORS as error:
-        if position + 8 > size:  # no fixed-length argument is longer than 8 bytes
-            raise TruncatedError("the pickle is truncated: copy the file again") from error
-        raise FormatError(
-            f"malformed pickle (byte {position}): {error}; copy the file again, or save it again"
-        ) from error
-    raise TruncatedError("the pickle is truncated: copy the file again")
+        if not isinstance(error, FormatError) and position + 8 > size:
+            # No argument of a fixed length is longer than 8 bytes.
+            error = TruncatedError("an argument continues after the end of the data")
+        raise explain_error(error, _describe_position(machine, position)) from error
+
+
+def _describe_position(machine: PickleMachine, position: int) -> str:
+    """Return the position in the pickle, with the last text before it, which is mostly a key."""
+    key = next((value for value in reversed(machine.stack) if type(value) is str), None)
+    return f"byte {position} of the pickle" + (f", near {key[:60]!r}" if key else "")

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_opcodes import TruncatedError
+from shardwise.formats.containers.pickle_errors import TruncatedError
 from shardwise.formats.containers.pickle_values import AllowedNames, PickledInstance, UnknownObject
 from shardwise.formats.containers.pickles import Pickled, unpickle
 from shardwise.formats.containers.ranges import FileRange

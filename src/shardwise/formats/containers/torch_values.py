@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from shardwise.errors import FormatError
+from shardwise.formats.containers.pickle_errors import UnsupportedValueError
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
@@ -21,10 +21,9 @@ from shardwise.formats.foreign import StoredArray
 from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
-RESOLVE_HINT = (
-    "a conjugated or negated view: its values differ from the stored bytes; save "
-    "tensor.resolve_conj().resolve_neg() instead"
-)
+_UNRESOLVED = "a conjugated or negated view, whose values differ from the stored bytes"
+_RESOLVE = "save tensor.resolve_conj().resolve_neg() instead"
+RESOLVE_HINT = f"{_UNRESOLVED}: {_RESOLVE}"
 MOST_DIMS = 64
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
@@ -32,13 +31,13 @@ LARGEST_EXPANDED = 2**26
 """The largest size in bytes of a tensor that is larger than its storage, because strides are 0."""
 
 
-class UnresolvedViewError(FormatError):
+class UnresolvedViewError(UnsupportedValueError):
     """A tensor is a view whose values differ from the bytes of its storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnresolvedView:
-    """A placeholder for a tensor that raised `UnresolvedError`."""
+    """A placeholder for a tensor that raised `UnresolvedViewError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def _make_array(
     storage: Storage, dtype: str, offset: object, shape: object, stride: object, metadata: object
 ) -> StoredArray:
     if metadata:
-        raise UnresolvedViewError(RESOLVE_HINT)
+        raise UnresolvedViewError(_UNRESOLVED, _RESOLVE)
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
         raise TypeError("the shape, strides or offset of a tensor are not numbers")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
@@ -117,14 +116,21 @@ def _make_array(
     reach, size = 1, itemsize
     for n, step in zip(shape, stride, strict=True):
         if type(n) is not int or type(step) is not int or n < 0 or step < 0:
-            raise ValueError("a tensor has sizes or strides that are not integers, or are negative")
+            raise ValueError(
+                f"a tensor has size {n!r:.40} and stride {step!r:.40} in one dimension; both must "
+                "be integers and not negative"
+            )
         reach += (n - 1) * step
         size *= n
     if offset < 0 or (size and (offset + reach) * itemsize > storage.size):
-        raise ValueError(f"a tensor of shape {list(shape)[:8]} reaches beyond its storage")
-    if size > max(storage.size, LARGEST_EXPANDED) or max(shape, default=0) > 2**62:
         raise ValueError(
-            f"a tensor of shape {list(shape)[:8]} repeats the few bytes of its storage too often"
+            f"a tensor of shape {list(shape)[:8]}, strides {list(stride)[:8]} and offset {offset} "
+            f"(dtype {dtype}) reaches beyond its storage of {storage.size} bytes"
+        )
+    if size > max(storage.size, LARGEST_EXPANDED) or max(shape, default=0) > 2**62:
+        raise UnsupportedValueError(
+            f"a tensor of shape {list(shape)[:8]} repeats the {storage.size} bytes of its storage",
+            "save tensor.contiguous() instead",
         )
     start = storage.start + offset * itemsize if size else storage.start
     return StoredArray(storage.file, start, dtype, tuple(shape), stride)
@@ -274,7 +280,7 @@ def _rebuild_dtensor_or_tensor(
     attributes.set_state(state)
     local, spec = (attributes.fields.get(name) for name in ("_local_tensor", "_spec"))
     if not isinstance(local, StoredArray) or not isinstance(spec, PickledInstance):
-        raise TypeError("a DTensor has no plain local tensor")
+        raise TypeError("a DTensor has no plain local tensor or no placements")
     placements, mesh = spec.fields.get("placements"), spec.fields.get("mesh")
     if not isinstance(placements, (tuple, list)) or not isinstance(mesh, PickledInstance):
         raise TypeError("a DTensor has no placements or no mesh")
@@ -295,7 +301,10 @@ def _rebuild_dtensor_or_tensor(
     if prod(sizes) > MOST_RANKS:
         raise ValueError(f"the mesh of a DTensor has more than {MOST_RANKS} ranks")
     if prod(split.strides for split in splits_of(sizes, coordinate, shards)) > MOST_SHARD_BOXES:
-        raise ValueError(f"a shard of a DTensor consists of more than {MOST_SHARD_BOXES} boxes")
+        raise UnsupportedValueError(
+            f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
+            "save with fewer strided placements",
+        )
     stored = StoredShard(local, shape, sizes, coordinate, shards)
     if sum(box.size for box, _ in stored.boxes()) != prod(local.shape):
         raise ValueError(
@@ -312,8 +321,9 @@ def _mesh_shard(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None
         "_StridedShard",
         "Replicate",
     ):
-        raise ValueError(
-            f"its placement is {name or 'none'}: save a DTensor that is sharded or replicated"
+        raise UnsupportedValueError(
+            f"a DTensor: its placement is {name or 'none'}",
+            "save a DTensor that is sharded or replicated",
         )
     if name == "Replicate":
         return None
@@ -369,7 +379,7 @@ _PLACEMENT_CLASSES = (
 
 
 def _refuse_dtensor(*_: object) -> object:
-    raise TypeError("a DTensor was pickled in an unsupported way")
+    raise UnsupportedValueError("a DTensor is not pickled as by torch.save", "use torch.save")
 
 
 DTENSOR_NAMES: AllowedNames = {

@@ -17,7 +17,7 @@ from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.file_tree import FileTree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES
-from shardwise.state.hash_collisions import check_keys
+from shardwise.state.hash_collisions import UnsafeKeysError, check_keys
 
 METADATA = ".metadata"
 MOST_DIMENSIONS = 64
@@ -94,8 +94,12 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
         return _parse_metadata(_fields_of(root, "Metadata"))
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
-    except (AttributeError, KeyError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: not the metadata of a DCP checkpoint: {error!r}") from error
+    except UnsafeKeysError as error:
+        raise FormatError(f"{path}: {error}: the file is refused") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{path}: not the metadata of a DCP checkpoint: {error!r}; copy it again"
+        ) from error
 
 
 class _Properties(PickledInstance):

@@ -1,0 +1,62 @@
+"""The errors of reading pickles: what is wrong with a pickle, where, and what to do."""
+
+from __future__ import annotations
+
+import struct
+
+from shardwise.errors import FormatError
+
+MALFORMED_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""The exceptions that malformed pickles cause. A FormatError is a ValueError, too."""
+
+
+class TruncatedError(FormatError):
+    """The pickle continues after the end of the data."""
+
+
+class UnsupportedValueError(FormatError):
+    """The pickle is intact, but contains a value that is not read.
+
+    Attributes:
+        remedy: what the user can do.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        remedy: str = "save tensors and plain values only, for example from state_dict()",
+    ) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class UnsafeValueError(FormatError):
+    """Reading or copying the value would take too much time or memory."""
+
+
+def explain_error(error: Exception, position: str) -> FormatError:
+    """Return an error whose message also has the kind of the problem, its position and a remedy."""
+    if isinstance(error, UnsupportedValueError):
+        return type(error)(f"{error} ({position}): this is not supported; {error.remedy}")
+    if isinstance(error, UnsafeValueError):
+        return UnsafeValueError(
+            f"{error} ({position}): this is refused. If you trust it, load it with torch, and "
+            "save it again with tensors and plain values only"
+        )
+    if isinstance(error, TruncatedError):
+        return TruncatedError(
+            f"the pickle is truncated, or contains a wrong length: {error} ({position}); "
+            "copy the file again"
+        )
+    reason = "a value is missing" if isinstance(error, LookupError) else str(error)
+    return FormatError(
+        f"the pickle is damaged: {reason} ({position}); copy the file again, or save it again"
+    )
