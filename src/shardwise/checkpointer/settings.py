@@ -66,11 +66,11 @@ class Settings:
         }
 
     def is_durable_step(self, step: object) -> bool:
-        """Return whether this step is saved to the root."""
+        """Return whether this step must be saved to the root."""
         return is_due(step, self.save_every)
 
     def is_snapshot_step(self, step: object) -> bool:
-        """Return whether a snapshot of this step is kept in memory."""
+        """Return whether a snapshot of this step must be saved in memory."""
         every = 0 if self.memory is None else self.memory.snapshot_every
         return every > 0 and is_due(step, every)
 
@@ -128,7 +128,7 @@ def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
 
 
 def install_signals(save_on: Iterable[int], then: Then) -> Signals | None:
-    """Install handlers for the signals `save_on`; return None if there are none.
+    """Install handlers for the signals `save_on`; return None if `save_on` is empty.
 
     Raises:
         ValueError: as for `Signals`, or there is no Slurm job to requeue.

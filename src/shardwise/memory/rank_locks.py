@@ -22,8 +22,8 @@ class RankLock:
     """The lock that a rank holds while it is alive.
 
     A rank that ends normally removes the lock file. If the file exists and is not locked, the rank
-    was lost. Forked children close the lock, so that it ends with this process. If this process
-    already holds the lock of the rank, the new object takes the lock over.
+    was lost. Forked children close their copies of the lock, so that the lock ends with this
+    process. If this process already holds the lock of the rank, the new object takes over the lock.
 
     Raises:
         StoreError: another process holds the lock of this rank of the run on this node.
@@ -52,10 +52,10 @@ class RankLock:
         return owner.startswith(_process_id()) and owner != self._owner
 
     def refuse_replaced(self) -> None:
-        """Raise if a newer `RankLock` of this process owns the lock.
+        """Raise if a newer `RankLock` of this process has taken over the lock.
 
         Raises:
-            StoreError: it does.
+            StoreError: this object no longer owns the lock.
         """
         if self.is_replaced():
             raise StoreError(
@@ -87,7 +87,7 @@ class RankLock:
 
     def _lock_file(self) -> int | None:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with suppress(OSError):  # the file was just removed
+        with suppress(OSError):  # another process has just removed the file
             if try_lock(fd) and os.fstat(fd).st_ino == self._path.stat().st_ino:
                 os.pwrite(fd, self._owner, 0)
                 return fd

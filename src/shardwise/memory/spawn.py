@@ -165,7 +165,8 @@ def _refuse_other_options(
     """Raise if a running agent does not match the options.
 
     Raises:
-        StoreError: it does not; the message lists the differences, and says how to stop the agent.
+        StoreError: the agent does not match. The message lists the differences, and says how to
+            stop the agent.
     """
     differences = []
     served = served_address(info)

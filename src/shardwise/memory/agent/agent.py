@@ -1,4 +1,4 @@
-"""The threads of an agent: one observes the node and decides, and one performs each kind of action.
+"""The threads of an agent: one observes the node and decides, the others perform the actions.
 
 All state is in the records on the node. If an agent is killed, the next one observes the same
 records and makes the same decisions.
@@ -99,10 +99,10 @@ class Agent:
         return [each for each in actions if self._retries.is_due(each)]
 
     def perform(self, action: Action) -> bool:
-        """Perform an action if it is still decided on; return whether to observe again at once.
+        """Perform an action if it is still due; return whether to observe again at once.
 
-        The run is observed again first: the action may be done already, or trainers may have
-        resumed the run from an older step.
+        This observes the run again first, because the action may be done already, or trainers may
+        have resumed the run from an older step.
         """
         try:
             if not self._is_decided(action):
@@ -110,9 +110,8 @@ class Agent:
             if isinstance(action, (Free, FreeRun, LookUpRoot, RemoveOld)):
                 self._performers[type(action)](action)
             else:
-                with action.place.hold(
-                    shared=True
-                ) as held:  # the snapshot cannot be freed meanwhile
+                # While the lock is held, the snapshot cannot be freed.
+                with action.place.hold(shared=True) as held:
                     if not held:
                         return False
                     self._performers[type(action)](action)
@@ -204,8 +203,8 @@ class _Count:
 class Retries:
     """Decides when to retry each action, and which failures to log. Threads may share it.
 
-    An action that succeeded but is still decided on is delayed like one that failed. Failures with
-    the same cause are logged ever more rarely, the first with its traceback.
+    If `decide` returns an action again that has succeeded, it is delayed as if it had failed.
+    Failures with the same cause are logged ever more rarely, the first with its traceback.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -236,7 +235,7 @@ class Retries:
             self._log(action, error, count.times)
 
     def forget_others(self, actions: Collection[Action]) -> None:
-        """Forget actions that are no longer decided on."""
+        """Forget all actions except these, which `decide` returned last."""
         with self._lock:
             for action in self._actions.keys() - set(actions):
                 del self._actions[action]

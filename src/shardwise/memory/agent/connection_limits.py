@@ -142,8 +142,8 @@ async def serving(
         listener: the listening socket. It is closed at the end.
         tls: certificate and key for https; None for http.
         idle_timeout: seconds until a connection without a complete request is closed.
-        most: the largest number of connections. Further ones are closed at once. At most half of
-            the connections may be unauthenticated.
+        most: the largest number of connections. Further connections are closed at once. At
+            most half of the connections may be unauthenticated.
         errors: the logger for requests that cannot be answered.
     """
     errors = errors or RateLimitedLog()

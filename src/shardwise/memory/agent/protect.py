@@ -99,7 +99,7 @@ def protect_others(
         mappings: the mappings of this node's files.
 
     Raises:
-        StoreError: a node whose data is needed does not answer.
+        StoreError: a node does not answer, and its data is needed.
         CorruptionError: the bytes of a node differ from those that it sealed.
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
@@ -213,7 +213,7 @@ class _ProtectionFiles:
 
         Args:
             index: the index of this node in the group.
-            number: the index of the copy or parity block among those of the rank.
+            number: the index of the copy or parity block among the blocks of the rank.
             name: the final name of the file.
         """
         if group not in self._rings:
@@ -387,7 +387,7 @@ def _missing_ranges(
 def _incomplete_pieces(
     ring_file: RingFile, group: ProtectionGroup, index: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
-    """Yield the offsets of those pieces of a parity block that lack data of some file."""
+    """Yield the offsets of the pieces of a parity block that lack data of a file."""
     stripe = parity_stripes(group, index)[ring_file.block or 0]
     for low in range(0, group.chunk, SECTION):
         high = min(low + SECTION, group.chunk)

@@ -48,8 +48,8 @@ class SnapshotStatus:
     Attributes:
         bytes: bytes that the ranks of this node staged.
         bytes_for_others: bytes of copies and parity that this node stores for others.
-        age: seconds since a rank of this node last staged a file; None if none has.
-        protected_by: the nodes that store copies or parity for this node.
+        age: seconds since a rank of this node last staged a file; None if no rank has staged one.
+        protected_by: the nodes that store, or will store, copies or parity for this node.
     """
 
     step: int
@@ -66,10 +66,11 @@ class SnapshotStatus:
 class StageLag:
     """How far a stage lags behind the newest staged snapshot.
 
-    The lag is the training that is lost by a failure against which the stage protects.
+    If a failure occurs now that only this stage protects against, the training loses the steps and
+    seconds of the lag.
 
     Attributes:
-        step: the newest step in memory for which the stage succeeded; None if there is none.
+        step: the newest step in memory for which the stage succeeded; None without such a step.
         steps: the lag in steps; None if unknown.
         seconds: the lag in seconds; None if unknown.
     """
@@ -145,7 +146,7 @@ class StoredRun:
         root: the root of the run's checkpoints; None if it is unknown.
         bytes: the bytes of all files, free slots included.
         steps: the steps of the snapshots, ascending.
-        persisted: the newest of these steps that is also in storage; None if none is.
+        persisted: the newest of `steps` that is also in storage; None if no step is.
         training: whether a trainer of the run is alive on the node.
     """
 

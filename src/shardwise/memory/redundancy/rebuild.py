@@ -1,4 +1,7 @@
-"""Decoding the files of lost nodes from the remaining nodes' data and parity."""
+"""Decoding the files of lost nodes from the remaining nodes' data and parity.
+
+`stripes.py` explains stripes and chunks.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ from shardwise.store.store import Buffer
 class Rebuilder:
     """Decodes any range of a lost node's file from the other members of its group.
 
-    Parity is verified before it is used. The data of other nodes are not: verify the result with
-    the checksums of the manifest. After one failed read, a file is not read again. Several threads
-    may call `read`.
+    The rebuilder verifies parity, but not the data of other nodes: verify the result with the
+    checksums of the manifest. After a read of a file has failed, the rebuilder does not read that
+    file again. Several threads may call `read`.
 
     Args:
         protection: which nodes protect which.
@@ -75,11 +78,10 @@ class Rebuilder:
         """Fill `out` with the bytes of a file from `offset`, without reading from its own node.
 
         Raises:
-            StoreError: the file has no parity, or too few chunks of a stripe are left; says which
-                are missing, and why.
-            CorruptionError: too few chunks are left, and one of them is missing because it is
-                damaged.
-            FormatError: the file does not exist, or ends earlier.
+            StoreError: the file has no parity, or too few chunks of a stripe are left. The message
+                says which chunks are missing, and why.
+            CorruptionError: too few chunks of a stripe are left, because a chunk is damaged.
+            FormatError: the protection has no such file, or the file ends earlier.
         """
         group, index = group_of_file(self._protection, file)
         member = group.members[index]
@@ -281,7 +283,8 @@ class StripePart:
     Attributes:
         stripe: the stripe.
         lost_chunk: the number of the lost data chunk.
-        low, high: the byte range of each chunk.
+        low: the start of the byte range in each chunk.
+        high: the end of the byte range in each chunk.
     """
 
     stripe: Stripe
@@ -295,15 +298,16 @@ def split_range(
 ) -> Iterator[StripePart]:
     """Split bytes `low:high` of a member's data into parts of stripes, in order.
 
-    A chunk is cut at multiples of `cut_every` bytes, and at the offsets at which files begin or end
-    in the other data chunks of the stripe. So each part of a chunk is in one file, and is either
-    readable or not.
+    Chunks are cut at multiples of `cut_every` bytes, and where a file begins or ends in any data
+    chunk of the stripe. So each part of a data chunk belongs to one file at most, and the part is
+    readable if that file is.
     """
     chunk, n = group.chunk, len(group.members)
     stripes = group.stripes()
-    for f in range(low // chunk, -(-high // chunk)):
-        first, last = max(low - f * chunk, 0), min(high - f * chunk, chunk)
-        stripe = stripes[index_of_data_stripe(index, f, n, group.parity)]
+    for lost_chunk in range(low // chunk, -(-high // chunk)):
+        chunk_start = lost_chunk * chunk
+        first, last = max(low - chunk_start, 0), min(high - chunk_start, chunk)
+        stripe = stripes[index_of_data_stripe(index, lost_chunk, n, group.parity)]
         cuts = {last}
         for number, member in enumerate(stripe.data):
             start = number * chunk
@@ -312,14 +316,14 @@ def split_range(
         for cut in sorted(cuts):
             while first < cut:
                 stop = min(cut, (first // cut_every + 1) * cut_every)
-                yield StripePart(stripe, f, first, stop)
+                yield StripePart(stripe, lost_chunk, first, stop)
                 first = stop
 
 
 def files_of_chunk(
     save_id: str, group: ProtectionGroup, part: StripePart, number: int
 ) -> list[NodeFile]:
-    """Return the files that contain a part of a chunk; none if the part is all zeros."""
+    """Return the files that contain a part of a chunk; no files if the part is only padding."""
     k = len(part.stripe.data)
     if number >= k:
         return [parity_file(save_id, group, part.stripe, number - k)]
@@ -329,7 +333,9 @@ def files_of_chunk(
     return [NodeFile(member.node, extent.file) for extent in extents]
 
 
-def parity_file(save_id: str, group: ProtectionGroup, stripe: Stripe, q: int) -> NodeFile:
-    """Return the file with parity chunk `q` of a stripe."""
-    node = group.members[stripe.parity[q]].node
-    return NodeFile(node, parity_file_name(save_id, group, q))
+def parity_file(
+    save_id: str, group: ProtectionGroup, stripe: Stripe, parity_index: int
+) -> NodeFile:
+    """Return the file with the parity chunk of this index in a stripe."""
+    node = group.members[stripe.parity[parity_index]].node
+    return NodeFile(node, parity_file_name(save_id, group, parity_index))

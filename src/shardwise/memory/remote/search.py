@@ -175,13 +175,13 @@ class Search:
     def choose(
         self, step: int | None, *, damaged: int | None = None, nodes_read: Collection[str] = ()
     ) -> Assembly:
-        """Return the newest snapshot that has a manifest and all of whose files can be read.
+        """Return the newest snapshot that has a manifest and can be read completely.
 
         Args:
-            step: consider only this step.
-            damaged: a step that was found to be damaged: consider only older ones. The step itself
-                is considered again if its damaged files were removed, or if a node that was not
-                tried stores some of its files.
+            step: the only step to consider; None for all steps.
+            damaged: a step whose files were found to be damaged; None in the first search. Newer
+                steps are not considered. The damaged step is considered again in two cases: its
+                damaged files were removed, or a node outside `nodes_read` stores some of its files.
             nodes_read: the nodes that the damaged step was read from.
         """
         skipped: list[tuple[int, str]] = []
@@ -195,9 +195,9 @@ class Search:
     def is_complete(self, step: int | None) -> bool:
         """Return whether no other node can hold a newer snapshot than these nodes do.
 
-        That is so if the newest step they know is complete among them, and was saved after the run
-        was last restored. A node that took part in that step knows every later step of the same
-        training, too, because no step is committed without that node.
+        Other nodes hold nothing newer if the newest step that these nodes know is complete on these
+        nodes, and was saved after the run was last resumed. Its nodes also know every later step of
+        the same training, because no step is committed without them.
 
         Args:
             step: consider only this step.
@@ -229,7 +229,7 @@ class Search:
         """Return where the files of a step are, or why the step cannot be read.
 
         All nodes have the same manifest, unless a manifest is damaged, or a node was away when the
-        step was saved again. So each manifest is tried until one has all its files.
+        step was saved again. So this tries each manifest until all files of one are found.
 
         Args:
             step: the step.

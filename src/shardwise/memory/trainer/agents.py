@@ -120,7 +120,7 @@ class Supervisor:
         """Raise if no agent runs and the supervisor no longer restarts it.
 
         Raises:
-            StoreError: says why not, with the end of the agent's log.
+            StoreError: the agent is not restarted. The message includes the end of its log.
         """
         failure = self._checks.failure
         if failure and not self._checks.home.has_agent():

@@ -258,7 +258,7 @@ class SaveHandle:
 
 
 class PendingSaves:
-    """The saves of a rank, in order, that have not ended or whose failure was not raised yet."""
+    """The saves of a rank that are in progress, or failed without an error raised yet, in order."""
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
@@ -273,7 +273,7 @@ class PendingSaves:
         Failures to stage on this rank are not included: `Staging.raise_failure` raises them.
 
         Raises:
-            StoreError: a durable save failed; says why.
+            StoreError: a durable save failed. The message says why.
         """
         self._saves = [save for save in self._saves if not save.staging_failure]
         for save in list(self._saves):

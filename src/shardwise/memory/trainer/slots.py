@@ -57,8 +57,8 @@ class _Mapping:
 
     Attributes:
         buffer: the mapping.
-        mapped_bytes: how many of the first bytes have had the same pages since they were mapped. A
-            device copies to these pages only, because data in pages that the file has lost is lost.
+        mapped_bytes: the length of the start of `buffer` that still maps pages of the file, in
+            bytes. Shrinking the file takes later pages from it, so that data in them would be lost.
         lock_was_tried: whether page-locking was tried.
         is_locked: whether the memory is page-locked.
     """
@@ -83,7 +83,8 @@ class Slots:
     Args:
         run: the directories of the run on this node.
         prefix: the start of the slots' names, which identifies their owner.
-        record_stage: a part of the names of the records that say which slots are in use.
+        record_stage: the stage in the names of the records that each name a slot in use: "staged"
+            or "kept".
         count: the number of slots, including those in use.
         page_locker: page-locks slots that devices copy to.
     """
@@ -105,15 +106,16 @@ class Slots:
         self._mappings: dict[int, _Mapping] = {}
 
     def prepare(self, nbytes: int, *, device_bytes: int = 0, leave_free: int = 0) -> int:
-        """Allocate missing slots, make each large enough, and return the bytes allocated.
+        """Allocate missing slots, enlarge small slots, and return the number of bytes allocated.
 
         Args:
             nbytes: the size of the files that the slots are for.
-            device_bytes: how many of the first bytes of each slot a device copies to.
-            leave_free: how many bytes must remain free for other purposes.
+            device_bytes: the length of the start of each slot that a device copies to, in bytes.
+            leave_free: the number of bytes that must remain free for other purposes.
 
         Raises:
-            StoreError: the memory file system is too small; says what is needed.
+            StoreError: the memory file system is too small. The message says how many bytes are
+                missing, and what to do.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         size = _round_to_pages(nbytes + HEADROOM)
@@ -141,18 +143,18 @@ class Slots:
         """Return a free slot, resized to this many bytes; None if no slot is free.
 
         The file stays in the directory of free slots until the caller has filled it and moves it to
-        its place. So a trainer that is killed leaves behind a free slot.
+        its snapshot. If the trainer is killed before, the slot is still free.
 
         Args:
             nbytes: the size of the file.
             excluding: the names of slots that are already being filled.
-            device_bytes: how many of the first bytes a device copies to.
+            device_bytes: the length of the start of the slot that a device copies to, in bytes.
 
         Raises:
             StoreError: the memory file system is full.
         """
         names = [name for name in self._free_names() if name not in excluding]
-        if not names and self._missing_count() > 0:  # the record that names the slot is damaged
+        if not names and self._missing_count() > 0:  # a slot is lost, as its record was damaged
             names = [self._new_name()]
         if not names:
             return None
@@ -192,7 +194,7 @@ class Slots:
 
     def _missing_count(self) -> int:
         """Return how many slots must be allocated. It may be negative."""
-        used = self._used_count()  # before the free ones: a slot that is freed meanwhile counts
+        used = self._used_count()  # first, so that a slot freed meanwhile is not overlooked
         return self._count - used - len(self._free_names())
 
     def _new_name(self) -> str:
