@@ -154,4 +154,4 @@ def test_all_ranks_go_on_or_none_does(gang: Gang, tmp_path: Path) -> None:
     ],
 )
 def test_only_the_first_unanswered_nodes_are_listed(count: int, shown: str) -> None:
-    assert _first_few({f"n{i}": "x" for i in range(count)}) == shown
+    assert _first_few({f"n{i}": "off" for i in range(count)}) == shown

@@ -83,7 +83,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     plan = plan_save(descriptions)
     times = {tensor.name: np.zeros(tensor.shape, int) for tensor in listed}
     for rank, description in enumerate(descriptions):
-        pieces = decode_pieces(plan.encode_parity(rank), description)
+        pieces = decode_pieces(plan.encode_pieces(rank), description)
         for fragment, (name, _, shape, box), whole in zip(
             pieces.fragment, pieces.listed(description), pieces.whole, strict=True
         ):
@@ -124,7 +124,7 @@ def test_the_manifest_says_where_each_piece_lies(
     expected = set()
     dims = pieces.offset.shape[1]
     for rank, description in enumerate(descriptions):
-        table = decode_pieces(plan.encode_parity(rank), description)
+        table = decode_pieces(plan.encode_pieces(rank), description)
         listed_pieces = table.listed(description)
         for start, (name, dtype, _, box) in zip(table.start.tolist(), listed_pieces, strict=False):
             padding = dims - len(box.shape)
@@ -215,7 +215,7 @@ def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
 def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
     first, second = (plan_save([described(hold(rank)) for rank in range(8)]) for _ in range(2))
     assert first.manifest == second.manifest
-    assert [first.encode_parity(i) for i in range(8)] == [second.encode_parity(i) for i in range(8)]
+    assert [first.encode_pieces(i) for i in range(8)] == [second.encode_pieces(i) for i in range(8)]
 
 
 def test_regular_shardings_are_folded_into_rules() -> None:

@@ -122,10 +122,15 @@ class _Handlers:
         if size > LARGEST_RECORD:
             raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_RECORD, actual_size=size)
         body = bytearray()
+        clock = asyncio.get_running_loop().time
+        end = clock() + STALL_TIMEOUT + size / SLOWEST_RATE
 
         async def receive() -> None:
+            # One timeout for both bounds: a wait_for around another one can lose its cancellation
+            # if a chunk arrives at the same moment (Python before 3.12).
             while len(body) <= size:
-                chunk = await asyncio.wait_for(request.content.readany(), STALL_TIMEOUT)
+                left = min(STALL_TIMEOUT, end - clock())
+                chunk = await asyncio.wait_for(request.content.readany(), left)
                 if not chunk:
                     return
                 if self._bytes + len(chunk) > MOST_BODY_BYTES:
@@ -137,7 +142,7 @@ class _Handlers:
 
         try:
             try:
-                await asyncio.wait_for(receive(), STALL_TIMEOUT + size / SLOWEST_RATE)
+                await receive()
             except asyncio.TimeoutError as error:
                 raise web.HTTPRequestTimeout from error
             except (ConnectionError, web.RequestPayloadError) as error:
