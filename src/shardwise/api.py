@@ -113,7 +113,7 @@ def load(
     allow_pickle: bool = False,
     spec: Specification | None = None,
     skip_unknown: bool = False,
-    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    format: str | None = None,  # noqa: A002 - the usual name
     index: Index | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     group: dist.ProcessGroup | Group | None = None,
@@ -132,11 +132,11 @@ def load(
         place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
         state: the state to fill; see `save`.
         strict: raise if the checkpoint lacks names of the state, or has further names below the
-            keys of the state. If False, report both. A module that gets nothing still raises.
+            keys of the state. If False, report both. A module without saved tensors still raises.
         only, skip: shell patterns of the names of the state to load, and to leave unchanged.
         rename: maps names of the state to saved names: a function, or a mapping of prefixes.
         cast: convert tensors whose dtypes differ. Otherwise, different dtypes are an error.
-        resize: maps shell patterns to `"keep-common"`: fill the elements inside of both shapes.
+        resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format, index: as for `open`.
         staging_bytes, group, on_event: as for `save`.
@@ -167,7 +167,7 @@ def open(  # noqa: A001 - shardwise.open
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
-    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    format: str | None = None,  # noqa: A002 - the usual name
     index: Index | None = None,
 ) -> Checkpoint:
     """Open a checkpoint to read tensors and values by name, without a process group or a model.

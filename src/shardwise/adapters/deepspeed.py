@@ -91,7 +91,7 @@ class EngineWeights(ModuleWeights):
         self._module: nn.Module = engine.module
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield the parameters that an optimizer may hold: master weights, the module's own."""
+        """Yield parameters that an optimizer may hold: master weights, then the module's own."""
         yield from self._master_weights()
         yield from super().parameters()
 
@@ -100,7 +100,7 @@ class EngineWeights(ModuleWeights):
         return torch_optimizer_of(self._engine) is optimizer
 
     def contents(self, root: str) -> ModuleContents:
-        """Return the module's contents, with the weights that DeepSpeed holds in their place."""
+        """Return the module's contents, with master weights instead of its parameters."""
         contents = super().contents(root)
         names = self._parameter_names()
         leaves = {
@@ -221,7 +221,9 @@ def _refuse_unsupported_engine(name: str, engine: Any) -> None:
 
 
 def _uses_tensor_parallelism(engine: Any) -> bool:
-    grid = getattr(engine, "grid", None)  # of a pipeline, whose stages count as model-parallel
+    grid = getattr(
+        engine, "grid", None
+    )  # Only pipelines have a grid. Their model-parallel size includes the stages.
     ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     return bool(ranks > 1 or engine.autotp_size() > 1)
 

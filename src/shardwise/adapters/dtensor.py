@@ -57,9 +57,10 @@ def fragments_of_local_tensor(
     pairs, size = _boxes(shape, splits)
     if size != local.numel():
         raise LayoutError(
-            f"{name}: the local tensor has shape {list(local.shape)}, but the placements "
-            f"{placements} of shape {list(shape)} over mesh {tuple(mesh.shape)} give this rank "
-            f"{size} elements"
+            f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
+            f"part of the global shape {list(shape)}, with placements {placements} over mesh "
+            f"{tuple(mesh.shape)}, has {size} elements: pass the right shape= and stride= to "
+            "DTensor.from_local()"
         )
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)

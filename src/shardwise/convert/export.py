@@ -45,7 +45,7 @@ class ExportOptions:
 
     @property
     def identity(self) -> str:
-        """A text of the options that must be equal on all ranks, and when an export is resumed."""
+        """The options as text. It is equal on all ranks, and when an export is resumed."""
         return (
             f"{Path(self.target)}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
             f"{self.max_file}"
@@ -148,7 +148,7 @@ def _select(
 ) -> tuple[Manifest, tuple[TargetTensor, ...]]:
     """Return a manifest with the selected values, and the selected tensors.
 
-    Two tied tensors are both stored if only one is selected, or if only one is converted.
+    A tied tensor is stored with its own bytes if the other one is left out, or has another dtype.
     """
     selection, root, dtype = (
         Selection.from_patterns(options.only, options.skip),

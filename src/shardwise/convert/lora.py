@@ -150,7 +150,7 @@ class _Factors:
 
 @dataclass(slots=True)
 class _AdapterTensors:
-    """The adapter's tensors: factors by module, and tensors that replace the base's by name."""
+    """The adapter's tensors: factors by module, and by name the tensors that replace the base's."""
 
     factors: dict[str, _Factors] = field(default_factory=dict)
     whole: dict[str, TensorEntry] = field(default_factory=dict)
@@ -291,7 +291,7 @@ def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
 def _common_prefix_length(
     names: Sequence[str], model_tensors: Mapping[str, TensorEntry], root: str
 ) -> int:
-    """Return the length of the common prefix to remove from names, so that the model has them all.
+    """Return the length of the common prefix to remove from names, so that the model has all names.
 
     Raises:
         MismatchError: no prefix gives names of the model.

@@ -1,4 +1,4 @@
-"""Write the files of an export: divided among ranks, resumable, read back, then published.
+"""Write the files of an export, read them back, and publish them. A stopped export is resumable.
 
 A file is written in chunks, through two buffers: one chunk is read while the chunk before it is
 checksummed and written. Memory is bounded, whatever the size of the checkpoint.
@@ -45,7 +45,7 @@ SMALLEST_MEMORY = 16 << 20
 LARGEST_CHUNK = 32 << 20
 ALIGNMENT = 4096
 CopiesToCompare = Sequence[tuple[Opened, Collection[str] | None]]
-"""Checkpoints, and the names of tensors whose copies are compared; None: all that are written."""
+"""Checkpoints with the names of tensors whose copies to compare; None: all written tensors."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -105,7 +105,7 @@ class Conversion:
     recorder: Recorder
 
     def run(self) -> ConversionReport:
-        """Write all files, read them back, and publish the files that make them a checkpoint.
+        """Write all files, read them back, and publish the files that commit the checkpoint.
 
         Raises:
             CheckpointExistsError: the folder holds something else, or another process writes there.

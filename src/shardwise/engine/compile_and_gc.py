@@ -1,4 +1,4 @@
-"""Settings of public calls: `torch.compile` skips them, and they pause garbage collection."""
+"""A decorator that hides calls from `torch.compile`, and a block without garbage collection."""
 
 from __future__ import annotations
 

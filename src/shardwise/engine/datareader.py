@@ -143,7 +143,7 @@ class DataReader:
         if count < high - low:
             raise CorruptionError(
                 f"{self._label}: expected data up to byte {high}, but the file ends at byte "
-                f"{low + count}: it was truncated"
+                f"{low + count}: it was truncated; copy it again"
             )
 
     def verify(self, low: int, data: Buffer) -> Buffer:

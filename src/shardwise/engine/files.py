@@ -26,9 +26,9 @@ CACHED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """The content of a data file that is not written yet, except for its checksums.
+    """The content of a data file before it is written. Its checksums are not included.
 
-    `fill` copies any range of the future file from tensors in memory.
+    `fill` copies any range of the content from tensors in memory.
 
     Attributes:
         layout: the layout of the file.
@@ -86,7 +86,7 @@ class FileSource:
         self._fill_pieces(low - layout.data_at, high - layout.data_at, out, wait)
 
     def _fill_pieces(self, low: int, high: int, out: Buffer, wait: bool) -> None:
-        """Copy bytes `low:high` of the data section, as far as they are inside of the section."""
+        """Copy the overlap of bytes `low:high` and the data section. Both are offsets in it."""
         start = self.pieces.start
         first = max(int(np.searchsorted(start, low, side="right")) - 1, 0)
         last = min(int(np.searchsorted(start, high, side="left")), len(self.pieces))
@@ -199,7 +199,7 @@ def _write_chunk(source: FileSource, low: int, target: _Target) -> None:
 
 
 def _copy_bytes(data: bytes, offset: int, low: int, high: int, out: Buffer) -> None:
-    """Copy those bytes of `data`, which lies at `offset` of the file, that are in `low:high`."""
+    """Copy the overlap of bytes `low:high` of a file and `data`, which starts at `offset`."""
     a, b = max(low, offset), min(high, offset + len(data))
     if a < b:
         out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - offset : b - offset]

@@ -34,11 +34,16 @@ class SaveOptions:
             StateError: the step is not an integer from 0, or a metric is not a number.
         """
         step = None if step is None else check_step(step)
+        values = {}
         try:
-            values = {check_name(name): float(value) for name, value in (metrics or {}).items()}
+            for name, value in (metrics or {}).items():
+                values[check_name(name)] = float(value)
+        except StateError as error:
+            raise StateError(f"metrics={metrics!r}: {error}") from error
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
-                f"metrics={metrics!r}: expected a dict of numbers, for example {{'loss': 2.5}}"
+                f"metrics={metrics!r}: expected a dict of numbers, for example {{'loss': 2.5}}: "
+                f"{error}"
             ) from error
         return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
 

@@ -73,7 +73,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave:
-    """One rank's view of a save that all ranks have agreement on.
+    """One rank's part of a save, after all ranks agreed on its plan.
 
     Attributes:
         save: this rank's request.

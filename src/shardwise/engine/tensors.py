@@ -114,7 +114,9 @@ class CastingMemory:
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Raise TypeError, because a save never converts."""
-        raise TypeError("a fragment that converts dtypes can only be loaded, not saved")
+        raise TypeError(
+            f"a fragment that converts from {self._saved_dtype} can be loaded, but not saved"
+        )
 
     def write(self, index: Slices, source: Array) -> None:
         """Convert a host buffer, and copy the result to a box."""
@@ -206,10 +208,10 @@ def describe_tensors(
 def split_ties(
     leaves: Sequence[TensorLeaf],
 ) -> tuple[list[TensorLeaf], list[tuple[str, str]]]:
-    """Separate leaves with distinct memory from further names of the same memory.
+    """Separate tied leaves, which share memory with an earlier leaf, from all other leaves.
 
     Returns:
-        The first leaf of each memory, and for each other leaf its name and the first leaf's name.
+        The leaves that are not tied, and for each tied leaf its name and the earlier leaf's name.
     """
     first_name: dict[object, str] = {}
     listed: list[TensorLeaf] = []

@@ -22,7 +22,6 @@ from shardwise.formats.foreign import Catalogue, Foreign, StoredArray, build_cat
 from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
-from shardwise.manifest.pieces import Int
 
 _AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
@@ -122,7 +121,7 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
         )
     coordinate = np.array(list(coordinates.values()), np.int64).reshape(len(coordinates), len(axes))
     sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}
-    _check_complete(tree, pattern, coordinate, sizes)
+    _check_complete(tree, pattern, coordinates, sizes)
     file_indices = {name: i for i, name in enumerate(coordinates)}
     read = tree.read_each(file_indices, _read_rank_file)
     rows = [
@@ -146,18 +145,25 @@ def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int,
 
 
 def _check_complete(
-    tree: FileTree, pattern: str, coordinate: Int, sizes: Mapping[str, int]
+    tree: FileTree,
+    pattern: str,
+    coordinates: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
 ) -> None:
     expected = int(np.prod(list(sizes.values()), dtype=np.float64))
-    distinct = len(np.unique(coordinate, axis=0))
-    if distinct < len(coordinate):
-        raise FormatError(
-            f"{tree}: by {pattern}, two files belong to the same rank: remove one of them"
-        )
-    if distinct < expected:
+    names: dict[tuple[int, ...], str] = {}
+    for name, coordinate in coordinates.items():
+        other = names.setdefault(coordinate, name)
+        if other != name:
+            rank = ", ".join(f"{axis}={i}" for axis, i in zip(sizes, coordinate, strict=False))
+            raise FormatError(
+                f"{tree}: by {pattern}, {other} and {name} belong to the same rank ({rank}): "
+                "remove one of them"
+            )
+    if len(names) < expected:
         ranks = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise FormatError(
-            f"{tree} has {distinct} files like {pattern}, not {expected} ({ranks}): copy the "
+            f"{tree} has {len(names)} files like {pattern}, not {expected} ({ranks}): copy the "
             "files of all ranks into this directory"
         )
 

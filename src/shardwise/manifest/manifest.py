@@ -169,7 +169,10 @@ def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
     body = _verify_checksum(pending, "the pending manifest")
     head, empty, tail = body.partition(b'"files":[],\n')
     if not empty:
-        raise FormatError("the pending manifest is invalid: it lists files already")
+        raise FormatError(
+            "the pending manifest is damaged: it already lists the files that a commit adds; save "
+            "the step again"
+        )
     return _add_checksum(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
 
 

@@ -1,4 +1,4 @@
-"""Look up the contents of a checkpoint by the names of the target."""
+"""Look up names of the target in a checkpoint: renamed, missing, nested and similar names."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class SavedState:
         return None if index is None else self.manifest.tensors[index]
 
     def stored_index(self, name: str) -> int:
-        """Return the index of the tensor that stores the bytes of this one, which may be tied."""
+        """Return the index of the tensor that stores the bytes: this one, or its tied tensor."""
         entry = self.manifest.tensors[self._tensors[self.saved_name(name)]]
         return self._tensors[entry.same_as or entry.name]
 
     def has_object(self, name: str) -> bool:
-        """Return whether all ranks share a plain value of this name."""
+        """Return whether the checkpoint has a plain value of this name that all ranks share."""
         return self.saved_name(name) in self._objects
 
     def object(self, name: str) -> object:
@@ -116,7 +116,7 @@ class SavedState:
         return self._children.get(self.saved_name(name), [])
 
     def similar_names(self, name: str) -> list[str]:
-        """Return similarly spelled names, and first parts of names, in the checkpoint."""
+        """Return names, and first parts of names, in the checkpoint that are spelled similarly."""
         names = [*self.all_names()]
         known = [each for each in names if abs(len(each) - len(name)) <= 3][:MOST_COMPARED]
         keys = [each.partition(".")[0] for each in names]

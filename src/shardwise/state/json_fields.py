@@ -130,7 +130,10 @@ def list_of(value: object) -> list[Any]:
 def _shape(encoded: object) -> tuple[int, ...]:
     shape = list_of(encoded)
     if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST_LENGTH for n in shape):
-        raise ValueError(f"invalid shape {str(encoded)[:40]}")
+        raise ValueError(
+            f"shape {str(encoded)[:40]}: expected a list of up to {_MOST_DIMS} integers, from 0 "
+            f"to {_MOST_LENGTH - 1}"
+        )
     return tuple(shape)
 
 

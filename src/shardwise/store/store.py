@@ -122,7 +122,7 @@ class Store(Files, Protocol):
         ...
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Create a small file atomically and durably. Makes all earlier files durable before.
+        """Make all earlier files durable, then create a small file atomically and durably.
 
         Raises:
             FileExistsError: the file exists, and `replace` is False.

@@ -27,29 +27,36 @@ class _SharedTable:
     timeout: float
     parts: list[bytes] = field(init=False)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _arrived: int = 0
+    _arrived: set[int] = field(default_factory=set)
     _round: int = 0
-    _ended: bool = False
+    _ended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.parts = [b""] * self.size
 
-    def wait_for_all(self) -> bool:
-        """Wait for all ranks. Return False if a rank has ended, or at the timeout."""
+    def wait_for_all(self, rank: int) -> dict[int, str]:
+        """Wait for all ranks. Return the reason for each rank that ended or is too late."""
         with self._changed:
             round_number = self._round
-            self._arrived += 1
-            if self._arrived == self.size:
-                self._arrived = 0
+            self._arrived.add(rank)
+            if len(self._arrived) == self.size:
+                self._arrived.clear()
                 self._round += 1
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._round != round_number or self._ended, self.timeout)
-            return self._round != round_number
+            self._changed.wait_for(
+                lambda: self._round != round_number or bool(self._ended), self.timeout
+            )
+            if self._round != round_number:
+                return {}
+            late = f"did not take part within {self.timeout} s"
+            return dict.fromkeys(sorted(self._ended), "has ended") or dict.fromkeys(
+                sorted({*range(self.size)} - self._arrived), late
+            )
 
-    def end(self) -> None:
+    def end(self, rank: int) -> None:
         """Record that a rank has ended, so that nobody waits for it at the barrier."""
         with self._changed:
-            self._ended = True
+            self._ended.add(rank)
             self._changed.notify_all()
 
 
@@ -104,12 +111,12 @@ class ThreadGroup:
 
     def end(self) -> None:
         """Record that this rank has ended, so that the others stop waiting for it."""
-        self._table.end()
+        self._table.end(self.rank)
 
     def _wait_for_all(self) -> None:
-        if not self._table.wait_for_all():
-            reason = "a rank has ended or did not answer in time"
-            raise LostRankError("communicating with the other ranks", {self.rank: reason})
+        failures = self._table.wait_for_all(self.rank)
+        if failures:
+            raise LostRankError("communicating with the other ranks", failures)
 
 
 def outcomes_of_ranks(

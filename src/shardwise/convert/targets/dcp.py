@@ -1,4 +1,4 @@
-"""Plan checkpoints of PyTorch DCP: data files with items of torch.save, and `.metadata`."""
+"""Plan the files of PyTorch DCP checkpoints: `.metadata`, and data files in torch.save format."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Path = tuple[str | int, ...]
 def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     """Plan the files of a DCP checkpoint. Tensors larger than `max_file` are cut.
 
-    Entries of optimizers are listed under both names that `get_optimizer_state_dict` can give them:
-    flattened, and not flattened.
+    `.metadata` lists optimizer entries twice, because `get_optimizer_state_dict` returns names that
+    are flattened or not.
     """
     state = nest_state(contents)
     left_out = list(state.left_out)

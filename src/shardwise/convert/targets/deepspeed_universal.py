@@ -94,7 +94,7 @@ class _TrainingState:
         return [name for group in self.groups for name in group[PARAM_NAMES]]
 
     def has_shape_of_weight(self, name: str, key: str) -> bool:
-        """Return whether DeepSpeed can shard a state tensor: it has the shape of its weight."""
+        """Return whether a value is a step, or a tensor with the shape of its weight."""
         value = self.optimizer.state[name][key]
         return key == STEP or (
             isinstance(value, TensorPart) and value.box.shape == self.model[name].box.shape

@@ -42,7 +42,7 @@ def read_directory(archive: FileRange) -> dict[str, Entry]:
 
 
 def read_entry_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
-    """Return the entries with their CRC-32 in the directory, which is 0 for some writers.
+    """Return the entries with the CRC-32 from the directory. Some writers leave it at 0.
 
     Raises:
         FormatError: see `read_directory`.

@@ -1,4 +1,4 @@
-"""ByteCheckpoint 0.0.x: DCP metadata of the module and of the optimizer, over raw bytes."""
+"""Read ByteCheckpoint 0.0.x: DCP metadata of the module and of the optimizer, and raw bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEP = re.compile(r"global_step_(\d{1,15})")
 ChunkArrays: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], StoredArray]
 """The array of each chunk, by the tensor's name and the chunk's offset.
 
-Its `start` is the offset in the chunk's item, in bytes.
+The `start` of an array is its offset, in bytes, in the bytes of the chunk.
 """
 
 

@@ -99,7 +99,7 @@ def read_values(
 
     Args:
         names: names of the items, for messages.
-        numbers: the number of each item's file.
+        numbers: the index of each item's file.
         also_allowed: names that are allowed in pickles, in addition to torch's.
 
     Raises:
@@ -174,7 +174,7 @@ def load_only_storage(persistent_id: object) -> object:
     """Return the only storage of a pickle, as if it began at offset 0.
 
     Raises:
-        ValueError: the persistent id is not that of a storage, or not of the first one.
+        ValueError: the persistent id is not of a storage, or of another storage than "0".
     """
     kind, key, numel = parse_storage_id(persistent_id)
     if key != "0":
@@ -260,7 +260,7 @@ def _read_items(
 def _group_into_windows(
     items: Sequence[Item], order: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Group items of a file, in order, that are read in one request."""
+    """Group adjacent items of a file, to read each group in one request."""
     window: list[int] = []
     first = end = 0
     for index in order:

@@ -26,7 +26,7 @@ _LIGHTNING_KEY = re.compile(r"state_dict|optimizer_\d{1,4}")
 
 
 def recognise(tree: FileTree) -> bool:
-    """Return whether a tree has the files of `torch.distributed.checkpoint`, or is one of them."""
+    """Return whether a tree has files of `torch.distributed.checkpoint`."""
     return any(
         name == METADATA or (name.endswith(".distcp") and "/" not in name) for name in tree.sizes
     )
@@ -36,7 +36,7 @@ def read(tree: FileTree) -> Foreign:
     """Read a checkpoint of `torch.distributed.checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: the save was never finished, or the tree is a single file of it.
+        CheckpointNotFoundError: the save was never finished, or the tree is a single file.
         FormatError: it is malformed, or compressed.
     """
     if tree.single_file is not None:
@@ -226,10 +226,10 @@ def leaves_of(
     metadata: Metadata,
     rename: Callable[[Path], Path] = lambda path: path,
 ) -> NestedLeaves:
-    """Return the content by its path in the state. A name without a known path is a path itself.
+    """Return the content by its path in the state. A name without a known path is its only part.
 
     Args:
-        rename: maps each path to the one to use.
+        rename: maps each path to the path to use.
     """
     paths = [rename(metadata.paths.get(name, (name,))) for name in content.names]
     values = {

@@ -251,7 +251,9 @@ class _FusedRule:
         if self.shard_widths is not None:
             if any(len(row) != len(shapes) for row in self.shard_widths):
                 raise FormatError(
-                    f"{name}: its sub_param_shard_widths are not for {len(shapes)} ranks"
+                    f"{name}: its sub_param_shard_widths are not for {len(shapes)} ranks, but for "
+                    f"{[len(row) for row in self.shard_widths][:8]}. The files are from different "
+                    "saves: copy all files of one save"
                 )
             return self.shard_widths
         if any(len(shape) <= self.dim for shape in shapes):
@@ -277,6 +279,7 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
     recorded = info.get("sub_param_shard_widths")
     all_widths = recorded if isinstance(recorded, Mapping) else {}
     rules = []
+    label = f"{path}: parameter_with_sub_params"
     for entry in _list_at(info, "parameter_with_sub_params", path):
         fields = entry if isinstance(entry, Mapping) else getattr(entry, "fields", {})
         dim, shape = fields.get("partition_dim"), fields.get("shape")
@@ -288,18 +291,18 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
             raise FormatError(
                 f"{path}: parameter_with_sub_params: an entry has no valid shape and partition_dim"
             )
-        sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], path)
+        sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], label)
         for pattern in _list_at(fields, "patterns", path):
             widths = None
             if pattern in all_widths:
                 rows = _list_at(all_widths, pattern, path)
-                widths = tuple(_require_widths(row, path) for row in rows)
-            rules.append(_FusedRule(_compile(pattern, path), dim, sizes, widths))
+                widths = tuple(_require_widths(row, label) for row in rows)
+            rules.append(_FusedRule(_compile(pattern, label), dim, sizes, widths))
     return rules
 
 
 def _parse_patterns(info: Mapping[Any, Any], key: str, path: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(_compile(pattern, path) for pattern in _list_at(info, key, path))
+    return tuple(_compile(pattern, f"{path}: {key}") for pattern in _list_at(info, key, path))
 
 
 def _list_at(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
@@ -312,27 +315,28 @@ def _list_at(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
     return listed
 
 
-def _compile(pattern: object, path: str) -> re.Pattern[str]:
+def _compile(pattern: object, label: str) -> re.Pattern[str]:
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
         raise FormatError(
-            f"{path}: a pattern of parameter names is not a string of up to {LONGEST_PATTERN} "
-            "characters"
+            f"{label}: expected a pattern of up to {LONGEST_PATTERN} characters, found "
+            f"{pattern!r:.60}: copy the file again"
         )
     # Matching a hostile pattern could take forever.
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
         raise FormatError(
-            f"{path}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
+            f"{label}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
         )
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise FormatError(f"{path}: {pattern[:80]!r} is not a valid pattern: {error}") from error
+        raise FormatError(f"{label}: {pattern[:80]!r} is not a valid pattern: {error}") from error
 
 
-def _require_widths(values: object, path: str) -> tuple[int, ...]:
+def _require_widths(values: object, label: str) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
         raise FormatError(
-            f"{path}: the widths of fused parameters in universal_checkpoint_info are not counts"
+            f"{label}: expected the widths of fused parameters, found {values!r:.60}: copy the "
+            "file again"
         )
     return tuple(values)
 

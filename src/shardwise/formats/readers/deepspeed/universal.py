@@ -109,7 +109,7 @@ def _trained_shapes(ranks: AllRanks) -> dict[str, tuple[Shape, ...]]:
 def _require_parameter_files(
     tree: FileTree, folder: str, files: ParameterFiles, ranks: AllRanks, settings: object
 ) -> None:
-    """Require for each parameter its weights, and the state that others of its group have.
+    """Require the weights of each parameter, and the same state files within each param group.
 
     Raises:
         FormatError: files are missing; the message names them.
@@ -181,7 +181,7 @@ def _unflatten(array: StoredArray, shapes: Sequence[Shape], path: str) -> Stored
 
 
 def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -> None:
-    """Add hyperparameters, the loss scaler, and steps of parameters that have no file of them."""
+    """Add hyperparameters, the loss scaler, and the steps of parameters without a step file."""
     settings = dict(value) if isinstance(value, Mapping) else {}
     listed = settings.get("param_groups")
     if not isinstance(listed, (list, tuple)):

@@ -319,8 +319,8 @@ def _iterate_flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, Store
     by_dtype = list(buffer.values()) if isinstance(buffer, dict) else []
     if len(by_dtype) != 1 or not isinstance(by_dtype[0], dict) or len(by_dtype[0]) > MOST_KEYS:
         raise FormatError(
-            f"{path}: a buffer of the distributed optimizer does not have exactly one dtype: "
-            f"{_UNSUPPORTED}"
+            f"{path}: a buffer of the distributed optimizer is not a dict of one dtype with up to "
+            f"{MOST_KEYS} arrays, but a {type(buffer).__name__} of {len(by_dtype)}: {_UNSUPPORTED}"
         )
     for key, value in by_dtype[0].items():
         # Older versions had a list with an array for each bucket; a single one is the whole buffer.
