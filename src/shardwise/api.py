@@ -25,7 +25,7 @@ from shardwise.loading import LoadOptions, State, load_state, unite_local_states
 from shardwise.manifest.names import check_name
 from shardwise.opening import OpenOptions, open_any, place_below, refuse_file, refuse_foreign
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.lookup import Rename
+from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
 from shardwise.store import Store, open_store

@@ -21,7 +21,7 @@ from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.notebook import checkpoint_html, draw_boxes
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.plain_values import decode
@@ -51,7 +51,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, opened: Opened, *, verify: bool) -> None:
         self._opened = opened
-        self._saved = SavedState(opened.manifest)
+        self._saved = SavedNames(opened.manifest)
         self._arena = Arena()
         self._compared: set[int] = set()
         self.manifest: Manifest = opened.manifest

@@ -38,7 +38,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import OpenOptions, open_any
 from shardwise.plan.load import LoadPlan
-from shardwise.plan.lookup import Rename, SavedState, rename_function
+from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
@@ -107,7 +107,7 @@ def load_state(
         rename = rename_function(options.rename)
         selection = Selection.from_patterns(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
-        saved = SavedState(opened.manifest, rename, opened.missing_files)
+        saved = SavedNames(opened.manifest, rename, opened.missing_files)
         arena = Arena(options.staging_bytes)
         with recorder.stage("match"):
             match = partial(_match_state, state, saved, selection, options)
@@ -187,7 +187,7 @@ def _fit_to_target(
     resizing = Resizing.from_patterns(options.resize, state, group)
 
     def parameter_orders() -> dict[str, ParameterOrder]:
-        saved = SavedState(opened.manifest, rename)
+        saved = SavedNames(opened.manifest, rename)
         found: dict[str, ParameterOrder] = {}
         for binding in bind_state(state, allow_pickle=options.allow_pickle):
             order = binding.parameter_order()
@@ -197,11 +197,11 @@ def _fit_to_target(
         return found
 
     opened = with_named_parameters(opened, parameter_orders, group)
-    return resizing.apply(opened, SavedState(opened.manifest, rename), selection)
+    return resizing.apply(opened, SavedNames(opened.manifest, rename), selection)
 
 
 def _match_state(
-    state: State, saved: SavedState, selection: Selection, options: LoadOptions
+    state: State, saved: SavedNames, selection: Selection, options: LoadOptions
 ) -> tuple[list[Binding], Matched]:
     """Bind the values of the state on this rank, and match them with the checkpoint."""
     bindings = bind_state(state, allow_pickle=options.allow_pickle)
@@ -234,7 +234,7 @@ def unite_local_states(parts: Iterable[LocalState]) -> LocalState:
 def _restore_values(
     bindings: Sequence[Binding],
     found: Matched,
-    saved: SavedState,
+    saved: SavedNames,
     opened: Opened,
     group: Group,
     *,

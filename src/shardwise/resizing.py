@@ -15,7 +15,7 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import MismatchError, StateError
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import ParameterOrder
 from shardwise.state.selection import Selection
 
@@ -93,7 +93,7 @@ class Resizing:
         reply = exchange(group, "finding tensors to resize", make_message, make_reply)
         return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, Target], list[str]]))
 
-    def saved_order(self, order: ParameterOrder, saved: SavedState) -> ParameterOrder:
+    def saved_order(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
         """Return the order of an optimizer's parameters, with their shapes in the checkpoint."""
         saved_shapes: dict[tuple[str, Shape], Shape] = {}
         for name, target in self.targets.items():
@@ -104,7 +104,7 @@ class Resizing:
                 ] = entry.shape
         return [[(n, saved_shapes.get((n, shape), shape)) for n, shape in group] for group in order]
 
-    def apply(self, opened: Opened, saved: SavedState, selection: Selection) -> Opened:
+    def apply(self, opened: Opened, saved: SavedNames, selection: Selection) -> Opened:
         """Return a view of the checkpoint in which resized tensors have the shapes of the target.
 
         A load reads only elements that are inside of both shapes. The optimizer's moments of a
@@ -151,7 +151,7 @@ class Resizing:
         return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=resized))
 
     def _moments(
-        self, name: str, target: Target, saved: SavedState, selection: Selection
+        self, name: str, target: Target, saved: SavedNames, selection: Selection
     ) -> Iterator[str]:
         """Yield the names of a parameter's moments in the optimizers' states."""
         parameter = saved.tensor(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.plain_values import JsonValue
 from shardwise.state.selection import Selection
@@ -28,7 +28,7 @@ class Binding:
         """Return the tensors and values to save."""
         raise NotImplementedError
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensors and values to load. Missing optimizer state is created.
 
         Args:

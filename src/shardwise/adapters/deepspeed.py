@@ -22,7 +22,7 @@ from shardwise.adapters.modules import ModuleContents, ModuleWeights
 from shardwise.adapters.parameters import CleanNames, Parameter
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
@@ -150,7 +150,7 @@ class EngineCounters(Binding):
         counters = self._counters()
         return LocalState(objects={name: encode(value, name) for name, value in counters.items()})
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the counters that the checkpoint has. Only checkpoints of engines have some."""
         saved_counters = {name: None for name in self._counters() if saved.has_object(name)}
         return selection.select_from(LocalState(objects=saved_counters))

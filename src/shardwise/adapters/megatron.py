@@ -32,7 +32,7 @@ from shardwise.adapters.modules import ModuleContents
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
 from shardwise.adapters.parameters import Parameter, join_leaves, unwrap_data_parallel
 from shardwise.errors import StateError, user_code
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
@@ -128,7 +128,7 @@ class MegatronWeights:
         contents.tensors = join_leaves(leaves, to_fill=False)
         return contents
 
-    def targets(self, root: str, saved: SavedState, selection: Selection) -> ModuleContents:
+    def targets(self, root: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return this rank's part of the model.
 
         Tensors have either Megatron-Core's names or the module's names, like the checkpoint.
@@ -260,7 +260,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
             )
         return local_state
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. The loss scale stays if the checkpoint lacks it."""
         buckets = match_buckets([self._optimizer], saved)
         self._bucketed_state = BucketedState(buckets, saved) if buckets.places else None

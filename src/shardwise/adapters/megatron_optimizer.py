@@ -23,7 +23,7 @@ from shardwise.adapters.optimizer_state import STEP, read_state, write_state
 from shardwise.adapters.parameters import join_leaves
 from shardwise.errors import StateError
 from shardwise.layout import Box
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, LocalState, TensorLeaf
 from shardwise.state.plain_values import decode
 
@@ -214,7 +214,7 @@ class Buckets:
     problems: list[str] = field(default_factory=list)
 
 
-def match_buckets(optimizers: Sequence[object], saved: SavedState) -> Buckets:
+def match_buckets(optimizers: Sequence[object], saved: SavedNames) -> Buckets:
     """Match the buckets of a checkpoint with optimizers of Megatron-Core."""
     groups: dict[str, set[int]] = {}
     for entry in saved.manifest.tensors:
@@ -270,7 +270,7 @@ def _parameters_in_buckets_of(link: Any, group: str) -> Iterator[ParameterInBuck
 class BucketedState:
     """Loads optimizer state and hyperparameters from buckets."""
 
-    def __init__(self, buckets: Buckets, saved: SavedState) -> None:
+    def __init__(self, buckets: Buckets, saved: SavedNames) -> None:
         self._buckets = buckets
         self._saved = saved
         self._created: list[tuple[ParameterInBucket, Mapping[str, Any], dict[str, object]]] = []

@@ -20,7 +20,7 @@ from shardwise.adapters.fsdp1 import (
 from shardwise.adapters.parameters import CleanNames, Parameter, unwrap_data_parallel
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
@@ -60,7 +60,7 @@ class Weights(Protocol):
         """Return the tensors and values to save. All names begin with `root`."""
         ...
 
-    def targets(self, root: str, saved: SavedState, selection: Selection) -> ModuleContents:
+    def targets(self, root: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return the tensors and values to load. Tensors that do not exist yet are allocated."""
         ...
 
@@ -92,7 +92,7 @@ class ModuleBinding(Binding):
         """Return tensors by their clean names, and extra state as plain values."""
         return self._encode(self.weights.contents(self.name))
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensors and values to load. Selected meta tensors are allocated first."""
         contents = self.weights.targets(self.name, saved, selection)
         self._extra_names = tuple(contents.extra_state)
@@ -163,7 +163,7 @@ class ModuleWeights:
                     contents.extra_state[name] = value
         return contents
 
-    def targets(self, root: str, saved: SavedState, selection: Selection) -> ModuleContents:
+    def targets(self, root: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return the tensors and values to load. Selected meta tensors are allocated."""
 
         def is_loaded(name: str) -> bool:

@@ -21,7 +21,7 @@ from shardwise.adapters.optimizer_state import (
 from shardwise.adapters.parameters import Parameter, join_leaves
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
 from shardwise.state.plain_values import JsonValue, decode, differing_names, encode
 from shardwise.state.selection import Selection
@@ -82,7 +82,7 @@ class OptimizerBinding(Binding):
         local_state.grouped[f"{self.name}.{GROUPS}"] = self._grouped_hyperparameters(parameters)
         return local_state
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. State that does not exist yet is created.
 
         The optimizer does not change until `restore` gives it the created state.
@@ -90,7 +90,7 @@ class OptimizerBinding(Binding):
         with self._fill_param_groups():
             return self._targets(saved, selection)
 
-    def _targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def _targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         local_state = LocalState()
         parameters = self._parameters()
         self._fitted = {}
@@ -184,7 +184,7 @@ class OptimizerBinding(Binding):
         group: ParamGroup,
         parameter: Parameter,
         state: dict[str, object],
-        saved: SavedState,
+        saved: SavedNames,
         selection: Selection,
     ) -> dict[str, object]:
         """Return a parameter's state, with new tensors for state that only the checkpoint has.

@@ -11,7 +11,7 @@ import torch
 from shardwise.adapters.binding import Binding
 from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError, user_code
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
@@ -44,7 +44,7 @@ class TensorBinding(Binding):
         """Return the tensor."""
         return LocalState(tensors=[_make_leaf(self.name, self._value)])
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensor."""
         if isinstance(self._value, np.ndarray) and not self._value.flags.writeable:
             raise StateError(
@@ -87,7 +87,7 @@ class ObjectBinding(Binding):
         leaves = [_make_leaf(name, value) for name, value in self._tensors.items()]
         return LocalState(tensors=leaves, objects={self.name: encoded})
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensors of the saved value. A value and its tensors are selected together.
 
         Tensors of the current value are filled if their shapes fit. Others are allocated.
@@ -150,7 +150,7 @@ class PerRankBinding(Binding):
         encoded = encode(value, self.name, allow_pickle=self._allow_pickle)
         return LocalState(per_rank={self.name: encoded})
 
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the name. The loaded value need not be of the current value's type."""
         return selection.select_from(LocalState(per_rank={self.name: None}))
 

@@ -44,7 +44,7 @@ from shardwise.memory.options import Memory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.lookup import Rename
+from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
 
 STAGING_ONLY = Memory(snapshot_every=0, slots=1)

@@ -16,7 +16,7 @@ from shardwise.manifest.manifest import Manifest, TensorEntry
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the base as it is."""
-VARIANTS = (
+UNMERGEABLE_SETTINGS = (
     "use_dora",
     "use_qalora",
     "use_bdlora",
@@ -83,7 +83,7 @@ def decode_config(data: bytes, path: str) -> AdapterConfig:
         config = msgspec.convert(raw, AdapterConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{path}: not a valid LoRA configuration of PEFT: {error}") from error
-    unsupported = [f"{name}={raw[name]!r:.60}" for name in VARIANTS if raw.get(name)]
+    unsupported = [f"{name}={raw[name]!r:.60}" for name in UNMERGEABLE_SETTINGS if raw.get(name)]
     if config.peft_type != "LORA":
         unsupported.append(f"peft_type={config.peft_type!r}")
     if config.init_lora_weights not in HARMLESS_INITS:

@@ -15,7 +15,7 @@ from shardwise.engine.opened import Opened
 from shardwise.errors import MismatchError
 from shardwise.layout import Box, boxes_of
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.store.store import Buffer
 
@@ -31,7 +31,7 @@ class CheckpointSource:
 
     def __init__(self, opened: Opened, arena: Arena, *, verify: bool = True) -> None:
         self.opened = opened
-        self.saved = SavedState(opened.manifest)
+        self.saved = SavedNames(opened.manifest)
         self._arena = arena
         self._verify = verify
 

@@ -20,7 +20,7 @@ from shardwise.state.leaves import Fragment
 from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer
 
-CACHED_BYTES = 1 << 20
+COPY_CHUNK_BYTES = 1 << 20
 """Bytes that are copied and summed at a time, so that they stay in the CPU cache."""
 
 
@@ -185,8 +185,8 @@ class _Target:
 def _write_chunk(source: FileSource, low: int, target: _Target) -> None:
     high = min(low + target.arena.chunk, source.layout.checksums_at)
     with target.arena.buffer() as buffer:
-        for start in range(low, high, CACHED_BYTES):
-            stop = min(start + CACHED_BYTES, high)
+        for start in range(low, high, COPY_CHUNK_BYTES):
+            stop = min(start + COPY_CHUNK_BYTES, high)
             part = buffer[start - low : stop - low]
             source.fill(start, stop, part)
             sums = block_checksums(part)

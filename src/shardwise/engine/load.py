@@ -40,7 +40,7 @@ from shardwise.plan.load import (
     share_reads,
     wanted_columns,
 )
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.store import MappedStore
 
@@ -110,7 +110,7 @@ class PlannedLoad:
 
 
 def plan_reads(
-    leaves: Sequence[TensorLeaf], saved: SavedState, opened: Opened, arena: Arena
+    leaves: Sequence[TensorLeaf], saved: SavedNames, opened: Opened, arena: Arena
 ) -> PlannedLoad:
     """Plan the reads that fill some tensors.
 
@@ -143,7 +143,7 @@ def plan_reads(
     return PlannedLoad(leaves, targets, plan)
 
 
-def _leaves_to_read(leaves: Sequence[TensorLeaf], saved: SavedState) -> list[TensorLeaf]:
+def _leaves_to_read(leaves: Sequence[TensorLeaf], saved: SavedNames) -> list[TensorLeaf]:
     """Return the leaves to fill, and leaves that compare further names of the same memory.
 
     If one memory has several names, the first name fills the memory. Another name is read too if
@@ -254,7 +254,7 @@ def read_boxes(
         TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
         for (entry, box), data in zip(boxes, out, strict=True)
     ]
-    planned = plan_reads(leaves, SavedState(opened.manifest), opened, arena)
+    planned = plan_reads(leaves, SavedNames(opened.manifest), opened, arena)
     fill_alone(planned, opened, arena, verify=verify)
     return out
 

@@ -17,7 +17,7 @@ from shardwise.engine.opened import Opened
 from shardwise.engine.rename_hints import suggest_opened_object, suggest_renames
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, ParameterOrder, TensorLeaf
 from shardwise.state.selection import Selection, is_below
 
@@ -53,7 +53,7 @@ class Matched:
 
 def match_targets(
     targets: LocalState,
-    saved: SavedState,
+    saved: SavedNames,
     selection: Selection,
     names_of: Mapping[str, Collection[str]],
     *,
@@ -108,7 +108,7 @@ def match_targets(
     return found
 
 
-def _add_missing(found: Matched, name: str, target_kind: str, saved: SavedState) -> None:
+def _add_missing(found: Matched, name: str, target_kind: str, saved: SavedNames) -> None:
     """Add a target that the checkpoint lacks, or has as a value of another kind."""
     saved_kind = saved.kind(name)
     if saved_kind is None:
@@ -135,7 +135,7 @@ def _describe_mismatch(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> s
 
 def agree_on_match(
     match: Callable[[], tuple[Kept, Matched]],
-    saved: SavedState,
+    saved: SavedNames,
     selection: Selection,
     keys: Collection[str],
     group: Group,
@@ -205,7 +205,7 @@ class _Message(msgspec.Struct, array_like=True):
 
 def _combine(
     messages: Sequence[_Message],
-    saved: SavedState,
+    saved: SavedNames,
     names: list[str],
     keys: Collection[str],
     *,
@@ -254,7 +254,7 @@ def _unpack_bits(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(bool)
 
 
-def _describe_missing_files(saved: SavedState, missing: Iterable[str]) -> str:
+def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:
     """Return a sentence about the missing files that would contain missing names, or ""."""
     file_of = saved.missing_files
     names = [saved.saved_name(name) for name in missing]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from shardwise.plan.lookup import rename_function
+from shardwise.plan.name_lookup import rename_function
 from shardwise.state.selection import is_below
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

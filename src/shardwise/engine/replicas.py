@@ -21,7 +21,7 @@ from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Int, Pieces
-from shardwise.plan.lookup import SavedState
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import TensorLeaf, same_bytes
 
 LARGEST_BATCH = 16 << 20
@@ -90,7 +90,7 @@ def check_sample(
 
 def check_sample_together(
     opened: Opened,
-    saved: SavedState,
+    saved: SavedNames,
     leaves: Sequence[TensorLeaf],
     arena: Arena,
     recorder: Recorder,
@@ -138,7 +138,7 @@ def check_all_together(
         return  # on all ranks
 
     def make_message() -> bytes:
-        saved, batch_bytes = SavedState(opened.manifest), min(LARGEST_BATCH, max_memory // 8)
+        saved, batch_bytes = SavedNames(opened.manifest), min(LARGEST_BATCH, max_memory // 8)
         _, differences = find_differences(
             opened,
             Arena(2 * batch_bytes),

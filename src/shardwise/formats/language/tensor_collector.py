@@ -30,7 +30,7 @@ from shardwise.formats.language.match import (
 from shardwise.formats.language.rules import Rule, Skip, Spec, Target, Template
 from shardwise.manifest.pieces import Int
 
-LARGEST_KEY = 2**62
+MOST_COMBINATIONS = 2**62
 
 
 class TensorNames:
@@ -129,8 +129,10 @@ def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
     for column in columns:
         size = int(column.max(initial=0)) + 1
         combinations *= size
-        if combinations > LARGEST_KEY:
-            raise LayoutError(f"the numbers in names have more than {LARGEST_KEY} combinations")
+        if combinations > MOST_COMBINATIONS:
+            raise LayoutError(
+                f"the numbers in names have more than {MOST_COMBINATIONS} combinations"
+            )
         key = key * size + column
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first.astype(np.int64), inverse.astype(np.int64)

@@ -60,7 +60,7 @@ def _with_names_in_errors(rename: Callable[[str], str]) -> Callable[[str], str]:
     return renamed
 
 
-class SavedState:
+class SavedNames:
     """The contents of a checkpoint, looked up by the names of the target.
 
     Args:
