@@ -1,17 +1,16 @@
 """Decides what an agent does: a pure function of what its node stores.
 
-A save passes these stages in this order. An action of `decide` completes each stage:
+A save passes these stages. The arrows are the actions that complete them:
 
-    stage      action (by whom)
-    staged     none: the ranks copy their state to host memory
-    sealed     Seal (each node)
-    committed  Commit (leader)
-    protected  Protect (leader), which has each node perform ProtectOthers
-    persisted  Persist (leader), which has each node perform Copy
-    retained   RemoveOld: remove old checkpoints from storage
+    staged --Seal--> sealed --Commit--> committed --+--Protect--> protected
+                                                    |
+                                                    +--Persist--> persisted --RemoveOld--> retained
 
-Protecting and persisting both follow the commit, and run at the same time. A save for memory only
-is not persisted, unless Rescue requests it: after a node was lost, or after the run has ended.
+The ranks stage: they copy their state to host memory. Each node seals. The leader commits and
+protects, for which each node performs ProtectOthers; it persists, for which each node performs
+Copy, and then removes old checkpoints from storage. Protecting and persisting run at the same
+time. A save for memory only is not persisted, unless Rescue requests it: after a node was lost, or
+after the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.State`). Only RUNNING stages have
 an action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
