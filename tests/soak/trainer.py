@@ -171,7 +171,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
         parity=1,
         overlap=orders.overlap,
         when_full="wait",
-        wait=10.0,
+        wait=30.0,  # agents that were killed take long to start on a loaded machine
     )
     keep = sw.Keep(last=2)
     with sw.Checkpointer(

@@ -145,7 +145,7 @@ def save_while_one_is_stopped(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "patience"), mostly_long([(1.0, 8.0), (4.0, 1.0)], [(4.0, 1.0)])
+    ("seconds", "patience"), mostly_long([(1.0, 8.0), (8.0, 1.0)], [(8.0, 1.0)])
 )
 def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     gang: Gang, root: Path, shm: Path, seconds: float, patience: float
@@ -153,8 +153,8 @@ def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     cluster = Cluster(root=root, shm=shm, nodes=2, options={"wait": patience})
     told = gang.run(save_while_one_is_stopped, cluster, seconds, world=2)
     for rank, (took, said, logged) in enumerate(told):
-        assert took < 8.0
-        assert len(said) == (0 if seconds < patience else 1), said
+        assert took < 16.0
+        assert len(said) == (0 if seconds < patience else 1), (said, took)
         assert all("step 2: commit: " in each for each in said)
         assert len(logged) == (len(said) if rank == 0 else 0), logged
         assert all("training continues: step 2: commit: " in each for each in logged)
