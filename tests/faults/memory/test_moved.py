@@ -93,10 +93,10 @@ def test_ranks_that_moved_are_not_missed_where_they_were(gang: Gang, root: Path,
     cluster = Cluster(root=root, shm=shm, nodes=2, node_of=(0, 1))
     train_and_die(cluster)
     until(lambda: steps_in(root)[-1:] == [STEPS - 1])
-    persisted = steps_in(root)  # also the one before, if that was the newest when they were lost
     gang.run(go_on, replace(cluster, node_of=(1, 0)), 2 * STEPS, world=2)
     time.sleep(1.2)  # the agents look around once more
-    assert steps_in(root) == persisted
+    # The step before is persisted too if it was the newest when the ranks were lost.
+    assert steps_in(root) in ([STEPS - 1], [STEPS - 2, STEPS - 1])
 
 
 def test_ranks_that_come_back_find_what_others_saved_meanwhile(

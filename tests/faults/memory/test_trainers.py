@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,8 @@ def stop_in_mid_copy(seconds: float) -> None:
     def stopping(content: FileSource, low: int, high: int, out: torch.Tensor) -> None:
         FileSource.fill = fill  # type: ignore[method-assign]
         subprocess.Popen(["sh", "-c", resume], start_new_session=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: the process's other threads could take the signal later than the copy ends.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         fill(content, low, high, out)  # type: ignore[arg-type]
 
     FileSource.fill = stopping  # type: ignore[method-assign,assignment]
