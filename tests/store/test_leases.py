@@ -1,0 +1,201 @@
+"""Leases: who gets the lock, when a lease expires, and what stays behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from shardwise.store.leases import LeaseTimes, hold, is_lease, remove_expired
+
+KEY = "manifest.json"
+
+
+@dataclass
+class Server:
+    """A directory of empty files, with its own clock."""
+
+    now: float = 1000.0
+    files: dict[str, float] = field(default_factory=dict)
+    may_write: bool = True
+    may_delete: bool = True
+    lag: int = 0  # how many listings show the state before the last write
+    shown: dict[str, float] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def touch(self, name: str) -> None:
+        if not self.may_write:
+            raise PermissionError(name)
+        with self.lock:
+            self.shown = dict(self.files)
+            self.files[name] = self.now
+
+    def create_empty(self, name: str) -> None:
+        with self.lock:
+            self.files.setdefault(name, self.now)
+
+    def modified(self, prefix: str) -> Mapping[str, float]:
+        with self.lock:
+            self.lag -= 1
+            files = self.shown if self.lag >= 0 else self.files
+            return {name: time for name, time in files.items() if name.startswith(prefix)}
+
+    def delete(self, name: str) -> None:
+        if not self.may_delete:
+            raise PermissionError(name)
+        with self.lock:
+            self.files.pop(name, None)
+
+    def leases(self) -> list[str]:
+        return [name for name in self.files if is_lease(name)]
+
+
+def times(server: Server) -> LeaseTimes:
+    def sleep(seconds: float) -> None:
+        server.now += seconds
+
+    return LeaseTimes(sleep=sleep)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server(files={KEY: 0.0})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],
+)
+def test_only_shared_locks_are_held_together(
+    server: Server, first: bool, second: bool, both: bool
+) -> None:
+    with hold(server, KEY, shared=first, times=times(server)) as held:
+        assert held
+        with hold(server, KEY, shared=second, times=times(server)) as also:
+            assert also == both
+        assert len(server.leases()) == 1
+    assert server.files == {KEY: 0.0}
+
+
+def test_an_exclusive_lock_creates_the_file_and_a_shared_one_does_not() -> None:
+    server = Server()
+    with hold(server, KEY, shared=True) as held:
+        assert not held
+        assert not server.files
+    with hold(server, KEY, shared=False) as held:
+        assert held
+    assert list(server.files) == [KEY]
+
+
+def test_locks_of_other_files_do_not_conflict(server: Server) -> None:
+    """Not even of a file whose name begins with this one's."""
+    with (
+        hold(server, f"{KEY}.exclusive-0123456789abcdef", shared=False) as other,
+        hold(server, KEY, shared=False) as held,
+    ):
+        assert other
+        assert held
+
+
+@pytest.mark.parametrize(("age", "held"), [(59.0, False), (60.0, True)])
+def test_the_lease_of_a_dead_process_expires(server: Server, age: float, held: bool) -> None:
+    dead = f"{KEY}.exclusive-{'0' * 16}.lease"
+    server.files[dead] = server.now - age
+    with hold(server, KEY, shared=True, times=times(server)) as locked:
+        assert locked == held
+    assert (dead in server.files) != held
+
+
+def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
+    with hold(server, KEY, shared=False, times=LeaseTimes(lease=0.2)) as held:
+        assert held
+        (lease,) = server.leases()
+        server.now += 100
+        wait_until(lambda: server.files[lease] == server.now)
+    assert not server.leases()
+
+
+def test_a_lost_lease_is_reported_and_not_written_again(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hold(server, KEY, shared=False, times=LeaseTimes(lease=0.2)):
+        server.files = {KEY: 0.0}
+        wait_until(lambda: "lost the lock" in caplog.text)
+    assert not server.leases()
+
+
+def test_who_may_not_write_shares_a_file_without_a_lease(server: Server) -> None:
+    server.may_write = False
+    with hold(server, KEY, shared=True) as held:
+        assert held
+        assert not server.leases()
+    with hold(server, "missing", shared=True) as held:
+        assert not held
+    with pytest.raises(PermissionError), hold(server, KEY, shared=False):
+        pass
+
+
+def test_who_may_not_delete_leaves_leases_that_expire(server: Server) -> None:
+    server.may_delete = False
+    with hold(server, KEY, shared=False) as held:
+        assert held
+    assert len(server.leases()) == 1
+    server.now += 60
+    with hold(server, KEY, shared=False) as held:
+        assert held
+
+
+@pytest.mark.parametrize(("lag", "held"), [(1, True), (3, True), (20, False)])
+def test_a_listing_that_lags_is_waited_for_a_while(server: Server, lag: int, held: bool) -> None:
+    """A lock is not granted on a listing that lacks the holder's own lease."""
+    server.shown = dict(server.files)
+    server.lag = lag + 1  # the first listing looks for the file only
+    with hold(server, KEY, shared=True, times=times(server)) as locked:
+        assert locked == held
+
+
+def test_of_many_exclusive_holders_at_most_one_has_the_lock(server: Server) -> None:
+    """Over many rounds, usually exactly one."""
+    rounds = 30
+    held_at_once: list[int] = []
+    for _ in range(rounds):
+        barrier = threading.Barrier(8)
+        done = threading.Barrier(8)
+
+        def take(barrier: threading.Barrier = barrier, done: threading.Barrier = done) -> bool:
+            barrier.wait()
+            with hold(server, KEY, shared=False, times=LeaseTimes(pause=0.001)) as held:
+                done.wait()
+                return held
+
+        with ThreadPoolExecutor(8) as pool:
+            held_at_once.append(
+                sum(future.result() for future in [pool.submit(take) for _ in "8" * 8])
+            )
+    assert max(held_at_once) == 1
+    assert sum(held_at_once) >= rounds // 2
+
+
+def test_expired_leases_of_all_files_are_removed(server: Server) -> None:
+    assert remove_expired(server) == []
+    old = f"a.shared-{'1' * 16}.lease"
+    server.files[old] = server.now - 61
+    with ExitStack() as locks:
+        locks.enter_context(hold(server, KEY, shared=True))
+        (live,) = set(server.leases()) - {old}
+        assert remove_expired(server) == [live]
+        assert server.leases() == [live]
+    assert remove_expired(server) == []
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise TimeoutError
