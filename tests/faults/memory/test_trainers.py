@@ -108,7 +108,7 @@ def stop_in_mid_copy(seconds: float) -> None:
     def stopping(content: FileSource, low: int, high: int, out: torch.Tensor) -> None:
         FileSource.fill = fill  # type: ignore[method-assign]
         subprocess.Popen(["sh", "-c", resume], start_new_session=True)
-        # To this thread: the process's other threads could take the signal later than the copy ends.
+        # To this thread: the other threads could take the signal later than the copy ends.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         fill(content, low, high, out)  # type: ignore[arg-type]
 
