@@ -6,6 +6,7 @@
     ├── SpecError             a layout specification has an error; the message shows where
     ├── MismatchError         checkpoint and state do not match, or replicas differ
     ├── StoreError            an operation of the storage or of an agent failed
+    │   └── StoreUnavailableError     the storage does not answer now; trying again may help
     ├── CheckpointNotFoundError   there is no committed checkpoint at the path
     ├── CheckpointExistsError     the path has a checkpoint, and `overwrite` is not set
     ├── CorruptionError       bytes differ from those that were saved
@@ -90,6 +91,13 @@ class MismatchError(ShardwiseError, ValueError):
 
 class StoreError(ShardwiseError, OSError):
     """An operation of the storage or of an agent failed."""
+
+
+class StoreUnavailableError(StoreError):
+    """The storage does not answer, or is overloaded. The operation may succeed later.
+
+    An agent that persists a checkpoint tries again. Other operations raise this error.
+    """
 
 
 class CheckpointNotFoundError(ShardwiseError, FileNotFoundError):

@@ -164,12 +164,16 @@ def _open(
     group: Group,
     cleanup: ExitStack,
 ) -> Opened:
-    """Open the checkpoint, and lock it against removal until `cleanup` closes."""
+    """Open the checkpoint, and lock it against removal until `cleanup` closes.
+
+    Rank 0 holds the lock for all ranks: it leaves the load last, once all ranks have read.
+    """
 
     def enter_and_lock() -> Store:
         options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
         store = enter()
-        cleanup.enter_context(store.hold(MANIFEST, shared=True))
+        if group.rank == 0:
+            cleanup.enter_context(store.hold(MANIFEST, shared=True))
         return store
 
     return open_any(enter_and_lock, group, options.terms, open_options)

@@ -23,7 +23,7 @@ from shardwise.memory.agent.status import status_of, stored_run
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run
 from shardwise.memory.rank_locks import training_lock
-from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
+from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Retry, Staged
 from shardwise.memory.redundancy.placement import Member, form_groups
 from tests.cli.conftest import Run
 
@@ -63,6 +63,10 @@ def home(tmp_path: Path) -> Home:
         written(run.step(step) / records.outcome_record(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
+    retry = Retry(
+        save_id=SAVE, stage="persist", failure="no answer", since=time.time() - 30, attempts=4
+    )
+    written(run.step(3) / records.retry_record("persist", SAVE), retry, 1.0)
     protection = form_groups(members, SAVE, copies=1)
     request = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
     write_record(run.step(1) / records.request_record("protect", SAVE), request)
@@ -98,6 +102,9 @@ def test_all_that_is_known_is_told(run: Run, home: Home) -> None:
     assert [second[stage]["state"] for stage in STAGES] == ["done", "under way", "failed"]
     assert second["persist"]["failure"].startswith("StoreError: full")
     assert [third[stage]["state"] for stage in STAGES] == ["under way"] * 3
+    retried = third["persist"]["failure"]
+    assert retried.startswith("failed 4 times in 3")
+    assert retried.endswith(" s, the agent tries again: no answer")
     assert third["age"] == pytest.approx(10, abs=5)
 
 
@@ -122,6 +129,7 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
     assert "not running" in ran.out
     assert "step 2: persist: StoreError: full\\x1b[31m" in ran.out
     assert "committed 2 (1 step, 30 s behind)" in ran.out
+    assert "step 3: persist: failed 4 times" in ran.out
     assert "there-2" in ran.out
     assert "3 slots used, 1 free (500 B)" in ran.out
 

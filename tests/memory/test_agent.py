@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
-from shardwise.memory.agent.lead import attempt
+from shardwise.memory.agent.lead import LONGEST_OUTAGE, attempt
 from shardwise.memory.decide import Action, Commit, Periods, Seal
-from shardwise.memory.files import write_record
+from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Place
 from shardwise.memory.observe import Observer
-from shardwise.memory.records import Staged
+from shardwise.memory.records import Retry, Staged
 
 SAVE = "0" * 16
 FILE = f"r00000-{SAVE}.safetensors"
@@ -121,8 +121,28 @@ def test_races_with_removal_are_no_errors(place: Place, logged: pytest.LogCaptur
         place.refuse_abandoned()
         return 1
 
-    assert "is abandoned" in attempt(place, refused)[1]
+    assert "is abandoned" in attempt(place, "persist", SAVE, refused)[1]
     assert [each.levelname for each in logged.records] == ["INFO"] * 4
+
+
+def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Place) -> None:
+    path = place.path / records.retry_record("persist", SAVE)
+
+    def no_answer() -> int:
+        raise StoreUnavailableError("no answer")
+
+    for attempts in (1, 2):
+        with pytest.raises(StoreUnavailableError):
+            attempt(place, "persist", SAVE, no_answer)
+        retry = read_record(path, Retry)
+        assert retry is not None
+        assert (retry.attempts, retry.failure) == (attempts, "no answer")
+    assert attempt(place, "persist", SAVE, lambda: 7) == (7, "")
+    assert not path.exists()
+    long_ago = time.time() - LONGEST_OUTAGE - 1
+    write_record(path, Retry(save_id=SAVE, stage="persist", failure="", since=long_ago, attempts=9))
+    assert attempt(place, "persist", SAVE, no_answer) == (0, "StoreUnavailableError: no answer")
+    assert not path.exists()
 
 
 def test_a_file_that_stays_away_is_an_error(place: Place, logged: pytest.LogCaptureFixture) -> None:

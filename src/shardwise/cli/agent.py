@@ -374,6 +374,7 @@ def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
 def _failure_lines(run: RunStatus) -> Iterator[Text]:
     for each in run.snapshots:
         for stage in STAGES:
-            failure = getattr(each, stage).failure
-            if failure:
-                yield Text(f"step {each.step}: {stage}: {fmt.printable(failure)}", "red")
+            status = getattr(each, stage)
+            if status.failure:
+                style = "red" if status.state == "failed" else "yellow"
+                yield Text(f"step {each.step}: {stage}: {fmt.printable(status.failure)}", style)

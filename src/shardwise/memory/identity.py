@@ -62,7 +62,7 @@ def secret_of(home: Home, secret_file: Path | None) -> str:
 
 
 def run_token(secret: str, run: str) -> str:
-    """Return the token that gives access to one run. It does not reveal the secret."""
+    """Return the token with which one run can be read. It does not reveal the secret."""
     return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 

@@ -198,6 +198,28 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
     damaged: list[int] = []
 
 
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """Why this node tries a stage again. The record is removed when the stage ends on this node.
+
+    Attributes:
+        failure: why the last attempt failed.
+        since: when the first attempt failed, in seconds since 1970.
+        attempts: the number of failed attempts.
+    """
+
+    save_id: str
+    stage: str
+    failure: str
+    since: float
+    attempts: int
+
+    def describe(self, now: float) -> str:
+        """Return why the stage is tried again, as text. `now` is in seconds since 1970."""
+        times = "once" if self.attempts == 1 else f"{self.attempts} times"
+        seconds = max(0.0, now - self.since)
+        return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """A stage has ended, on one node or for the cluster.
 
@@ -302,6 +324,11 @@ def request_record(stage: str, save_id: str) -> str:
 def done_record(stage: str, save_id: str) -> str:
     """Return the name of the `Done` record that a stage has ended on this node."""
     return f"{stage}-done-{save_id}.json"
+
+
+def retry_record(stage: str, save_id: str) -> str:
+    """Return the name of the `Retry` record of a stage that this node tries again."""
+    return f"{stage}-retry-{save_id}.json"
 
 
 def outcome_record(stage: str, save_id: str) -> str:

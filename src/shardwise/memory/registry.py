@@ -2,35 +2,34 @@
 
 <root>/nodes/<node>.json    one file for each node, written by that node alone
 
-Each file contains the address of a node's agent, and a token that gives access to the snapshots of
-this run only. Only its owner can read the file. If the file system does not enforce that, the token
-is left out, and the node is not asked.
+Each file contains the address of a node's agent, and a token with which the snapshots of this run
+can be read, and nothing written. On a file system, only its owner can read the file; if the file
+system does not enforce that, the token is left out, and the node is not asked. In an object store,
+whoever can read the root can read the token, as they can read the checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import socket
-import stat
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.files import read_record, replacing, write_record
+from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ROOT, Run
 from shardwise.memory.identity import run_token, serves_own_host_only
 from shardwise.memory.lineage import Epoch
 from shardwise.memory.records import AgentInfo
-from shardwise.store import Store, local_path, open_store
+from shardwise.store import Store, open_store
+from shardwise.store.private import publish_private, read_private
 
 NODES = "nodes"
 KNOWN_NODES = "nodes.json"
@@ -82,8 +81,7 @@ class Registry:
     """
 
     def __init__(self, root: Store, run: str, clock: Callable[[], float] = time.time) -> None:
-        path = local_path(root)
-        self._path = None if path is None else path / NODES
+        self._entries = root.at(NODES)
         self._run = run
         self._clock = clock
 
@@ -96,12 +94,20 @@ class Registry:
         Raises:
             OSError: the root is not writable.
         """
-        if self._path is None:
-            return
         public = msgspec.structs.replace(info, token=run_token(info.token, self._run))
-        entry = Entry(public, self._run, epoch, self._clock())
-        self._path.mkdir(parents=True, exist_ok=True)
-        _write_private(self._path / _file_of(info.node), entry)
+        _write(self._entries, Entry(public, self._run, epoch, self._clock()))
+
+    def update_address(self, info: AgentInfo) -> None:
+        """Write a new address into the entry of a node, if the node has an entry of this run.
+
+        Raises:
+            OSError: the root is not writable.
+        """
+        entry = _read(self._entries, _file_of(info.node))
+        if isinstance(entry, Entry) and entry.run == self._run:
+            public = msgspec.structs.replace(info, token=run_token(info.token, self._run))
+            if public != entry.info:
+                _write(self._entries, msgspec.structs.replace(entry, info=public))
 
     def remove_entry(self, node: str) -> None:
         """Remove the entry of a node that holds no snapshots of the run any more.
@@ -109,25 +115,30 @@ class Registry:
         Raises:
             OSError: the root is not writable.
         """
-        if self._path is not None:
-            (self._path / _file_of(node)).unlink(missing_ok=True)
+        name = _file_of(node)
+        entry = _read(self._entries, name)
+        if isinstance(entry, str) or entry.run == self._run:
+            self._entries.delete(name)
 
     def prune(self) -> None:
         """Remove entries of other runs, old entries, and all but the `MOST_ENTRIES` newest.
 
+        Entries that cannot be read count as the oldest.
+
         Raises:
             OSError: the root is not writable.
         """
-        if self._path is None or not self._path.is_dir():
-            return
-        files = []
-        for path in self._path.iterdir():
-            with suppress(OSError):
-                files.append((path.stat().st_mtime, path))
         oldest = self._clock() - LONGEST_AGE
-        for index, (modified, path) in enumerate(sorted(files, reverse=True)):
-            if index >= MOST_ENTRIES or modified < oldest or not self._is_ours(path):
-                path.unlink(missing_ok=True)
+        kept: list[tuple[float, str]] = []
+        for name, entry in self._read_all(self._names()).items():
+            if isinstance(entry, str):
+                kept.append((0.0, name))
+            elif entry.run == self._run and entry.saved_at >= oldest:
+                kept.append((entry.saved_at, name))
+            else:
+                self._entries.delete(name)
+        for _, name in sorted(kept, reverse=True)[MOST_ENTRIES:]:
+            self._entries.delete(name)
 
     def read(self, excluding: Collection[str] = ()) -> RegisteredNodes:
         """Return the nodes that may hold snapshots of the run.
@@ -136,20 +147,13 @@ class Registry:
             excluding: the names of nodes to leave out.
         """
         found = RegisteredNodes([])
-        if self._path is None:
-            return found
         try:
-            names = sorted(os.listdir(self._path))
-        except FileNotFoundError:
-            return found
+            names = self._names()
         except OSError as error:
-            return RegisteredNodes([], {"all": f"cannot read {self._path}: {error.strerror}"})
+            return RegisteredNodes([], {"all": f"cannot read {self._entries}: {error}"})
         excluded = {_file_of(node) for node in excluding}
-        names = [name for name in names if name.endswith(".json") and name not in excluded]
-        names = names[:MOST_ENTRIES]
-        with ThreadPoolExecutor(READ_THREADS, "shardwise-registry") as pool:
-            entries = list(pool.map(_read_private, map(self._path.joinpath, names)))
-        for name, entry in zip(names, entries, strict=True):
+        names = [name for name in names if name not in excluded][:MOST_ENTRIES]
+        for name, entry in self._read_all(names).items():
             if isinstance(entry, str):
                 found.unreachable[name.removesuffix(".json")] = entry
             elif entry.run == self._run and self._clock() - entry.saved_at < LONGEST_AGE:
@@ -160,10 +164,14 @@ class Registry:
                     found.infos.append(entry.info)
         return found
 
-    def _is_ours(self, path: Path) -> bool:
-        """Return whether an entry belongs to this run. An unreadable entry counts as ours."""
-        entry = _read_private(path)
-        return isinstance(entry, str) or entry.run == self._run
+    def _names(self) -> list[str]:
+        return [name for name in self._entries.list() if name.endswith(".json")]
+
+    def _read_all(self, names: Sequence[str]) -> dict[str, Entry | str]:
+        """Return each entry, or why it cannot be used."""
+        with ThreadPoolExecutor(READ_THREADS, "shardwise-registry") as pool:
+            entries = pool.map(lambda name: _read(self._entries, name), names)
+            return dict(zip(names, entries, strict=True))
 
 
 class Registration:
@@ -217,28 +225,23 @@ class Registration:
 def update_address(run: Run, info: AgentInfo) -> None:
     """Update an agent's address in the root of a run, if the root has an entry of the node."""
     with suppress(OSError, ValueError):
-        path = _entry_path(run, info.node)
-        entry = None if path is None else _read_private(path)
-        if path is not None and isinstance(entry, Entry) and entry.run == run.name:
-            public = msgspec.structs.replace(info, token=run_token(info.token, run.name))
-            if public != entry.info:
-                _write_private(path, msgspec.structs.replace(entry, info=public))
+        registry = _registry_of(run)
+        if registry is not None:
+            registry.update_address(info)
 
 
 def remove_entry(run: Run, node: str) -> None:
     """Remove the entry of a node that has no snapshots of a run any more."""
     with suppress(OSError, ValueError):
-        path = _entry_path(run, node)
-        entry = None if path is None else _read_private(path)
-        if path is not None and isinstance(entry, Entry) and entry.run == run.name:
-            path.unlink()
+        registry = _registry_of(run)
+        if registry is not None:
+            registry.remove_entry(node)
 
 
-def _entry_path(run: Run, node: str) -> Path | None:
-    """Return the path of a node's entry in the root of a run; None if the root is unknown."""
+def _registry_of(run: Run) -> Registry | None:
+    """Return the entries in the root of a run; None if the root is unknown."""
     root = read_record(run.path / ROOT, str)
-    path = None if root is None else local_path(open_store(root))
-    return None if path is None else path / NODES / _file_of(node)
+    return None if root is None else Registry(open_store(root), run.name)
 
 
 def _file_of(node: str) -> str:
@@ -247,40 +250,32 @@ def _file_of(node: str) -> str:
     return f"{name}.json"
 
 
-def _write_private(path: Path, entry: Entry) -> None:
-    """Write an entry atomically; leave out the token if other users could read the file."""
-    with replacing(path) as file:
-        if not _is_private(os.fstat(file.fileno())):
-            bare = msgspec.structs.replace(entry.info, token="")
-            entry = msgspec.structs.replace(entry, info=bare)
-            log.warning(
-                "%s: this file system does not enforce file modes, so the token of node %s is not "
-                "written there; a restart on other nodes cannot read the snapshots of this node",
-                path,
-                entry.info.node,
-            )
-        file.write(msgspec.json.encode(entry))
-        file.flush()
-        os.fsync(file.fileno())
+def _write(entries: Store, entry: Entry) -> None:
+    """Write an entry atomically; leave out the token if other users of this file system see it."""
+    name = _file_of(entry.info.node)
+    if not publish_private(entries, name, msgspec.json.encode(entry)):
+        log.warning(
+            "%s/%s: this file system does not enforce file modes, so the token of node %s is not "
+            "written there; a restart on other nodes cannot read the snapshots of this node",
+            entries,
+            name,
+            entry.info.node,
+        )
+        bare = msgspec.structs.replace(entry.info, token="")
+        public = msgspec.json.encode(msgspec.structs.replace(entry, info=bare))
+        entries.publish(name, public, replace=True)
 
 
-def _read_private(path: Path) -> Entry | str:
+def _read(entries: Store, name: str) -> Entry | str:
     """Return an entry, or why it cannot be used. Entries that others can write are not trusted."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            if not _is_private(os.fstat(fd)):
-                return f"{path} belongs to another user, or others may read or write it"
-            return msgspec.json.decode(file.read(LARGEST_ENTRY), type=Entry)
+        return msgspec.json.decode(read_private(entries, name, limit=LARGEST_ENTRY), type=Entry)
+    except StoreError as error:
+        return str(error)
     except OSError as error:
-        return f"cannot read {path}: {error.strerror}"
+        return f"cannot read {entries}/{name}: {error.strerror}"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"{path} is damaged: {error}"
-
-
-def _is_private(status: os.stat_result) -> bool:
-    is_own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
-    return is_own and not stat.S_IMODE(status.st_mode) & 0o077
+        return f"{entries}/{name} is damaged, remove it: {error}"
 
 
 def remember_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:

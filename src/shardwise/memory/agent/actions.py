@@ -160,7 +160,7 @@ class Follower:
         place, save_id = action.place, action.save_id
         path = place.path / records.request_record(stage, save_id)
         start = time.monotonic()
-        nbytes, failure = attempt(place, lambda: work(_read_existing(path, kind)))
+        nbytes, failure = attempt(place, stage, save_id, lambda: work(_read_existing(path, kind)))
         done = Done(
             save_id=save_id,
             stage=stage,

@@ -2,7 +2,8 @@
 
 The leader has the pending manifest. It requests each stage from the other nodes by a record, waits
 for their records that the stage is done, and writes the outcome to all nodes. A stage that fails
-has an outcome too. The agent retries an action only if the action raises.
+has an outcome too. The agent retries an action only if the action raises, as it does while the
+storage does not answer.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from shardwise.errors import ShardwiseError, StoreError
+from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide, records
@@ -24,16 +25,18 @@ from shardwise.memory.agent.persist import (
     retention_request,
 )
 from shardwise.memory.agent.protect import protection_of
-from shardwise.memory.files import write_record
+from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ABANDONED, Place, Run
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, Done, PendingManifest, Persist, Protect
+from shardwise.memory.records import AgentInfo, Done, PendingManifest, Persist, Protect, Retry
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
 
 log = logging.getLogger("shardwise.agent")
 RESCUE_TIMEOUT = 5.0
 """Seconds to wait for a node that does not answer, during a rescue."""
+LONGEST_OUTAGE = 86400.0
+"""Seconds for which a stage is tried again while the storage does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Leader:
         wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             save = _LedSave(place, pending, nodes, self)
-            nbytes, failure = attempt(place, lambda: work(save))
+            nbytes, failure = attempt(place, stage, pending.save_id, lambda: work(save))
             done = Done(
                 save_id=pending.save_id,
                 stage=stage,
@@ -157,7 +160,7 @@ class _LedSave:
         return copied
 
     def _copy_files(self, store: Store) -> int:
-        """Have each node copy its files to storage. Copy the files of lost nodes here."""
+        """Have each node copy its files to storage. Copy here what storage does not have then."""
         files_of = self._files_by_node()
         # Request from all nodes before waiting for any.
         reached = run_on_nodes(
@@ -173,7 +176,14 @@ class _LedSave:
                 f"step {self.place.step} cannot be persisted, because its commit failed: "
                 f"{commit.failure}"
             )
-        names = [name for node in files_of if node not in copied for name in files_of[node]]
+        # An earlier attempt may have lost its lock during an outage, and its files with it.
+        stored = set(store.list())
+        names = [
+            name
+            for node in files_of
+            for name in files_of[node]
+            if node not in copied or name not in stored
+        ]
         if names:
             nbytes += copy_files_of_lost_nodes(
                 self.place,
@@ -265,12 +275,45 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     return [newest[info.node] for info in pending.nodes]
 
 
-def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
-    """Return the result of `work` and "", or 0 and why `work` failed, which is logged."""
+def attempt(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> tuple[int, str]:
+    """Return the result of `work` and "", or 0 and why `work` failed, which is logged.
+
+    Raises:
+        StoreUnavailableError: the storage does not answer, so the agent must try again. After
+            `LONGEST_OUTAGE`, this is a failure like any other.
+    """
     try:
-        return work(), ""
+        result = work(), ""
+    except StoreUnavailableError as error:
+        if _notes_retry(place, stage, save_id, str(error)):
+            raise
+        result = 0, _log_failure(place, error)
     except Exception as error:
-        level = logging.INFO if place.has(ABANDONED) else logging.ERROR
-        is_expected = isinstance(error, (ShardwiseError, OSError))
-        log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_expected)
-        return 0, f"{type(error).__name__}: {error}"
+        result = 0, _log_failure(place, error)
+    (place.path / records.retry_record(stage, save_id)).unlink(missing_ok=True)
+    return result
+
+
+def _notes_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
+    """Record why a stage is tried again; return False if it was tried for too long."""
+    path, now = place.path / records.retry_record(stage, save_id), time.time()
+    with suppress(StoreError):
+        earlier = read_record(path, Retry)
+        since = now if earlier is None else earlier.since
+        if now - since > LONGEST_OUTAGE:
+            return False
+        attempts = 1 if earlier is None else earlier.attempts + 1
+        if stage != records.RETAIN:  # its snapshot may be freed, except for the request itself
+            retry = Retry(
+                save_id=save_id, stage=stage, failure=failure, since=since, attempts=attempts
+            )
+            write_record(path, retry)
+    return True
+
+
+def _log_failure(place: Place, error: Exception) -> str:
+    """Log a failure, and return it as text."""
+    level = logging.INFO if place.has(ABANDONED) else logging.ERROR
+    is_expected = isinstance(error, (ShardwiseError, OSError))
+    log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_expected)
+    return f"{type(error).__name__}: {error}"

@@ -37,6 +37,7 @@ RUN = "/runs/{run:[0-9a-f]{16}}"
 _WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
 """The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
 the trainers and the agent of this node write the other records."""
+_READING = ("GET", "HEAD")
 _NO_REGULAR_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
 
@@ -167,14 +168,15 @@ class _Handlers:
 def _require_token(token: str) -> Middleware:
     """Return a middleware that serves only requests with a valid token.
 
-    The secret is valid for all requests, and the token of a run for requests about that run.
+    The secret is valid for all requests. The token of a run is valid only for reading that run:
+    everybody who can read the run's root can read the token.
     """
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        run = request.match_info.get("run", "")
+        run = request.match_info.get("run", "") if request.method in _READING else ""
         of_run = f"Bearer {run_token(token, run)}".encode() if run else expected
         if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})

@@ -33,7 +33,7 @@ class StageStatus:
     Attributes:
         state: "done", "under way" or "failed"; "" if the stage was not requested.
         seconds: from staging until the stage ended, or until now; None if unknown.
-        failure: why the stage failed.
+        failure: why the stage failed; or, if the agent tries it again, why the last attempt failed.
     """
 
     state: str = ""
@@ -246,13 +246,25 @@ def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
     if not ended:
         if not any(stage in save.open_stages for save in saves):
             return StageStatus()
-        return StageStatus(state="under way", seconds=_seconds_between(view.staged_at, now))
+        seconds = _seconds_between(view.staged_at, now)
+        return StageStatus(state="under way", seconds=seconds, failure=_retry(view, stage, now))
     last = ended[-1]
     return StageStatus(
         state=last.state.value,
         seconds=_seconds_between(view.staged_at, last.ended_at),
         failure=last.outcome.failure if last.outcome else "",
     )
+
+
+def _retry(view: SnapshotView, stage: str, now: float) -> str:
+    """Return why the agent tries a stage again, or "" if it does not."""
+    for save_id in view.saves:
+        with suppress(StoreError):
+            path = view.place.path / records.retry_record(stage, save_id)
+            retry = read_record(path, records.Retry)
+            if retry is not None:
+                return retry.describe(now)
+    return ""
 
 
 def _seconds_between(start: float | None, end: float | None) -> float | None:

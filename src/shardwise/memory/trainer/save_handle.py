@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.files import Deadline, read_record, write_record
 from shardwise.memory.home import Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import Done
@@ -17,6 +19,7 @@ from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import Copying
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
+RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
 log = logging.getLogger("shardwise")
 
 
@@ -143,6 +146,7 @@ class PendingSave:
         """
         watch = AgentWatch(self.agents, self.place, self.save_id)
         deadline = Deadline(timeout)
+        notice = _RetryNotice(self, stage)
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             done = self.outcome(stage)
             if done is not None:
@@ -150,14 +154,42 @@ class PendingSave:
             self.outcome("commit")  # raises if the commit failed: then no later stage ends
             if self._is_superseded() and self.outcome(stage) is None:
                 raise StoreError(f"step {self.place.step}: {stage}: superseded by a newer snapshot")
+            notice.log_if_due()
             try:
                 watch.check(None if timeout is None else deadline.left())
             except StoreError as error:
                 raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
+        retrying = self.why_retrying(stage)
         raise TimeoutError(
             f"step {self.place.step}: {stage} has not ended in {timeout:g} s; it continues: wait "
-            "again, with a longer timeout"
+            f"again, with a longer timeout{retrying and f'; it has {retrying}'}"
         )
+
+    def why_retrying(self, stage: str) -> str:
+        """Return why the agent of this node tries a stage again, or "" if it does not."""
+        path = self.place.path / records.retry_record(stage, self.save_id)
+        with suppress(StoreError):
+            retry = read_record(path, records.Retry)
+            return "" if retry is None else retry.describe(time.time())
+        return ""
+
+
+class _RetryNotice:
+    """Logs why a stage takes long, while somebody waits for it."""
+
+    def __init__(self, save: PendingSave, stage: str) -> None:
+        self._save, self._stage = save, stage
+        self._next_check = time.monotonic() + RETRY_CHECK_PERIOD
+
+    def log_if_due(self) -> None:
+        """Log why the agent tries the stage again, if it does and this was not logged recently."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + RETRY_CHECK_PERIOD
+        if why := self._save.why_retrying(self._stage):
+            self._next_check = now + RETRY_LOG_PERIOD
+            log.warning("step %d: %s has %s", self._save.place.step, self._stage, why)
 
 
 class SaveHandle:
@@ -191,6 +223,13 @@ class SaveHandle:
         except StoreError:
             return True
         return None not in outcomes
+
+    def why_retrying(self) -> str:
+        """Return why this node's agent tries again to write the checkpoint; "" if it does not.
+
+        For example, the storage does not answer. The snapshot stays in memory meanwhile.
+        """
+        return "" if self._pending is None else self._pending.why_retrying("persist")
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the state is copied. After that you may change it.
