@@ -129,7 +129,7 @@ def load(
         report = sw.load("checkpoints/3", {"model": model, "optimizer": optimizer})
 
     Args:
-        place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
+        place: a directory or store with a checkpoint, also a foreign one, or the root of a run.
         state: the state to fill; see `save`.
         strict: raise if the checkpoint lacks names of the state, or has further names below the
             keys of the state. If False, report both. A module without saved tensors still raises.
@@ -178,7 +178,7 @@ def open(  # noqa: A001 - shardwise.open
         weight = checkpoint["model.layers.0.wq.weight"].tensor(dtype=torch.float32)
 
     Args:
-        place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
+        place: a directory or store with a checkpoint, also a foreign one, or the root of a run.
         step: which checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
         verify: check the checksum of every byte that is read. Foreign checkpoints have no such
             checksums. If they store a tensor several times, a sample of the copies is compared.

@@ -24,13 +24,8 @@ from shardwise.engine.load import (
     plan_reads,
     plan_with_node_ranks,
 )
-from shardwise.engine.match import (
-    GROUPS,
-    Matched,
-    agree_on_match,
-    match_targets,
-    with_named_parameters,
-)
+from shardwise.engine.match import Matched, agree_on_match, match_targets
+from shardwise.engine.name_parameters import GROUPS, name_parameters
 from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.replicas import check_sample_together
 from shardwise.errors import StateError
@@ -200,7 +195,7 @@ def _fit_to_target(
                 found[name] = resizing.saved_order(order, saved)
         return found
 
-    opened = with_named_parameters(opened, parameter_orders, group)
+    opened = name_parameters(opened, parameter_orders, group)
     return resizing.apply(opened, SavedNames(opened.manifest, rename), selection)
 
 
@@ -212,8 +207,8 @@ def _match_state(
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = unite_local_states(parts)
     targets.tensors = make_leaves_fillable(targets.tensors)
-    names_of = names_to_fill(bindings, parts)
-    return bindings, match_targets(targets, saved, selection, names_of, cast=options.cast)
+    names_by_owner = names_to_fill(bindings, parts)
+    return bindings, match_targets(targets, saved, selection, names_by_owner, cast=options.cast)
 
 
 def unite_local_states(parts: Iterable[LocalState]) -> LocalState:

@@ -102,11 +102,11 @@ def draw_boxes(
             axes.text(*middle, label, ha="center", va="center", clip_on=True)
     axes.set_xlim(0, max(view.width, 1))
     axes.set_ylim(max(view.height, 1), 0)
-    axes.set_xlabel(f"dimension {view.across}" if shape else "one element")
-    if view.down is None:
+    axes.set_xlabel(f"dimension {view.horizontal_dim}" if shape else "one element")
+    if view.vertical_dim is None:
         axes.set_yticks([])
     else:
-        axes.set_ylabel(f"dimension {view.down}")
+        axes.set_ylabel(f"dimension {view.vertical_dim}")
     hidden = f", at 0 of dimensions {list(view.hidden)}" if view.hidden else ""
     axes.set_title(f"{title}{hidden}")
     return axes

@@ -1,4 +1,4 @@
-"""Open the checkpoint at a place: a checkpoint of ours, or a foreign checkpoint."""
+"""Open the checkpoint at a place: a shardwise checkpoint, or a foreign checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.engine.exchange import exchange_keeping, require_equal
+from shardwise.engine.exchange import exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.opened import (
     ForeignDetails,
@@ -73,7 +73,7 @@ def open_any(
     terms: str = "",
     options: OpenOptions = DEFAULTS,
 ) -> Opened:
-    """Open the checkpoint at a place, ours or foreign, on all ranks together.
+    """Open the checkpoint at a place, of shardwise or foreign, on all ranks together.
 
     Rank 0 reads the manifest, or describes the foreign files. Every rank checks the result.
 
@@ -101,7 +101,9 @@ def open_any(
         )
         return _read_description(store, options)
 
-    store, description = exchange_keeping(group, "opening a checkpoint", make_message, make_reply)
+    store, description = exchange_with_local_value(
+        group, "opening a checkpoint", make_message, make_reply
+    )
     path = local_path(store)
     if path is not None and description.startswith(MAGIC):
         opened = opened_foreign(FileTree(path), decode_index(description))
@@ -115,7 +117,7 @@ def open_any(
 
 
 def _read_description(store: Store, options: OpenOptions) -> bytes:
-    """Return the manifest of a checkpoint of ours, or the encoded index of a foreign checkpoint."""
+    """Return the manifest of a shardwise checkpoint, or the encoded index of a foreign one."""
     path = local_path(store)
     if path is not None and path.name == MANIFEST and path.is_file():
         raise CheckpointNotFoundError(
@@ -181,7 +183,9 @@ def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str
         require_equal(places, "ranks do not open the same checkpoint:")
         return _step_below(store, parse_choice(choice)).encode()
 
-    return exchange_keeping(group, "choosing a checkpoint", make_message, make_reply)[1].decode()
+    return exchange_with_local_value(group, "choosing a checkpoint", make_message, make_reply)[
+        1
+    ].decode()
 
 
 def _step_below(store: Store, choice: Choice) -> str:
@@ -229,7 +233,7 @@ def _foreign_path(store: Store) -> Path | None:
     """Return the path of a place that may have a foreign checkpoint.
 
     The result is None if the store is not a directory of a file system, if the path does not exist,
-    or if the directory is empty, a root, or an unfinished save of ours.
+    or if the directory is empty, a root, or an unfinished save by shardwise.
     """
     path = local_path(store)
     if path is None or not path.exists():
@@ -237,8 +241,8 @@ def _foreign_path(store: Store) -> Path | None:
     if not path.is_dir():
         return path
     names = store.list()
-    ours = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
-    return path if names and not ours else None
+    is_shardwise = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
+    return path if names and not is_shardwise else None
 
 
 def refuse_foreign(store: Store) -> None:
@@ -266,13 +270,13 @@ def refuse_file(store: Store) -> None:
 
 
 def refuse_as_root(store: Store) -> None:
-    """Refuse a checkpoint, ours or foreign, as the root of a run.
+    """Refuse a checkpoint, of shardwise or foreign, as the root of a run.
 
     Raises:
         CheckpointExistsError: the place is a checkpoint.
     """
-    ours = MANIFEST in store.list()
-    formats = "shardwise" if ours else foreign_formats(store)
+    is_shardwise = MANIFEST in store.list()
+    formats = "shardwise" if is_shardwise else foreign_formats(store)
     if formats:
         raise CheckpointExistsError(
             f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "
@@ -281,7 +285,7 @@ def refuse_as_root(store: Store) -> None:
 
 
 def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
-    """Check the description of a foreign checkpoint, and return it in the form of ours.
+    """Check the description of a foreign checkpoint, and return it as an `Opened` checkpoint.
 
     Raises:
         FormatError: the description is inconsistent.

@@ -257,7 +257,7 @@ def apply_retention(
     Args:
         root: the root of the checkpoints.
         keep: the rules.
-        newest: the step that was just saved. This step and later ones stay.
+        newest: the step that was just saved. It stays, and so do checkpoints of higher steps.
         damaged: steps that are known to be damaged.
         is_wanted: called before each removal; if it returns False, the remaining steps stay.
 
@@ -311,7 +311,7 @@ def choose_step(root: Store, choice: Choice) -> int:
 
 
 def _read_info(store: Store) -> CheckpointInfo:
-    """Read the time and metrics of a checkpoint; a damaged manifest has neither."""
+    """Read the time and metrics of a checkpoint. If the manifest is damaged, return neither."""
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except (FormatError, OSError):

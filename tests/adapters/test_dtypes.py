@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.state.leaves import as_carrier
+from shardwise.state.leaves import view_for_numpy
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 6, 5
@@ -22,8 +22,8 @@ NAMES = [name for name in DTYPES if hasattr(torch, name)]
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """All bytes, row by row."""
-    carrier = as_carrier(tensor).contiguous().reshape(-1)
-    return carrier.view(torch.uint8).numpy().tobytes() if carrier.numel() else b""
+    view = view_for_numpy(tensor).contiguous().reshape(-1)
+    return view.view(torch.uint8).numpy().tobytes() if view.numel() else b""
 
 
 def made(name: str, *, zero: bool = False) -> torch.Tensor:

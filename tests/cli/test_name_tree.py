@@ -19,7 +19,7 @@ def tensor(name: str, *shape: int) -> NameLeaf:
 
 
 def labels(nodes: tuple[NameNode, ...]) -> list[str]:
-    return [f"{row.branches}{row.node.label} ×{row.node.count}" for row in list_rows(nodes)]
+    return [f"{row.line_prefix}{row.node.label} ×{row.node.count}" for row in list_rows(nodes)]
 
 
 def test_numbered_siblings_that_are_alike_become_one() -> None:

@@ -16,7 +16,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
-from shardwise.testing.strategies import Holding, holdings
+from shardwise.testing.strategies import BoxesByRank, holdings
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 
@@ -56,7 +56,7 @@ class _CountingFile:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Holding, Holding, int]:
+def cases(draw: st.DrawFn) -> tuple[BoxesByRank, BoxesByRank, int]:
     held = draw(WORLDS.flatmap(lambda world: holdings(SHAPE, world)))
     wanted = draw(WORLDS.flatmap(lambda world: holdings(SHAPE, world)))
     return held, wanted, draw(st.integers(0, len(wanted) - 1))
@@ -68,7 +68,7 @@ def shards(values: torch.Tensor, boxes: tuple[sw.Box, ...]) -> sw.Shards:
 
 @examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
-def test_no_rank_reads_a_block_twice(case: tuple[Holding, Holding, int]) -> None:
+def test_no_rank_reads_a_block_twice(case: tuple[BoxesByRank, BoxesByRank, int]) -> None:
     held, wanted, rank = case
     values = torch.arange(40 * 30 * 64, dtype=torch.float32).reshape(SHAPE)
     with tempfile.TemporaryDirectory() as folder:

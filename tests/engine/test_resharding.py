@@ -18,7 +18,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
-from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
+from shardwise.testing.strategies import BoxesByRank, Tensor, holdings, tensors
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 
@@ -45,7 +45,7 @@ def content(data: torch.Tensor) -> bytes:
 
 
 def state_of(
-    described: list[Tensor], held: list[Holding], rank: int, *, empty: bool
+    described: list[Tensor], held: list[BoxesByRank], rank: int, *, empty: bool
 ) -> dict[str, object]:
     """What a rank holds, with its values or with none."""
     return {
@@ -90,7 +90,7 @@ class _CountingFile:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[Holding], int, list[Holding]]:
+def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[BoxesByRank], int, list[BoxesByRank]]:
     described = draw(tensors())
     source, target = draw(st.integers(1, 5)), draw(st.integers(1, 5))
     return (
@@ -105,7 +105,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[Holding], int, list[
 @examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_sharding_loads_into_any_other(
-    case: tuple[list[Tensor], int, list[Holding], int, list[Holding]],
+    case: tuple[list[Tensor], int, list[BoxesByRank], int, list[BoxesByRank]],
 ) -> None:
     described, source, saved, target, wanted = case
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +162,7 @@ def test_no_block_is_read_twice_and_contiguous_targets_cost_little(
         path = Path(folder) / "checkpoint"
 
         def save(group: ThreadGroup) -> None:
-            boxes: Holding = tuple((part(split_saved, source, r),) for r in range(source))
+            boxes: BoxesByRank = tuple((part(split_saved, source, r),) for r in range(source))
             sw.save(path, state_of([tensor], [boxes], group.rank, empty=False), group=group)
 
         run_ranks(source, save)

@@ -18,8 +18,8 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import (
-    Contents,
     ParseCache,
+    TorchFileContents,
     is_torch_file,
     read_torch_file,
 )
@@ -187,7 +187,7 @@ def test_what_is_no_plain_tensor_is_named(
     with pytest.raises(FormatError, match=name):
         read_torch_file(part_of(tmp_path / "a.pt"))
     contents = read_torch_file(part_of(tmp_path / "a.pt"), skip_unknown=True)
-    assert isinstance(contents, Contents)
+    assert isinstance(contents, TorchFileContents)
     assert name in contents.skipped
     assert contents.value["a"] == UnknownObject(name)
     assert contents.value["b"].shape == (2,)

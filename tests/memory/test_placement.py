@@ -194,12 +194,12 @@ def test_extents_cover_a_range_up_to_the_last_file(sizes: list[int], one: int, t
     string = [(f"f{i}", at) for i, size in enumerate(sizes) for at in range(size)]
     low, high = sorted((one, two))
     found = [
-        (each.file, each.offset + at)
+        (each.file, each.file_offset + at)
         for each in member.extents(low, high)
-        for at in range(each.high - each.low)
+        for at in range(each.data_stop - each.data_start)
     ]
     assert found == string[low:high]
-    assert [(each.low, each.high) for each in member.extents(0, 120)] == [
+    assert [(each.data_start, each.data_stop) for each in member.extents(0, 120)] == [
         (sum(sizes[:i]), sum(sizes[: i + 1])) for i, size in enumerate(sizes) if size
     ]
 
@@ -208,7 +208,7 @@ def test_extents_cover_a_range_up_to_the_last_file(sizes: list[int], one: int, t
     "wrong", [{"copies": 1, "parity": 1}, {"copies": -1}, {"parity": -1}, {"group_size": 1}]
 )
 def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="copies or parity, not both"):
+    with pytest.raises(ValueError, match="only one of them may be positive"):
         form_groups(nodes("", ""), SAVE, **wrong)
 
 
@@ -239,7 +239,7 @@ def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
 
 
 def test_groups_are_no_larger_than_the_code_can_do() -> None:
-    with pytest.raises(ValueError, match="group_size=33: at most 32 with parity=2"):
+    with pytest.raises(ValueError, match="group=33: with parity=2, groups can have at most 32"):
         form_groups(nodes("", ""), SAVE, parity=2, group_size=33)
     assert form_groups(nodes("", ""), SAVE, parity=1, group_size=33).gaps == ()
 

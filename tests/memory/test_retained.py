@@ -62,7 +62,9 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
     while not list(shm.glob("**/retain-all-*.json")):
         assert time.monotonic() < deadline, "nobody told"
         time.sleep(0.01)
-    with pytest.raises(StoreError, match="step 1: retain: IsADirectoryError"):
+    with pytest.raises(
+        StoreError, match=r"step 1: the stage 'retain' of .* failed: IsADirectoryError"
+    ):
         cp.save(2, {"t": 2})
     cp.close(wait=False)
     target = {"t": 0}
@@ -127,7 +129,9 @@ def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
     (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
     cp = checkpointer(root, shm)
     cp.save(1, {"t": 1})
-    with pytest.raises(StoreError, match="step 1: retain: IsADirectoryError"):
+    with pytest.raises(
+        StoreError, match=r"step 1: the stage 'retain' of .* failed: IsADirectoryError"
+    ):
         cp.close()
     assert cp.steps() == [0, 1]
     assert not list(shm.glob("**/*.slot"))
@@ -142,7 +146,9 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
     cp = sw.Checkpointer(root, keep=sw.Keep(last=1), save_every=2, memory=memory)
     for step in (2, 3):
         cp.save(step, {"t": step})
-    with pytest.raises(StoreError, match="step 2: retain: IsADirectoryError"):
+    with pytest.raises(
+        StoreError, match=r"step 2: the stage 'retain' of .* failed: IsADirectoryError"
+    ):
         cp.close()
 
 
@@ -181,7 +187,9 @@ def place(tmp_path: Path) -> Place:
 
 def stages_of(place: Place) -> PendingSave:
     agents = SaveAgents(Home(place.run.path.parents[2]), None, None, 10.0)
-    return PendingSave(agents, place, SAVE, ("commit", "persist"), logs_failures=True, retains=True)
+    return PendingSave(
+        agents, place, SAVE, ("commit", "persist"), logs_failures=True, deletes_older=True
+    )
 
 
 def in_storage(tmp_path: Path) -> list[str]:
@@ -195,7 +203,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     (place.path / f"r00000-{SAVE}.safetensors").touch()
     stages = stages_of(place)
     for _ in range(2):
-        assert free(place, 0.0, keeps_retain=True)
+        assert free(place, 0.0, keep_retention_requests=True)
         assert place.list_names("") == [records.request_record(records.RETAIN, SAVE)]
         assert stages.outcome(records.RETAIN) is None
         assert not stages.has_succeeded()
@@ -204,7 +212,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
     assert not decide_run(view_run(place.run), 0.0)
-    assert free(place, 0.0, keeps_retain=True)
+    assert free(place, 0.0, keep_retention_requests=True)
     assert not place.path.exists()
     assert (place.run.path / OUTCOMES / records.outcome_record(records.RETAIN, SAVE)).exists()
 
@@ -228,8 +236,11 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
     (place.path / records.request_record(records.RETAIN, SAVE)).write_bytes(b"{")
     Follower("here", Mappings()).remove_old(RemoveOld(place, SAVE))
-    with pytest.raises(StoreError, match=r"step 3: retain: StoreError: .*Input data was truncated"):
-        stages_of(place).check()
+    with pytest.raises(
+        StoreError,
+        match=r"step 3: the stage 'retain' of .* failed: StoreError: .*Input data was truncated",
+    ):
+        stages_of(place).raise_or_log_failure()
     assert len(in_storage(tmp_path)) == 3
 
 
@@ -248,10 +259,10 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> 
     fails(place)
     fails(others[1])
     for step in (3, 5):
-        with pytest.raises(StoreError, match=f"step {step}: retain: busy"):
+        with pytest.raises(StoreError, match=f"step {step}: the stage 'retain' of .* failed: busy"):
             begun.raise_failure()
     begun.raise_failure()
     fails(others[0])
-    with pytest.raises(StoreError, match="step 4: retain: busy"):
+    with pytest.raises(StoreError, match=r"step 4: the stage 'retain' of .* failed: busy"):
         begun.raise_failure()
     assert not begun.is_last_durable()

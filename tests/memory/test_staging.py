@@ -225,7 +225,7 @@ def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
     content = content_of(SimulatedMemory(accelerator, CARD, values))  # type: ignore[arg-type]
     training.work.append(lambda: values.fill(1))
     copying = trial.begin(content)
-    assert copying.issued.wait(BOUND)
+    assert copying.all_queued.wait(BOUND)
     if fenced:
         trial.staging.fence()
     training.work.append(lambda: values.fill(2))
@@ -320,7 +320,7 @@ def test_a_device_that_fails_is_told_at_the_next_save_and_fences_pass(trial: Tri
     memory = Failing(trial.accelerator, CARD, np.zeros(SIZE, np.uint8))
     copying = trial.begin(content_of(memory))  # type: ignore[arg-type]
     deadline = time.monotonic() + BOUND
-    while not copying.issued.wait(0.01):
+    while not copying.all_queued.wait(0.01):
         assert time.monotonic() < deadline, "a fence would wait for ever"
         for stream in (trial.accelerator.training[CARD], trial.accelerator.own[CARD]):
             stream.run()

@@ -286,7 +286,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     (place.path / commit).rename(ended / commit)
     assert stages.wait_for("protect", 10.0).failure == ""
     assert stages.wait_for("retain", 10.0).failure == ""
-    with pytest.raises(StoreError, match="superseded by a newer snapshot"):
+    with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
     write_record(
         ended / records.outcome_record("persist", save_id), Done(save_id=save_id, stage="persist")

@@ -19,7 +19,7 @@ from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, piece_runs
 from shardwise.plan.save import SavePlan, divide, fill_levels, plan_save
 from shardwise.plan.tables import Description, decode_description, decode_pieces
-from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
+from shardwise.testing.strategies import BoxesByRank, Tensor, holdings, tensors
 
 MIB = 1 << 20
 Held = list[tuple[Tensor, list[Box]]]
@@ -64,7 +64,7 @@ def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[Holding], int]:
+def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[BoxesByRank], int]:
     world = draw(st.integers(1, 6))
     listed = draw(tensors(most=5))
     return listed, [draw(holdings(tensor.shape, world)) for tensor in listed], world
@@ -72,7 +72,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[Holding], int]:
 
 @given(worlds())
 def test_every_element_is_written_once_by_a_rank_that_holds_it(
-    case: tuple[list[Tensor], list[Holding], int],
+    case: tuple[list[Tensor], list[BoxesByRank], int],
 ) -> None:
     listed, held, world = case
     ranks = [
@@ -102,7 +102,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
 
 @given(worlds())
 def test_the_manifest_says_where_each_piece_lies(
-    case: tuple[list[Tensor], list[Holding], int],
+    case: tuple[list[Tensor], list[BoxesByRank], int],
 ) -> None:
     listed, held, world = case
     descriptions = [

@@ -83,7 +83,8 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
     except RecursionError as error:
         raise StateError(
             "the state has a dict that is nested deeper than Python's stack allows, or that "
-            "contains itself"
+            f"contains itself, under one of the keys {[*state]}: remove the reference of the dict "
+            "to itself, or flatten it"
         ) from error
     return sorted(bindings, key=lambda binding: _ORDER_OF_KINDS[binding.kind])
 

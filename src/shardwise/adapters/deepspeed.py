@@ -99,9 +99,9 @@ class EngineWeights(ModuleWeights):
         """Return whether this is the engine's optimizer."""
         return torch_optimizer_of(self._engine) is optimizer
 
-    def contents(self, root: str) -> ModuleContents:
+    def contents(self, module_name: str) -> ModuleContents:
         """Return the module's contents, with master weights instead of its parameters."""
-        contents = super().contents(root)
+        contents = super().contents(module_name)
         names = self._parameter_names()
         leaves = {
             leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
@@ -113,7 +113,7 @@ class EngineWeights(ModuleWeights):
             if leaf is None and hasattr(parameter, "ds_tensor"):
                 leaf = leaf_of_frozen_parameter(parameter, path)
             if leaf is not None:
-                full_name = f"{root}.{clean(path)}"
+                full_name = f"{module_name}.{clean(path)}"
                 engine_leaves[full_name] = replace(leaf, name=full_name, identity=id(parameter))
         contents.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in contents.tensors]
         return contents

@@ -31,12 +31,12 @@ def reshard_fsdp1(module: nn.Module) -> None:
 
 
 def leaves_of_flat_parameters(
-    module: nn.Module, root: str
+    module: nn.Module, module_name: str
 ) -> tuple[list[TensorLeaf], dict[str, str]]:
     """Return all flattened parameters as leaves with their original names and shapes.
 
     Args:
-        root: name of `module` in the state.
+        module_name: name of `module` in the state.
 
     Returns:
         The leaves, and the first name of each shared parameter by its other names.
@@ -47,12 +47,12 @@ def leaves_of_flat_parameters(
     for flat, prefix, ranges in _flat_parameters(module):
         local = _local_shard(flat)
         for part in ranges:
-            name = f"{root}.{part.name}"
+            name = f"{module_name}.{part.name}"
             leaves.append(part.leaf(name, local, identity=name))
         for info in flat._shared_param_infos:
             path = f"{prefix}{info.module_name}.{info.param_name}"
             first_name = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
-            shared[f"{root}.{clean(path)}"] = f"{root}.{clean(first_name)}"
+            shared[f"{module_name}.{clean(path)}"] = f"{module_name}.{clean(first_name)}"
     return leaves, shared
 
 

@@ -118,28 +118,30 @@ class MegatronWeights:
         for parameter, _ in self._weights():
             yield parameter
 
-    def contents(self, root: str) -> ModuleContents:
+    def contents(self, module_name: str) -> ModuleContents:
         """Return this rank's part of the model, without tensors that another stage saves."""
-        contents = self._extra_state(root, with_copies=False)
+        contents = self._extra_state(module_name, with_copies=False)
         leaves: list[TensorLeaf] = []
         for parameter, tensor in self._weights():
             if not parameter.is_copy:
-                leaves += _parameter_leaves(root, parameter, tensor)
+                leaves += _parameter_leaves(module_name, parameter, tensor)
         contents.tensors = join_leaves(leaves, to_fill=False)
         return contents
 
-    def targets(self, root: str, saved: SavedNames, selection: Selection) -> ModuleContents:
+    def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return this rank's part of the model.
 
         Tensors have either Megatron-Core's names or the module's names, like the checkpoint.
         """
 
         def has_tensor(name: str) -> bool:
-            return saved.tensor(f"{root}.{name}") is not None
+            return saved.tensor(f"{module_name}.{name}") is not None
 
         self._described = [each.match_names(has_tensor) for each in self._described]
-        contents = self._extra_state(root, with_copies=True)
-        extras = {f"{root}.{extra.name}" for each in self._described for extra in each.extras}
+        contents = self._extra_state(module_name, with_copies=True)
+        extras = {
+            f"{module_name}.{extra.name}" for each in self._described for extra in each.extras
+        }
         buckets = match_buckets(self._optimizers, saved)
         places: dict[int, ParameterInBucket] = {}
         if all(selection.selects(f"{place.bucket}.{MASTER}") for place in buckets.places.values()):
@@ -148,10 +150,10 @@ class MegatronWeights:
         for parameter, tensor in self._weights():
             place = places.get(id(parameter.tensor))
             if place is None:
-                leaves += _parameter_leaves(root, parameter, tensor)
+                leaves += _parameter_leaves(module_name, parameter, tensor)
             else:
                 leaves.append(place.leaf(MASTER, parameter.tensor))
-                contents.unselected += [f"{root}.{part.name}" for part in parameter.flat]
+                contents.unselected += [f"{module_name}.{part.name}" for part in parameter.flat]
         contents.tensors = join_leaves(leaves, to_fill=True)
         # Extra state that the module does not have at present is not loaded.
         contents.unselected += [
@@ -159,17 +161,17 @@ class MegatronWeights:
         ]
         return contents
 
-    def restore(self, root: str, extra_state: Mapping[str, object]) -> None:
+    def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
         """Set extra state."""
         for module, described in zip(self._modules, self._described, strict=True):
             states: dict[str, Any] = {}
             for extra in described.extras:
-                name = f"{root}.{extra.name}"
+                name = f"{module_name}.{extra.name}"
                 if name in extra_state:
                     states[extra.path] = extra.restore_type(extra_state[name])
             if not states:
                 continue
-            with user_code(root, "load_state_dict(), given its extra state,"):
+            with user_code(module_name, "load_state_dict(), given its extra state,"):
                 module.load_state_dict(states, strict=False)
 
     def rebuild(self) -> None:
@@ -212,21 +214,23 @@ class MegatronWeights:
         """Return whether an optimizer that is not in the state has a tensor's current values."""
         return hasattr(tensor, "main_param") or (tensor.requires_grad and self._gathers_late)
 
-    def _extra_state(self, root: str, *, with_copies: bool) -> ModuleContents:
+    def _extra_state(self, module_name: str, *, with_copies: bool) -> ModuleContents:
         contents = ModuleContents()
         for described in self._described:
             for extra in described.extras:
                 plain = extra.plain_value
                 if plain is not None and (with_copies or not extra.is_copy):
-                    contents.extra_state[f"{root}.{extra.name}"] = plain
+                    contents.extra_state[f"{module_name}.{extra.name}"] = plain
         return contents
 
 
-def _parameter_leaves(root: str, parameter: Parameter, tensor: ModelTensor) -> Iterator[TensorLeaf]:
+def _parameter_leaves(
+    module_name: str, parameter: Parameter, tensor: ModelTensor
+) -> Iterator[TensorLeaf]:
     flat = parameter.tensor.detach().view(-1)
     for range_index, part in enumerate(parameter.flat):
         identity = id(tensor.tensor), range_index  # equal for weights that are tied on this rank
-        yield part.leaf(f"{root}.{part.name}", flat, identity)
+        yield part.leaf(f"{module_name}.{part.name}", flat, identity)
 
 
 class MegatronOptimizerBinding(OptimizerBinding):

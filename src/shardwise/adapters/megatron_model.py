@@ -239,9 +239,9 @@ def _start_within(name: str, view: torch.Tensor, tensor: torch.Tensor) -> int:
 
 def _unsupported_parts(name: str) -> StateError:
     return StateError(
-        f"{name}: sharded_state_dict() copies or transposes it, as it does with grouped "
-        "experts in one matrix: use separate experts (moe_grouped_gemm=False, or Transformer "
-        "Engine's grouped experts)"
+        f"{name}: sharded_state_dict() returns copies or transposed parts of this tensor, so a "
+        "load could not fill the tensor. This happens with grouped experts in one matrix: set "
+        "moe_grouped_gemm=False, or use Transformer Engine's grouped experts"
     )
 
 

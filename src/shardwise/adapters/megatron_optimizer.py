@@ -30,12 +30,12 @@ from shardwise.state.plain_values import decode
 
 @dataclass(frozen=True, slots=True)
 class MasterWeight:
-    """The tensor that an optimizer steps for a parameter.
+    """The tensor that an optimizer updates in place of a parameter.
 
     Attributes:
         parameter: the parameter of the model.
-        tensor: the master weight; the parameter itself if there is no master weight; None if only
-            other ranks step the parameter.
+        tensor: the master weight, or the parameter itself if it has no master weight. None if the
+            optimizer updates this parameter only on other ranks.
         low, high: the range of elements of the flattened parameter that the tensor holds.
     """
 
@@ -98,7 +98,7 @@ def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
 
 
 def master_weights_of(optimizer: object) -> Iterator[MasterWeight]:
-    """Yield the tensors that an optimizer steps on this rank."""
+    """Yield the tensors that an optimizer updates on this rank."""
     for link in optimizers_in_chain(optimizer):
         yield from _MASTERS_OF_TYPE[type(link).__name__](link)
 
@@ -178,12 +178,12 @@ class ParameterInBucket:
     """This rank's part of a parameter, and its position in a bucket.
 
     Attributes:
-        link: the DistributedOptimizer that steps the parameter.
-        group: prefix of the names of all values of the optimizer's data-parallel group.
+        optimizer: the DistributedOptimizer that updates the parameter.
+        group_prefix: start of the names of all values of the optimizer's data-parallel group.
         bucket: name of the bucket.
-        numel: number of elements of the bucket, without padding at the end.
+        bucket_numel: number of elements of the bucket, without padding at the end.
         start: index of the part's first element in the bucket.
-        tensor: the tensor that the optimizer steps.
+        tensor: the tensor that the optimizer updates.
     """
 
     link: Any
@@ -194,7 +194,7 @@ class ParameterInBucket:
     tensor: torch.Tensor
 
     def leaf(self, key: str, value: torch.Tensor) -> TensorLeaf:
-        """Return a state tensor of the parameter as a part of the bucket's tensor for this key."""
+        """Return a leaf that fills `value`, the state tensor `key`, from its part of the bucket."""
         flat = value.detach().view(-1)
         fragments = (Fragment(Box((self.start,), (len(flat),)), flat),) if len(flat) else ()
         return TensorLeaf(f"{self.bucket}.{key}", value.dtype, (self.numel,), fragments)

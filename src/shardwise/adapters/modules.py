@@ -1,4 +1,7 @@
-"""Bind modules: parameters, persistent buffers and extra state, under names without wrappers."""
+"""The binding of modules: saves parameters, persistent buffers and extra state.
+
+Names lack the prefixes of wrappers (DDP, torch.compile).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class ModuleContents:
 
 
 class Weights(Protocol):
-    """Access to the weights of a model on this rank, in the way of one framework.
+    """How one framework gives access to the weights of a model on this rank.
 
     If a framework keeps master weights, they take the place of the module's parameters, under the
     same names.
@@ -56,15 +59,15 @@ class Weights(Protocol):
         """Yield the parameters that an optimizer may hold, with their names in the model."""
         ...
 
-    def contents(self, root: str) -> ModuleContents:
-        """Return the tensors and values to save. All names begin with `root`."""
+    def contents(self, module_name: str) -> ModuleContents:
+        """Return the tensors and values to save. All names begin with `module_name`."""
         ...
 
-    def targets(self, root: str, saved: SavedNames, selection: Selection) -> ModuleContents:
+    def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return the tensors and values to load. Tensors that do not exist yet are allocated."""
         ...
 
-    def restore(self, root: str, extra_state: Mapping[str, object]) -> None:
+    def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
         """Set extra state, after the tensors are filled."""
         ...
 
@@ -138,7 +141,7 @@ class ModuleWeights:
             for path, parameter in module.named_parameters(remove_duplicate=False):
                 yield Parameter(parameter, clean(path))
 
-    def contents(self, root: str) -> ModuleContents:
+    def contents(self, module_name: str) -> ModuleContents:
         """Return the entries of the modules' state dicts by their clean names.
 
         Raises:
@@ -147,11 +150,11 @@ class ModuleWeights:
         contents = ModuleContents()
         seen_names: set[str] = set()
         for index in range(len(self._modules)):
-            for name, value in self._state_dict_entries(index, root):
+            for name, value in self._state_dict_entries(index, module_name):
                 if name in seen_names:
                     raise StateError(
-                        f"{name}: two modules in the list {root!r} have this name, but a list is "
-                        "one model in parts, with different names: put several models into a "
+                        f"{name}: two modules in the list {module_name!r} have this name, but a "
+                        "list is one model in parts, with different names: put several models into a "
                         "dict, each under a separate key"
                     )
                 seen_names.add(name)
@@ -163,32 +166,32 @@ class ModuleWeights:
                     contents.extra_state[name] = value
         return contents
 
-    def targets(self, root: str, saved: SavedNames, selection: Selection) -> ModuleContents:
+    def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return the tensors and values to load. Selected meta tensors are allocated."""
 
         def is_loaded(name: str) -> bool:
             return saved.tensor(name) is not None and selection.selects(name)
 
         for module, clean in zip(self._modules, self._clean, strict=True):
-            _allocate_meta_tensors(module, clean, root, is_loaded)
+            _allocate_meta_tensors(module, clean, module_name, is_loaded)
             reshard_fsdp1(module)
         self._hook_tensors = {}
-        contents = self.contents(root)
+        contents = self.contents(module_name)
         # The extra state of Megatron's modules may be None, and some formats leave it out.
         for name in [name for name, value in contents.extra_state.items() if value is None]:
             if name.endswith(EXTRA_STATE) and saved.kind(name) is None:
                 del contents.extra_state[name]
         return contents
 
-    def restore(self, root: str, extra_state: Mapping[str, object]) -> None:
+    def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
         """Set extra state, and pass tensors that a state_dict hook made to load_state_dict()."""
         for index, module in enumerate(self._modules):
             if index in self._hook_tensors:
-                with user_code(root, "load_state_dict()"):
+                with user_code(module_name, "load_state_dict()"):
                     module.load_state_dict(self._hook_tensors[index], strict=False)
             for path, part in module.named_modules():
                 prefix = f"{path}." if path else ""
-                name = f"{root}.{self._clean[index](prefix + EXTRA_STATE)}"
+                name = f"{module_name}.{self._clean[index](prefix + EXTRA_STATE)}"
                 if name in extra_state:
                     with user_code(name, "set_extra_state()"):
                         part.set_extra_state(extra_state[name])
@@ -196,23 +199,26 @@ class ModuleWeights:
     def rebuild(self) -> None:
         """Do nothing: the modules hold their own weights."""
 
-    def _state_dict_entries(self, index: int, root: str) -> Iterator[tuple[str, object]]:
+    def _state_dict_entries(self, index: int, module_name: str) -> Iterator[tuple[str, object]]:
         module, clean = self._modules[index], self._clean[index]
         if is_fsdp1(module):
-            yield from _fsdp1_entries(module, root, clean)
+            yield from _fsdp1_entries(module, module_name, clean)
             return
         own_tensors = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        with user_code(root, "state_dict()"):
+        with user_code(module_name, "state_dict()"):
             entries = module.state_dict(keep_vars=True)
         for path, value in entries.items():
             if isinstance(value, torch.Tensor) and id(value) not in own_tensors:
-                # A state_dict hook made this tensor, so only load_state_dict() can set its source.
+                # A state_dict hook made this tensor. Filling it changes nothing in the module, so
+                # `restore` passes it to load_state_dict().
                 self._hook_tensors.setdefault(index, {})[path] = value
-            yield f"{root}.{clean(path)}", value
+            yield f"{module_name}.{clean(path)}", value
 
 
-def _fsdp1_entries(module: nn.Module, root: str, clean: CleanNames) -> Iterator[tuple[str, object]]:
-    leaves, first_names = leaves_of_flat_parameters(module, root)
+def _fsdp1_entries(
+    module: nn.Module, module_name: str, clean: CleanNames
+) -> Iterator[tuple[str, object]]:
+    leaves, first_names = leaves_of_flat_parameters(module, module_name)
     leaf_by_name = {leaf.name: leaf for leaf in leaves}
     for leaf in leaves:
         yield leaf.name, leaf
@@ -220,7 +226,7 @@ def _fsdp1_entries(module: nn.Module, root: str, clean: CleanNames) -> Iterator[
         yield name, replace(leaf_by_name[first_name], name=name)
     flat_parameter_ids = {id(parameter.tensor) for parameter in flat_parameters(module)}
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        name = f"{root}.{clean(path)}"
+        name = f"{module_name}.{clean(path)}"
         if (
             id(parameter) not in flat_parameter_ids
             and name not in leaf_by_name
@@ -231,11 +237,11 @@ def _fsdp1_entries(module: nn.Module, root: str, clean: CleanNames) -> Iterator[
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
                 path_of_buffer = f"{path}.{key}" if path else key
-                yield f"{root}.{clean(path_of_buffer)}", buffer
+                yield f"{module_name}.{clean(path_of_buffer)}", buffer
 
 
 def _allocate_meta_tensors(
-    module: nn.Module, clean: CleanNames, root: str, is_loaded: Callable[[str], bool]
+    module: nn.Module, clean: CleanNames, module_name: str, is_loaded: Callable[[str], bool]
 ) -> None:
     """Allocate meta tensors in place, so that tied modules and optimizers refer to the new ones."""
     named_tensors = [
@@ -245,10 +251,10 @@ def _allocate_meta_tensors(
     meta_tensors = [
         tensor
         for path, tensor in named_tensors
-        if tensor.is_meta and is_loaded(f"{root}.{clean(path)}")
+        if tensor.is_meta and is_loaded(f"{module_name}.{clean(path)}")
     ]
     if meta_tensors:
-        _refuse_meta_buffers(module, root)
+        _refuse_meta_buffers(module, module_name)
     for tensor in meta_tensors:
         if not tensor.is_meta:
             continue  # allocated under another name
@@ -263,7 +269,7 @@ def _allocate_meta_tensors(
         torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
 
 
-def _refuse_meta_buffers(module: nn.Module, root: str) -> None:
+def _refuse_meta_buffers(module: nn.Module, module_name: str) -> None:
     meta_buffers = [
         f"{path}.{key}" if path else key
         for path, part in module.named_modules()
@@ -272,7 +278,7 @@ def _refuse_meta_buffers(module: nn.Module, root: str) -> None:
     ]
     if meta_buffers:
         raise StateError(
-            f"{root}: the buffers {', '.join(meta_buffers)} are on the meta device and not "
+            f"{module_name}: the buffers {', '.join(meta_buffers)} are on the meta device and not "
             "persistent, so no checkpoint has them: compute them on a real device before loading"
         )
 

@@ -45,13 +45,15 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         raise StateError(f"{name}: {tensor.layout} tensors cannot be saved; save {name}.to_dense()")
     shape = tuple(tensor.shape)
     data = tensor.detach()
-    finish = None
+    after_load = None
     if data.is_conj() or data.is_neg():
         # The memory holds conjugated or negated values: fill a copy, and assign the copy.
         lazy_view, data = data, data.resolve_conj().resolve_neg()
-        finish = partial(lazy_view.copy_, data)
+        after_load = partial(lazy_view.copy_, data)
     fragments = (Fragment(_whole_box(shape), data),) if data.numel() else ()
-    return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments), finish)
+    return TensorLeaf(
+        name, tensor.dtype, shape, fragments, _identity(tensor, fragments), after_load
+    )
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> str:
@@ -113,8 +115,8 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
 def make_leaves_fillable(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
     """Return leaves that a load can fill in any order.
 
-    Leaves whose memory overlaps are replaced by copies. `finish` of a leaf moves the filled copy to
-    the original memory.
+    Leaves whose memory overlaps are replaced by copies. `after_load` of a leaf moves the filled
+    copy to the original memory.
     """
     overlapping = _find_overlapping(leaves)
     finished: list[tuple[TensorLeaf, TensorLeaf]] = []
@@ -149,11 +151,11 @@ def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
 
 
 def _copy_leaf(leaf: TensorLeaf, finished: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
-    """Return a copy of a leaf. Its `finish` moves the values, and compares overlapping ones."""
+    """Return a copy of a leaf. Its `after_load` moves the values, and compares overlapping ones."""
     copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
     copy = TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies)
 
-    def finish() -> None:
+    def after_load() -> None:
         finished.append((leaf, copy))
         for original, copied in zip(leaf.fragments, copies, strict=True):
             original.data.copy_(copied.data)
@@ -164,17 +166,17 @@ def _copy_leaf(leaf: TensorLeaf, finished: list[tuple[TensorLeaf, TensorLeaf]]) 
                         f"{earlier.name} and {leaf.name} share memory in the state, but have "
                         "different values in the checkpoint: load into clones instead"
                     )
-        if leaf.finish is not None:
-            leaf.finish()
+        if leaf.after_load is not None:
+            leaf.after_load()
 
-    return replace(leaf, fragments=copies, identity=None, finish=finish)
+    return replace(leaf, fragments=copies, identity=None, after_load=after_load)
 
 
 def make_fillable(leaf: TensorLeaf) -> TensorLeaf:
     """Return a leaf that can be filled: the leaf itself, or a copy if its tensor is expanded.
 
-    An expanded tensor has one element of memory at many indices. `finish` moves the copy into it,
-    if the saved values at these indices are equal.
+    An expanded tensor has one element of memory at many indices. `after_load` moves the copy into
+    it, if the saved values at these indices are equal.
     """
     if len(leaf.fragments) != 1:
         return leaf
@@ -183,10 +185,10 @@ def make_fillable(leaf: TensorLeaf) -> TensorLeaf:
         return leaf
     copy = torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
 
-    def finish() -> None:
+    def after_load() -> None:
         _copy_into_overlapping(leaf.name, copy, data)
 
-    return replace(leaf, fragments=(Fragment(box, copy),), identity=None, finish=finish)
+    return replace(leaf, fragments=(Fragment(box, copy),), identity=None, after_load=after_load)
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:

@@ -309,8 +309,8 @@ class Checkpointer:
         checkpoint that is intact but does not fit the state is an error.
 
         If the run has no checkpoint yet, this loads `start_from` and returns the step of that
-        checkpoint. If the state has optimizers and none of them was loaded, it returns None:
-        start at step 0 then.
+        checkpoint. If `start_from` has no optimizer state, but `state` has optimizers, `restore`
+        returns None, and the training starts at step 0.
 
         Args:
             state: as for `shardwise.load`.

@@ -14,7 +14,7 @@ import msgspec
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
-from shardwise.engine.exchange import exchange, exchange_keeping, require_equal
+from shardwise.engine.exchange import exchange, exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
 from shardwise.errors import (
@@ -209,7 +209,7 @@ class Restoring:
             return msgspec.msgpack.encode(committed_steps(self._root))
 
         with self._recorder.stage("asking"):
-            choice, reply = exchange_keeping(
+            choice, reply = exchange_with_local_value(
                 self._group, "listing steps", encode_choice, list_steps
             )
         stored = msgspec.msgpack.decode(reply, type=list[int])

@@ -39,10 +39,13 @@ def draw_boxes(plane: Plane, ranks: Sequence[int]) -> list[Text]:
 
     Args:
         plane: the two dimensions of the tensor to draw, and the boxes in them.
-        ranks: the ranks of the boxes that the plane was made from.
+        ranks: the rank of each box that was passed to make `plane`. `plane.owners` are indices into
+            these ranks.
     """
     # A character is half as wide as it is high.
-    proportional_height = 0 if plane.down is None else round(WIDTH / 2 * plane.height / plane.width)
+    proportional_height = (
+        0 if plane.vertical_dim is None else round(WIDTH / 2 * plane.height / plane.width)
+    )
     columns_of_edges = _positions_of_edges(
         {edge for box in plane.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH
     )
@@ -57,7 +60,7 @@ def draw_boxes(plane: Plane, ranks: Sequence[int]) -> list[Text]:
     picture = _draw_frames(plane, ranks, rows_of_edges, columns_of_edges)
     margin = (
         {}
-        if plane.down is None
+        if plane.vertical_dim is None
         else {position: f"{edge} " for edge, position in rows_of_edges.items()}
     )
     margin_width = max(map(len, margin.values()), default=0)
@@ -152,7 +155,7 @@ def _add_frame(line_directions: list[list[int]], y0: int, y1: int, x0: int, x1: 
 
 def _draw_blocks(plane: Plane, ranks: Sequence[int]) -> list[Text]:
     """Return lines with one block for each cell, in the shade and colour of the cell's rank."""
-    height = 1 if plane.down is None else min(HEIGHT, plane.height)
+    height = 1 if plane.vertical_dim is None else min(HEIGHT, plane.height)
     width = min(WIDTH, plane.width)
     ranks_of_cells = [[-1] * width for _ in range(height)]
     for (top, left, bottom, right), owner in zip(plane.boxes, plane.owners, strict=True):
@@ -170,5 +173,5 @@ def _draw_blocks(plane: Plane, ranks: Sequence[int]) -> list[Text]:
 
 
 def _cells_of(start: int, stop: int, extent: int, cells: int) -> range:
-    """Return the cells whose first element is in `start:stop`, of `cells` cells over `extent`."""
+    """Divide `extent` elements into cells; return the cells whose first is in `start:stop`."""
     return range(-(-start * cells // extent), -(-stop * cells // extent))

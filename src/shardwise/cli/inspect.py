@@ -299,7 +299,11 @@ def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Conso
         console.print(line, no_wrap=True)
     if view.hidden:
         hidden = ", ".join(map(str, view.hidden))
-        console.print(Text(f"dimensions {view.down} and {view.across}, at 0 of {hidden}", "dim"))
+        console.print(
+            Text(
+                f"dimensions {view.vertical_dim} and {view.horizontal_dim}, at 0 of {hidden}", "dim"
+            )
+        )
     console.print()
 
 

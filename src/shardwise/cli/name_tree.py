@@ -56,23 +56,23 @@ class NameNode:
         return self.count * (own + sum(child.nbytes for child in self.children))
 
     @property
-    def contents(self) -> Hashable:
+    def contents_key(self) -> Hashable:
         """A key that is equal for nodes that differ only in their labels."""
         leaf = (self.leaf.text, self.leaf.dtype, self.leaf.shape) if self.leaf else None
-        return leaf, tuple((each.label, each.count, each.contents) for each in self.children)
+        return leaf, tuple((each.label, each.count, each.contents_key) for each in self.children)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """A line of the printed tree: a node, and the branches drawn before its label."""
+    """A line of the printed tree: a node, and the lines drawn before its label."""
 
-    branches: str
+    line_prefix: str
     node: NameNode
 
     @property
     def label(self) -> str:
-        """The branches and the label."""
-        return self.branches + fmt.printable(self.node.label)
+        """The line prefix and the label."""
+        return self.line_prefix + fmt.printable(self.node.label)
 
     @property
     def size(self) -> str:
@@ -85,9 +85,9 @@ class TreeRow:
 
 
 @dataclass(slots=True)
-class _Branch:
+class _UnbuiltNode:
     leaf: NameLeaf | None = None
-    children: dict[str, _Branch] = field(default_factory=dict)
+    children: dict[str, _UnbuiltNode] = field(default_factory=dict)
 
 
 def list_leaves(manifest: Manifest) -> list[NameLeaf]:
@@ -98,30 +98,32 @@ def list_leaves(manifest: Manifest) -> list[NameLeaf]:
 
 
 def build_tree(leaves: Iterable[NameLeaf], *, collapse: bool) -> tuple[NameNode, ...]:
-    """Build the tree of names, in their order. A node with a single child is joined with it.
+    """Build the tree of names. A node with a single child is joined with it.
+
+    Siblings stay in the order of the leaves.
 
     Args:
         collapse: whether numbered siblings with equal contents, such as `layers.0` to `layers.31`,
             become one node.
     """
-    root = _Branch()
+    root = _UnbuiltNode()
     for leaf in leaves:
-        branch = root
+        unbuilt = root
         for part in leaf.name.split(".", DEEPEST):
-            branch = branch.children.setdefault(part, _Branch())
-        branch.leaf = leaf
+            unbuilt = unbuilt.children.setdefault(part, _UnbuiltNode())
+        unbuilt.leaf = leaf
     return _make_node("", root, collapse=collapse).children
 
 
 def list_rows(
-    nodes: tuple[NameNode, ...], branches: str = "", *, is_top_level: bool = True
+    nodes: tuple[NameNode, ...], line_prefix: str = "", *, is_top_level: bool = True
 ) -> Iterator[TreeRow]:
-    """Yield the lines of a tree from top to bottom. Lines of the top level have no branches."""
+    """Yield the lines of a tree from top to bottom. Lines of the top level have no prefix."""
     for node in nodes:
         last = node is nodes[-1]
-        yield TreeRow("" if is_top_level else branches + ("└── " if last else "├── "), node)
-        branches_below = "" if is_top_level else branches + ("    " if last else "│   ")
-        yield from list_rows(node.children, branches_below, is_top_level=False)
+        yield TreeRow("" if is_top_level else line_prefix + ("└── " if last else "├── "), node)
+        prefix_below = "" if is_top_level else line_prefix + ("    " if last else "│   ")
+        yield from list_rows(node.children, prefix_below, is_top_level=False)
 
 
 def print_tree(nodes: tuple[NameNode, ...], console: Console) -> None:
@@ -134,8 +136,8 @@ def print_tree(nodes: tuple[NameNode, ...], console: Console) -> None:
     size = max((len(row.size) for row in lines), default=0)
     for row in lines:
         node, leaf = row.node, row.node.leaf
-        style = "bold" if node.children and not row.branches else ""
-        line = Text.assemble((row.branches, "dim"), (fmt.printable(node.label), style))
+        style = "bold" if node.children and not row.line_prefix else ""
+        line = Text.assemble((row.line_prefix, "dim"), (fmt.printable(node.label), style))
         line.append(" " * (label - cell_len(row.label)))
         if leaf is not None and not leaf.dtype:
             line.append(leaf.text, "green")
@@ -160,10 +162,10 @@ def _tensor_leaf(entry: TensorEntry) -> NameLeaf:
     return NameLeaf(entry.name, "", entry.dtype, entry.shape, tensor_bytes(entry))
 
 
-def _make_node(label: str, branch: _Branch, *, collapse: bool) -> NameNode:
-    nodes = [_make_node(part, each, collapse=collapse) for part, each in branch.children.items()]
+def _make_node(label: str, unbuilt: _UnbuiltNode, *, collapse: bool) -> NameNode:
+    nodes = [_make_node(part, each, collapse=collapse) for part, each in unbuilt.children.items()]
     children = _collapse_equal(nodes) if collapse else nodes
-    return NameNode(label, branch.leaf, tuple(map(_join_only_child, children)))
+    return NameNode(label, unbuilt.leaf, tuple(map(_join_only_child, children)))
 
 
 def _join_only_child(node: NameNode) -> NameNode:
@@ -181,7 +183,7 @@ def _collapse_equal(nodes: list[NameNode]) -> Iterator[NameNode]:
     groups: dict[Hashable, list[NameNode]] = {}
     for node in nodes:
         numbered = node.label.isdecimal() and node.label == str(int(node.label))
-        key = (True, node.contents) if numbered else (False, node.label)
+        key = (True, node.contents_key) if numbered else (False, node.label)
         groups.setdefault(key, []).append(node)
     for equal in groups.values():
         if len(equal) == 1:

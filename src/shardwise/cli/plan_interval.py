@@ -120,7 +120,8 @@ def _failure_rate(per_day: float | None, node_mtbf_days: float | None, nodes: in
         if not node_mtbf_days > 0:
             raise ValueError(f"--node-mtbf-days {node_mtbf_days:g}: must be more than 0")
         return nodes / node_mtbf_days / DAY
-    raise ValueError("pass either --failures-per-day or --node-mtbf-days")
+    given = "neither" if per_day is None else "both"
+    raise ValueError(f"pass exactly one of --failures-per-day and --node-mtbf-days ({given} given)")
 
 
 def _plan_document(plan: IntervalPlan) -> dict[str, Any]:

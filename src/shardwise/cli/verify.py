@@ -259,9 +259,9 @@ def _verify_foreign(opened: Opened, arena: Arena) -> Verdict:
 
         recorder = Recorder(on_event)
         for checked in verify_foreign_files(opened, arena, recorder):
-            nbytes += checked.bytes
-            files += checked.bytes > 0
-            unchecked += checked.unchecked
+            nbytes += checked.bytes_checked
+            files += checked.bytes_checked > 0
+            unchecked += checked.bytes_unchecked
             damage += [
                 Damage(
                     file=each.file,

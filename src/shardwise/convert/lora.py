@@ -317,7 +317,11 @@ def _explain_misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool)
     """Return the reason why factors cannot be added to a weight; empty if they can."""
     a, b = ((each.shape if each is not None else ()) for each in (factors.a, factors.b))
     if not a or not b:
-        return "one of the two factors is missing"
+        missing, present = ("A", "B") if not a else ("B", "A")
+        return (
+            f"the adapter has a factor {present} of this module, but no factor {missing}: save the "
+            "adapter again, or copy all of its files"
+        )
     if weight.dtype not in FLOATS:
         return f"the weight is {weight.dtype}; supported are {', '.join(FLOATS)}"
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:

@@ -183,7 +183,7 @@ class MergedSource:
         entry = self._base.saved.tensor(part.name)
         sum_dtype = "float64" if entry is not None and entry.dtype == "float64" else "float32"
         dtype: torch.dtype = getattr(torch, part.dtype)
-        rank = change.rank if isinstance(change, LowRankUpdate) else 1
+        lora_rank = change.rank if isinstance(change, LowRankUpdate) else 1
         itemsize = getattr(torch, sum_dtype).itemsize
         out = torch.from_numpy(buffer)
         if buffer.ctypes.data % dtype.itemsize:
@@ -193,7 +193,7 @@ class MergedSource:
         source, name = (
             (self._base, part.name) if replacement is None else (self._adapter, replacement)
         )
-        for tile in _tiles(part.box.shape, rank, self._max_bytes // itemsize):
+        for tile in _tiles(part.box.shape, lora_rank, self._max_bytes // itemsize):
             offset = tuple(a + b for a, b in zip(part.box.offset, tile.offset, strict=True))
             box = Box(offset, tile.shape)
             value = _read_tensor(source, name, box, sum_dtype)
@@ -217,7 +217,7 @@ class MergedSource:
         return product.T if change.transposed else product
 
     def _read_factor(self, side: str, part: TensorPart) -> torch.Tensor:
-        """Read a part of a factor. The last part of each side is kept, because tiles share it."""
+        """Read a part of a LoRA factor; keep it, because neighbouring tiles use the same part."""
         last = self._last_factors.pop(side, None)
         if last is None or last[0] != part:
             last = None  # free the old part before the new one is read
@@ -241,7 +241,7 @@ def _read_tensor(source: CheckpointSource, name: str, box: Box, dtype_name: str)
     return torch.from_numpy(buffer).view(dtype).view(box.shape)
 
 
-def _tiles(shape: Sequence[int], rank: int, max_elements: int) -> Iterator[Box]:
+def _tiles(shape: Sequence[int], lora_rank: int, max_elements: int) -> Iterator[Box]:
     """Cut a vector or matrix into tiles.
 
     A tile and its factors have at most `max_elements` elements together.
@@ -252,8 +252,8 @@ def _tiles(shape: Sequence[int], rank: int, max_elements: int) -> Iterator[Box]:
             yield Box((start,), (min(step, shape[0] - start),))
         return
     rows, columns = shape
-    width = min(columns, max(1, max_elements // (4 * rank)))
-    height = max(1, (max_elements - rank * width) // (rank + 4 * width))
+    width = min(columns, max(1, max_elements // (4 * lora_rank)))
+    height = max(1, (max_elements - lora_rank * width) // (lora_rank + 4 * width))
     for left in range(0, columns, width):
         for top in range(0, rows, height):
             yield Box((top, left), (min(height, rows - top), min(width, columns - left)))

@@ -30,7 +30,7 @@ from shardwise.convert.plan import (
     size_of,
 )
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.exchange import exchange, exchange_keeping
+from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import check_all_together
@@ -137,7 +137,7 @@ class Conversion:
 
         with ExitStack() as lock:
             exchange(self.group, "starting an export", lambda: b"", lock_target)
-            resumed, _ = exchange_keeping(
+            resumed, _ = exchange_with_local_value(
                 self.group, "exporting", lambda: self._write_files(mine, journal), publish
             )
         return ConversionReport(

@@ -124,8 +124,9 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
 def allocate_pages(fd: int, size: int) -> None:
     """Allocate all pages of a file in memory, so that later writes cannot run out of memory.
 
-    Pages are large where possible. To save time, the function allocates one small page of each
-    range and then asks the kernel for a large page. To collapse 512 small pages costs far more.
+    Pages are large where possible. For each 2 MiB of the file, the function allocates one small
+    page, and asks the kernel to turn the 2 MiB into a large page. Allocating all 512 small pages
+    first would take far longer.
 
     Args:
         fd: the file.

@@ -5,7 +5,7 @@ rank. So code that may fail on a single rank runs inside an exchange. The functi
 results:
 
 - `exchange`: rank 0's reply.
-- `exchange_keeping`: rank 0's reply, and a value that this rank made together with its message.
+- `exchange_with_local_value`: rank 0's reply, and a value that this rank made with its message.
 - `collect`: on rank 0, a value made from all messages.
 - `run_on_all`: the result of a function that runs on every rank; no data is sent.
 - `run_on_first`: the bytes that a function returned on rank 0, on all ranks.
@@ -22,13 +22,13 @@ from shardwise import errors
 from shardwise.engine.group import Group
 from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, describe_error
 
-Kept = TypeVar("Kept")
+LocalValue = TypeVar("LocalValue")
 Collected = TypeVar("Collected")
 Reply = bytes | Sequence[bytes]
 """One reply for all ranks, or a sequence with one for each rank."""
 
 
-class _Message(msgspec.Struct, array_like=True):
+class _ExchangeMessage(msgspec.Struct, array_like=True):
     """A rank's message: the name of the operation, and the rank's data or error."""
 
     operation: str
@@ -84,12 +84,12 @@ def exchange(
     return reply
 
 
-def exchange_keeping(
+def exchange_with_local_value(
     group: Group,
     operation: str,
-    make_message: Callable[[], tuple[Kept, bytes]],
-    make_reply: Callable[[Kept, list[bytes]], Reply],
-) -> tuple[Kept, bytes]:
+    make_message: Callable[[], tuple[LocalValue, bytes]],
+    make_reply: Callable[[LocalValue, list[bytes]], Reply],
+) -> tuple[LocalValue, bytes]:
     """Exchange messages like `exchange`, and keep a value that this rank made with its message.
 
     Args:
@@ -137,7 +137,7 @@ def collect(
     return collected
 
 
-def run_on_all(group: Group, operation: str, work: Callable[[], Kept]) -> Kept:
+def run_on_all(group: Group, operation: str, work: Callable[[], LocalValue]) -> LocalValue:
     """Run `work` on every rank. Return this rank's result when all ranks have succeeded.
 
     Raises:
@@ -172,32 +172,32 @@ def require_equal(values: Sequence[str], summary: str) -> None:
 def _exchange(
     group: Group,
     operation: str,
-    make_message: Callable[[], tuple[Kept, bytes]],
-    make_reply: Callable[[Kept, list[bytes]], tuple[Collected, Reply]],
-) -> tuple[Kept, Collected | None, bytes]:
+    make_message: Callable[[], tuple[LocalValue, bytes]],
+    make_reply: Callable[[LocalValue, list[bytes]], tuple[Collected, Reply]],
+) -> tuple[LocalValue, Collected | None, bytes]:
     """Exchange messages.
 
     Returns:
         The value that `make_message` kept, the value that `make_reply` collected on rank 0 (None on
         other ranks), and the reply to this rank.
     """
-    kept: Kept
+    kept: LocalValue
     error: Exception | None = None
-    message = _Message(operation)
+    message = _ExchangeMessage(operation)
     try:
         kept, message.data = make_message()
     except Exception as failure:  # raised again below, after the other ranks know
         error, message.failure = failure, describe_error(failure)
     collected: Collected | None = None
     replies: list[_Reply] = []
-    error_here: Exception | None = None
+    reply_error: Exception | None = None
     try:
         messages = [
-            msgspec.msgpack.decode(data, type=_Message)
+            msgspec.msgpack.decode(data, type=_ExchangeMessage)
             for data in group.gather(msgspec.msgpack.encode(message))
         ]
         if group.rank == 0:
-            collected, replies, error_here = _reply_to_all(
+            collected, replies, reply_error = _reply_to_all(
                 messages, lambda data: make_reply(kept, data), group.size
             )
         reply = _send_replies(group, replies)
@@ -207,14 +207,14 @@ def _exchange(
         raise error from lost  # the error of this rank explains more
     if error is not None:
         raise error
-    if error_here is not None:
-        raise error_here
+    if reply_error is not None:
+        raise reply_error
     _raise_failure(reply, operation)
     return kept, collected, reply.data
 
 
 def _reply_to_all(
-    messages: list[_Message],
+    messages: list[_ExchangeMessage],
     make_reply: Callable[[list[bytes]], tuple[Collected, Reply]],
     size: int,
 ) -> tuple[Collected | None, list[_Reply], Exception | None]:
@@ -246,7 +246,7 @@ def _send_replies(group: Group, replies: list[_Reply]) -> _Reply:
     """Send rank 0's replies, and return the reply to this rank."""
     encoded = [msgspec.msgpack.encode(each) for each in replies]
     reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
-    if not reply:  # no encoded reply is empty, so each rank has its own
+    if not reply:  # an encoded reply is never empty, so this means that each rank gets its own
         reply = group.scatter(encoded)
     return msgspec.msgpack.decode(reply, type=_Reply)
 

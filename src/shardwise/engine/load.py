@@ -105,8 +105,8 @@ class PlannedLoad:
     def finish(self) -> None:
         """Move values to their final memory, after all fragments are filled."""
         for leaf in self.leaves:
-            if leaf.finish is not None:
-                leaf.finish()
+            if leaf.after_load is not None:
+                leaf.after_load()
 
 
 def plan_reads(
@@ -203,8 +203,8 @@ def _stored_tensors(
                 dim=0, dtype=torch.float64
             )
             fragment.data.copy_(mean)
-        if leaf.finish is not None:
-            leaf.finish()
+        if leaf.after_load is not None:
+            leaf.after_load()
 
     hooks = [None] * (len(version_indices) - 1) + [finish]
     return [
@@ -259,7 +259,7 @@ def read_boxes(
     return out
 
 
-class _Message(msgspec.Struct, array_like=True):
+class _LoadMessage(msgspec.Struct, array_like=True):
     """A rank's message to the other ranks of its node, from which all plan the same shared reads.
 
     Attributes:
@@ -289,7 +289,7 @@ def plan_with_node_ranks(
     def make_message() -> tuple[PlannedLoad, bytes]:
         planned = plan()
         spans, largest = planned.plan.spans, opened.largest_reads(arena)
-        message = _Message(_are_mapped(spans, opened), _encode_spans(spans), largest.tobytes())
+        message = _LoadMessage(_are_mapped(spans, opened), _encode_spans(spans), largest.tobytes())
         return planned, msgspec.msgpack.encode(message)
 
     return find_node_ranks(group, make_message, cleanup)
@@ -314,7 +314,7 @@ def fill_with_node_ranks(
         RankError: another rank of the node could not read its share.
         LostRankError: another rank of the node died, or did not answer in time.
     """
-    messages = [msgspec.msgpack.decode(each, type=_Message) for each in node_ranks.messages]
+    messages = [msgspec.msgpack.decode(each, type=_LoadMessage) for each in node_ranks.messages]
     spans_of_ranks = [_decode_spans(each.spans) for each in messages]
     largest_reads = [np.frombuffer(each.largest_reads, np.int64) for each in messages]
     shared = share_reads(spans_of_ranks, largest_read=np.minimum.reduce(largest_reads))

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.exchange import Kept, exchange, exchange_keeping
+from shardwise.engine.exchange import LocalValue, exchange_with_local_value
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened
 from shardwise.engine.rename_hints import suggest_opened_object, suggest_renames
 from shardwise.errors import MismatchError
-from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.leaves import LocalState, ParameterOrder, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.selection import Selection, is_below
 
 log = logging.getLogger("shardwise")
-GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +32,9 @@ class Matched:
         per_rank: the names of per-rank values to set.
         missing: the names that the checkpoint lacks.
         problems: the mismatches; one line for each name.
-        claimed: the names of the checkpoint that fill a target or that the user left out.
-        unused: the patterns of `only` and `skip` that match no name.
+        claimed: the names of the checkpoint that are accounted for, because they fill a target or
+            because `only` or `skip` excludes them.
+        unused_patterns: the patterns of `only` and `skip` that match no name.
         counts: for each module and optimizer, the number of its names, and how many of them the
             checkpoint has. The key "" counts the whole target.
     """
@@ -47,7 +45,7 @@ class Matched:
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
-    unused: list[str] = field(default_factory=list)
+    unused_patterns: list[str] = field(default_factory=list)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -55,19 +53,20 @@ def match_targets(
     targets: LocalState,
     saved: SavedNames,
     selection: Selection,
-    names_of: Mapping[str, Collection[str]],
+    names_by_owner: Mapping[str, Collection[str]],
     *,
     cast: bool,
 ) -> Matched:
     """Match this rank's targets with the names of a checkpoint.
 
-    If one memory has several names in the target, the checkpoint needs to have only one of them.
+    If several names of the target share the same memory (tied weights), the checkpoint needs to
+    have only one of these names.
 
     Args:
         targets: the selected targets.
         saved: the contents of the checkpoint.
         selection: the names that are loaded.
-        names_of: the selected names of each module and optimizer.
+        names_by_owner: the selected names of each module and optimizer.
         cast: allow tensors with different dtypes.
     """
     found = Matched(problems=list(targets.problems))
@@ -101,9 +100,9 @@ def match_targets(
     claimed = [*found.objects, *found.per_rank, *targets.unselected]
     found.claimed.update(saved.saved_name(name) for name in claimed)
     all_names = [*targets.names(), *targets.unselected, *saved.all_names()]
-    found.unused.extend(selection.unused_patterns(all_names))
+    found.unused_patterns.extend(selection.unused_patterns(all_names))
     missing = set(found.missing)
-    for owner, names in {**names_of, "": [*targets.names()]}.items():
+    for owner, names in {**names_by_owner, "": [*targets.names()]}.items():
         found.counts[owner] = len(names), sum(name not in missing for name in names)
     return found
 
@@ -134,18 +133,19 @@ def _describe_mismatch(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> s
 
 
 def agree_on_match(
-    match: Callable[[], tuple[Kept, Matched]],
+    match: Callable[[], tuple[LocalValue, Matched]],
     saved: SavedNames,
     selection: Selection,
     keys: Collection[str],
     group: Group,
     *,
     strict: bool,
-) -> tuple[Kept, Matched, tuple[str, ...]]:
+) -> tuple[LocalValue, Matched, tuple[str, ...]]:
     """Match the targets on every rank, and combine the results before any target is written.
 
     Args:
-        match: matches this rank's targets, and returns a value to keep and the result.
+        match: matches this rank's targets. Returns any value, which this function also returns, and
+            the result.
         saved: the contents of the checkpoint.
         selection: the names that are loaded. Other names are never unexpected.
         keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
@@ -154,7 +154,7 @@ def agree_on_match(
         strict: raise if names are missing or unexpected.
 
     Returns:
-        The kept value, the result of this rank, and the unexpected names.
+        The value that `match` returned first, the result of this rank, and the unexpected names.
 
     Raises:
         MismatchError: a target does not match; names are missing or unexpected, and `strict` is
@@ -163,48 +163,51 @@ def agree_on_match(
     """
     names = list(saved.all_names())
 
-    def make_message() -> tuple[tuple[Kept, Matched], bytes]:
-        kept, found = match()
+    def make_message() -> tuple[tuple[LocalValue, Matched], bytes]:
+        extra, found = match()
         saved_keys = {saved.saved_name(key) for key in keys}
         claimed = np.array([n in found.claimed or not selection.selects(n) for n in names], bool)
-        below_keys = np.array([is_below(n, saved_keys) for n in names], bool)
-        message = _Message(
+        under_state_keys = np.array([is_below(n, saved_keys) for n in names], bool)
+        message = _MatchMessage(
             np.packbits(claimed).tobytes(),
-            np.packbits(below_keys).tobytes(),
+            np.packbits(under_state_keys).tobytes(),
             found.missing,
             found.problems,
-            found.unused,
+            found.unused_patterns,
             found.counts,
         )
-        return (kept, found), msgspec.msgpack.encode(message)
+        return (extra, found), msgspec.msgpack.encode(message)
 
     def make_reply(_: object, messages: list[bytes]) -> bytes:
-        decoded = [msgspec.msgpack.decode(each, type=_Message) for each in messages]
+        decoded = [msgspec.msgpack.decode(each, type=_MatchMessage) for each in messages]
         return msgspec.msgpack.encode(_combine(decoded, saved, names, keys, strict=strict))
 
-    (kept, found), reply = exchange_keeping(group, "matching names", make_message, make_reply)
-    return kept, found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
+    (extra, found), reply = exchange_with_local_value(
+        group, "matching names", make_message, make_reply
+    )
+    return extra, found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
-class _Message(msgspec.Struct, array_like=True):
+class _MatchMessage(msgspec.Struct, array_like=True):
     """A rank's message about its targets.
 
     Attributes:
-        claimed: a bit for each name of the checkpoint: whether this rank claims the name.
-        below_keys: a bit for each name of the checkpoint: whether a key of the state is above it.
-        missing, problems, unused, counts: as for `Matched`.
+        claimed: one bit for each name of the checkpoint: whether this rank claims the name.
+        under_state_keys: one bit for each name of the checkpoint: whether the name starts with a
+            key of the state, as `model.a` does with `model`.
+        missing, problems, unused_patterns, counts: as for `Matched`.
     """
 
     claimed: bytes
-    below_keys: bytes
+    under_state_keys: bytes
     missing: list[str]
     problems: list[str]
-    unused: list[str]
+    unused_patterns: list[str]
     counts: dict[str, tuple[int, int]]
 
 
 def _combine(
-    messages: Sequence[_Message],
+    messages: Sequence[_MatchMessage],
     saved: SavedNames,
     names: list[str],
     keys: Collection[str],
@@ -213,22 +216,24 @@ def _combine(
 ) -> list[str]:
     """Combine the results of all ranks on rank 0, and return the unexpected names."""
     claimed = np.zeros(len(names), bool)
-    below_keys = np.zeros(len(names), bool)
+    under_state_keys = np.zeros(len(names), bool)
     problems: dict[str, None] = {}
     missing: dict[str, None] = {}
     for message in messages:
         claimed |= _unpack_bits(message.claimed, len(names))
-        below_keys |= _unpack_bits(message.below_keys, len(names))
+        under_state_keys |= _unpack_bits(message.under_state_keys, len(names))
         problems |= dict.fromkeys(message.problems)
         missing |= dict.fromkeys(message.missing)
         if strict:
             problems |= dict.fromkeys(f"{name}: not in the checkpoint" for name in message.missing)
-    unexpected = [names[i] for i in np.flatnonzero(below_keys & ~claimed).tolist()]
+    unexpected = [names[i] for i in np.flatnonzero(under_state_keys & ~claimed).tolist()]
     if strict:
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
     else:
         problems |= dict.fromkeys(_describe_unfilled([message.counts for message in messages]))
-    for pattern in sorted(set.intersection(*(set(message.unused) for message in messages))):
+    for pattern in sorted(
+        set.intersection(*(set(message.unused_patterns) for message in messages))
+    ):
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
         unclaimed = [names[i] for i in np.flatnonzero(~claimed).tolist()]
@@ -286,86 +291,3 @@ def _describe_unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[
 def _count_names(names: Collection[str], predicate: str) -> str:
     few = ", ".join([*names][:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names)} name(s) {predicate}" + (f" ({few})" if names else "")
-
-
-def with_named_parameters(
-    opened: Opened, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
-) -> Opened:
-    """Name the parameters of optimizers that the checkpoint identifies by position.
-
-    As in `Optimizer.load_state_dict`, the first parameter of a saved group is the first parameter
-    of the target's group. An optimizer is left unchanged if its groups have other sizes, or its
-    state has other shapes. All ranks call this function together.
-
-    Args:
-        opened: the checkpoint.
-        orders: returns the order of parameters of each optimizer of this rank's target, by the name
-            of the optimizer in the checkpoint.
-        group: the ranks.
-
-    Returns:
-        A view of the checkpoint with the names of the target.
-    """
-    positional = [
-        entry.name.removesuffix(f".{GROUPS}")
-        for entry in opened.manifest.objects
-        if entry.name.endswith(f".{GROUPS}") and _positions_of(entry.value) is not None
-    ]
-    if not positional:
-        return opened
-
-    def make_reply(messages: list[bytes]) -> bytes:
-        return messages[0] if len(set(messages)) == 1 else msgspec.msgpack.encode({})
-
-    reply = exchange(
-        group, "naming parameters", lambda: msgspec.msgpack.encode(dict(orders())), make_reply
-    )
-    known = msgspec.msgpack.decode(reply, type=dict[str, list[list[tuple[str, tuple[int, ...]]]]])
-    manifest = opened.manifest
-    for optimizer in positional:
-        if optimizer in known:
-            manifest = _name_parameters(manifest, optimizer, known[optimizer])
-    return replace(opened, manifest=manifest)
-
-
-def _positions_of(groups: Any) -> list[list[int]] | None:
-    """Return the positions of each group's parameters; None if the groups have names instead."""
-    try:
-        found = msgspec.convert(groups, list[dict[str, Any]])
-        return msgspec.convert([group.get(PARAMS) for group in found], list[list[int]])
-    except msgspec.ValidationError:
-        return None
-
-
-def _name_parameters(manifest: Manifest, optimizer: str, order: ParameterOrder) -> Manifest:
-    """Return the manifest with names for one optimizer, or the same manifest if they do not fit."""
-    groups = next(each.value for each in manifest.objects if each.name == f"{optimizer}.{GROUPS}")
-    positions = _positions_of(groups) or []
-    if [len(each) for each in positions] != [len(each) for each in order]:
-        return manifest
-    pairs = zip(
-        (position for each in positions for position in each),
-        (parameter for each in order for parameter in each),
-        strict=True,
-    )
-    parameters = {f"{optimizer}.{STATE}.{position}": parameter for position, parameter in pairs}
-    tensors = []
-    for entry in manifest.tensors:
-        owner, _, key = entry.name.rpartition(".")
-        parameter_name, shape = parameters.get(owner, ("", ()))
-        if parameter_name and entry.shape not in ((), shape):
-            return manifest
-        name = f"{optimizer}.{parameter_name}.{key}" if parameter_name else entry.name
-        tensors.append(msgspec.structs.replace(entry, name=name))
-    named_groups = [
-        {
-            "members": [name for name, _ in members],
-            "value": {key: value for key, value in settings.items() if key != PARAMS},
-        }
-        for members, settings in zip(order, groups, strict=True)
-    ]
-    objects = tuple(
-        ObjectEntry(each.name, named_groups) if each.name == f"{optimizer}.{GROUPS}" else each
-        for each in manifest.objects
-    )
-    return msgspec.structs.replace(manifest, tensors=tuple(tensors), objects=objects)

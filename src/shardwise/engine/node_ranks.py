@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from shardwise.engine.buffers import allocate_pages, map_pages
-from shardwise.engine.exchange import Kept, exchange_keeping
+from shardwise.engine.exchange import LocalValue, exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.shared_buffers import (
     OPERATION,
@@ -57,8 +57,8 @@ class _Member(msgspec.Struct, array_like=True):
 
 
 def find_node_ranks(
-    group: Group, make_node_message: Callable[[], tuple[Kept, bytes]], cleanup: ExitStack
-) -> tuple[Kept, NodeRanks]:
+    group: Group, make_node_message: Callable[[], tuple[LocalValue, bytes]], cleanup: ExitStack
+) -> tuple[LocalValue, NodeRanks]:
     """Find the ranks of this node, and read their messages. All ranks call this function together.
 
     Args:
@@ -79,19 +79,19 @@ def find_node_ranks(
     doorbell = Doorbell(cleanup)
     me = _Member(group.rank, _node_name(), os.getpid(), message_fd, buffer_fd, doorbell.fd)
 
-    def make_message() -> tuple[Kept, bytes]:
+    def make_message() -> tuple[LocalValue, bytes]:
         kept, data = make_node_message()
         os.write(message_fd, data)
         return kept, msgspec.msgpack.encode(me)
 
-    def make_reply(_: Kept, messages: list[bytes]) -> list[bytes]:
+    def make_reply(_: LocalValue, messages: list[bytes]) -> list[bytes]:
         members = [msgspec.msgpack.decode(each, type=_Member) for each in messages]
         members_of: dict[str, list[_Member]] = {}
         for member in members:
             members_of.setdefault(member.node, []).append(member)
         return [msgspec.msgpack.encode(members_of[member.node]) for member in members]
 
-    kept, reply = exchange_keeping(group, "planning a load", make_message, make_reply)
+    kept, reply = exchange_with_local_value(group, "planning a load", make_message, make_reply)
     members = msgspec.msgpack.decode(reply, type=list[_Member])
     return kept, NodeRanks(members, group, buffer_fd, doorbell, cleanup)
 

@@ -53,7 +53,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class ForeignDetails:
-    """The properties of a foreign checkpoint that a checkpoint of ours lacks.
+    """The properties of a foreign checkpoint that a shardwise checkpoint lacks.
 
     Attributes:
         means: the versions of each tensor that is the mean of several stored versions. Keys are
@@ -83,7 +83,7 @@ class Opened:
         stride: the strides of the pieces in elements, `(n, D)`.
         replicas: further copies of tensors, which some foreign checkpoints have.
         left_out: the parts of the checkpoint that are not loaded, with the reason; one line each.
-        foreign: the properties of a foreign checkpoint; None for a checkpoint of ours.
+        foreign: the properties of a foreign checkpoint; None for a shardwise checkpoint.
     """
 
     store: Files
@@ -119,8 +119,8 @@ class Opened:
         Raises:
             CorruptionError: as for `DataReader`.
         """
-        entry, ours = self.manifest.files[index], self.foreign is None
-        return DataReader(self.store, entry, verify=verify, has_checksums=ours)
+        entry, is_shardwise = self.manifest.files[index], self.foreign is None
+        return DataReader(self.store, entry, verify=verify, has_checksums=is_shardwise)
 
     def largest_reads(self, arena: Arena) -> Int:
         """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
@@ -195,7 +195,7 @@ def read_manifest(store: Store) -> bytes:
 
 
 def open_manifest(store: Store, data: bytes) -> Opened:
-    """Decode and check the manifest of a checkpoint of ours.
+    """Decode and check the manifest of a shardwise checkpoint.
 
     Args:
         store: the files of the checkpoint.

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import collect, exchange, exchange_keeping, require_equal
+from shardwise.engine.exchange import collect, exchange, exchange_with_local_value, require_equal
 from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
@@ -204,7 +204,7 @@ def plan_together(
             check_room(local.save, cached.manifest.bytes_stored)
         return [msgspec.msgpack.encode(each) for each in agreements]
 
-    local, reply = exchange_keeping(group, "agreeing on a save", make_message, make_reply)
+    local, reply = exchange_with_local_value(group, "agreeing on a save", make_message, make_reply)
     agreement = msgspec.msgpack.decode(reply, type=_Agreement)
     if not agreement.save_id:
         return None
@@ -255,11 +255,13 @@ class _DescribedSave:
         """Return this rank's message to rank 0."""
         values_digest = self.values.digest()
         save = self.save
-        message = _Message(save.terms, self.fingerprint, plans.keys(), values_digest, save.message)
+        message = _PlanMessage(
+            save.terms, self.fingerprint, plans.keys(), values_digest, save.message
+        )
         return msgspec.msgpack.encode(message)
 
 
-class _Message(msgspec.Struct, array_like=True):
+class _PlanMessage(msgspec.Struct, array_like=True):
     """A rank's message to rank 0.
 
     Attributes:
@@ -331,7 +333,7 @@ def _agree(
 
     Of several ranks with equal plain values, only the first sends them.
     """
-    messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
+    messages = [msgspec.msgpack.decode(each, type=_PlanMessage) for each in encoded]
     require_equal(
         [each.terms for each in messages],
         "ranks do not save the same checkpoint in the same way:",

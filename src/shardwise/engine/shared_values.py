@@ -70,15 +70,17 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
         for name, groups in values.grouped.items():
             known = value_of_member.setdefault(name, {})
             for members, value in groups:
-                problems += [
-                    f"{name}: hyperparameters of {member} differ between ranks"
-                    for member in members
-                    if known.setdefault(member, value) != value
-                ]
+                different = [each for each in members if known.setdefault(each, value) != value]
+                if different:
+                    others = f" and {len(different) - 1} more" if len(different) > 1 else ""
+                    problems.append(
+                        f"{name}: the hyperparameters of {different[0]}{others} on rank {rank} "
+                        "differ from those on an earlier rank"
+                    )
     if problems:
         raise MismatchError(
-            "plain values differ between ranks; wrap values that are meant to differ in "
-            "sw.PerRank(value):",
+            "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap "
+            "other values that are meant to differ in sw.PerRank(value):",
             problems,
         )
     for name, known in value_of_member.items():

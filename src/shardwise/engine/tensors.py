@@ -15,7 +15,7 @@ from shardwise.layout import boxes_within
 from shardwise.manifest.pieces import Int, padded_rows
 from shardwise.plan.load import Spans, Transfers
 from shardwise.plan.tables import Description
-from shardwise.state.leaves import Fragment, TensorLeaf, as_carrier, host_array, memory_extent
+from shardwise.state.leaves import Fragment, TensorLeaf, host_array, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
 
 Array = npt.NDArray[np.generic]
@@ -79,19 +79,19 @@ class DeviceMemory:
     """A fragment in the memory of an accelerator."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self._carrier = as_carrier(data)
+        self._numpy_view = view_for_numpy(data)
         self.device: torch.device | None = data.device
         self.itemsize = data.element_size()
-        self.dtype = torch.empty(0, dtype=self._carrier.dtype, device="cpu").numpy().dtype
+        self.dtype = torch.empty(0, dtype=self._numpy_view.dtype, device="cpu").numpy().dtype
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Copy a box to a host buffer."""
-        torch.from_numpy(out).copy_(self._carrier[index], non_blocking=not wait)
+        torch.from_numpy(out).copy_(self._numpy_view[index], non_blocking=not wait)
 
     def write(self, index: Slices, source: Array) -> None:
         """Copy a host buffer to a box."""
-        self._carrier[index] = torch.from_numpy(np.ascontiguousarray(source)).to(
-            self._carrier.device
+        self._numpy_view[index] = torch.from_numpy(np.ascontiguousarray(source)).to(
+            self._numpy_view.device
         )
 
 
@@ -108,9 +108,9 @@ class CastingMemory:
     def __init__(self, data: torch.Tensor, saved_dtype: torch.dtype) -> None:
         self._data = data.detach()
         self._saved_dtype = saved_dtype
-        carrier = as_carrier(torch.empty(0, dtype=saved_dtype, device="cpu"))
-        self.dtype = carrier.numpy().dtype
-        self.itemsize = carrier.element_size()
+        example = view_for_numpy(torch.empty(0, dtype=saved_dtype, device="cpu"))
+        self.dtype = example.numpy().dtype
+        self.itemsize = example.element_size()
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Raise TypeError, because a save never converts."""

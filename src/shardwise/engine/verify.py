@@ -23,13 +23,13 @@ class VerifiedFile:
     """The result for one file of a foreign checkpoint.
 
     Attributes:
-        bytes: the number of bytes that have a checksum.
-        unchecked: the number of bytes of tensors that have no checksum.
+        bytes_checked: the number of bytes that have a checksum.
+        bytes_unchecked: the number of bytes of tensors that have no checksum.
         damaged: the ranges that do not match their checksums.
     """
 
-    bytes: int
-    unchecked: int
+    bytes_checked: int
+    bytes_unchecked: int
     damaged: list[DamagedRange]
 
 
@@ -40,8 +40,8 @@ class VerifyReport:
     Attributes:
         path: the path of the checkpoint.
         bytes_checked: the number of bytes that match their checksums.
-        bytes_compared: the number of bytes of further copies of tensors. They equal the copies
-            that loads read.
+        bytes_compared: the number of bytes of the other copies of tensors, which loads do not
+            read. All of them were equal to the copy that loads read.
         bytes_unchecked: the number of bytes of tensors that have no checksum.
         seconds: the duration of each file's check, and `total`, in seconds.
     """
@@ -106,8 +106,8 @@ def verify_checkpoint(opened: Opened, arena: Arena, recorder: Recorder) -> Verif
                 raise CorruptionError(
                     f"{opened.store}: {file.damaged[0]}; copy the file again from an intact source"
                 )
-            checked_bytes += file.bytes
-            unchecked_bytes += file.unchecked
+            checked_bytes += file.bytes_checked
+            unchecked_bytes += file.bytes_unchecked
     compared_bytes, differences = find_differences(opened, arena, recorder)
     refuse_differences(opened, differences)
     return VerifyReport(
@@ -116,7 +116,7 @@ def verify_checkpoint(opened: Opened, arena: Arena, recorder: Recorder) -> Verif
 
 
 def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
-    """Check all bytes of every file of a checkpoint of ours.
+    """Check all bytes of every file of a shardwise checkpoint.
 
     Args:
         recorder: gets an event for each file, named by the file.
@@ -214,7 +214,7 @@ def _damaged_ranges(
 
     def checksum_of(start: int, size: int) -> int:
         checksum = 0
-        step = arena.chunk - BLOCK  # because a read can return some bytes more
+        step = arena.chunk - BLOCK  # a read is rounded up to whole blocks, and must fit the buffer
         with arena.buffer() as buffer:
             for low in range(start, start + size, step):
                 high = min(low + step, start + size)

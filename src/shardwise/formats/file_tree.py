@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.torch_files import LARGEST_PICKLE, MOST_NAMED
+from shardwise.formats.containers.torch_files import LARGEST_PICKLE, MOST_NAMES_SHOWN
 from shardwise.formats.foreign import ForeignFile
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
@@ -106,11 +106,16 @@ class FileTree:
         """
         missing = [name[:200] for name in names if name not in self.sizes]
         if missing:
-            more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+            more = (
+                f" and {len(missing) - MOST_NAMES_SHOWN} more"
+                if len(missing) > MOST_NAMES_SHOWN
+                else ""
+            )
+            shown = ", ".join(missing[:MOST_NAMES_SHOWN])
             raise FormatError(
                 f"{self}: of the files that {needed_by}, {len(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} missing: {', '.join(missing[:MOST_NAMED])}"
-                f"{more}. Copy them from a complete copy of the checkpoint, or open another"
+                f"{'is' if len(missing) == 1 else 'are'} missing: {shown}"
+                f"{more}. Copy them from a complete copy of the checkpoint, or open another one"
             )
 
     def open(self, name: str) -> ReadableFile:

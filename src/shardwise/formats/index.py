@@ -1,4 +1,4 @@
-"""The index of a foreign checkpoint: what a reader found, as bytes, and the file that keeps it."""
+"""Encodes the description of a foreign checkpoint as bytes, its index, and keeps it in a file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_index(foreign: Foreign) -> bytes:
-    """Return what a reader found in a foreign checkpoint as bytes."""
+    """Encode the description of a foreign checkpoint as bytes."""
     index = _IndexBody(
         foreign.format,
         tuple(_FileEntry(file.name, file.size, file.content) for file in foreign.files),
@@ -90,7 +90,7 @@ def is_intact_index(data: bytes) -> bool:
 
 
 def decode_index(data: bytes) -> Foreign:
-    """Decode the result of `encode_index`. Check the decoded checkpoint by `validate_foreign`.
+    """Decode the result of `encode_index`. The caller must check it with `validate_foreign`.
 
     Raises:
         FormatError: the data is not an index, or is damaged.

@@ -85,7 +85,7 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
         else:
             builder.add_value(names.name_of(path), value)
     for optimizer in optimizers:
-        name = f"{names.root(optimizer)}.{GROUPS}"
+        name = f"{names.prefix(optimizer)}.{GROUPS}"
         builder.add_groups(optimizer.groups, name)
         if ungrouped := optimizer.ungrouped():
             builder.left_out.append(
@@ -125,7 +125,7 @@ class _LeafNames:
         self._keys = {
             path: (optimizer, key)
             for optimizer in optimizers
-            for path, key in optimizer.keys.items()
+            for path, key in optimizer.parameter_and_key.items()
         }
         outside = [path for path in tensors if path not in self._keys]
         top_level = {path for path in outside if len(path) == 1}
@@ -142,7 +142,7 @@ class _LeafNames:
         found = self._keys.get(path)
         if found is not None:
             optimizer, (parameter, key) = found
-            return f"{self.root(optimizer)}.{parameter}.{key}"
+            return f"{self.prefix(optimizer)}.{parameter}.{key}"
         name = ".".join(map(str, path))
         in_module = path in self._module or (len(self._module) > 0 and _is_extra_state(path))
         return f"model.{name}" if in_module else name
@@ -152,9 +152,9 @@ class _LeafNames:
         return path in self._keys
 
     @staticmethod
-    def root(optimizer: Optimizer) -> str:
+    def prefix(optimizer: Optimizer) -> str:
         """Return the name of an optimizer; `optimizer`, if the optimizer is the whole state."""
-        return ".".join(map(str, optimizer.root)) or "optimizer"
+        return ".".join(map(str, optimizer.prefix)) or "optimizer"
 
 
 def _is_extra_state(path: Path) -> bool:

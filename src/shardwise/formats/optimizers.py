@@ -18,8 +18,8 @@ Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead from a state to a leaf: a tensor or a value."""
 STATE, GROUPS = "state", "param_groups"
 PARAMS, PARAM_NAMES = "params", "param_names"
-_DOT = -1
-"""Stands in a path for the dot after `state` or `param_groups` in a flattened key."""
+_FLATTENED = -1
+"""The first part of the rest of a path whose key is flattened, as `state.<parameter>.<key>` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,15 @@ class Optimizer:
     """An optimizer in a saved state.
 
     Attributes:
-        root: the path of the optimizer.
-        keys: by the path of each leaf of the state, the parameter's name and the key.
+        prefix: the path of the optimizer.
+        parameter_and_key: for the path of each leaf below `state`: the parameter's name, and the
+            name of its state, such as `exp_avg`.
         groups: the param groups.
         group_paths: the paths of the leaves that make up `groups`.
     """
 
-    root: Path
-    keys: Mapping[Path, tuple[str, str]]
+    prefix: Path
+    parameter_and_key: Mapping[Path, tuple[str, str]]
     groups: tuple[ParamGroup, ...]
     group_paths: frozenset[Path]
 
@@ -54,7 +55,11 @@ class Optimizer:
     def ungrouped(self) -> list[str]:
         """Return the parameters that have state but are in no group."""
         grouped = self.parameters
-        return list(dict.fromkeys(name for name, _ in self.keys.values() if name not in grouped))
+        return list(
+            dict.fromkeys(
+                name for name, _ in self.parameter_and_key.values() if name not in grouped
+            )
+        )
 
 
 def encode_param_groups(groups: Iterable[ParamGroup], name: str) -> JsonValue:
@@ -89,7 +94,7 @@ def hyperparameters_key(hyperparameters: Mapping[str, Any]) -> str:
 
 
 def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[Optimizer]:
-    """Return the optimizers of a state that name their parameters.
+    """Find the optimizers in a state. Optimizers whose parameters have no names are left out.
 
     Args:
         paths: the paths of all leaves, tensors and values.
@@ -100,9 +105,12 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
     for path in paths:
         split = _split_at_optimizer(path)
         if split is not None:
-            root, kind, rest = split
-            (states if kind == STATE else groups).setdefault(root, []).append((path, rest))
-    found = [_parse_optimizer(root, states.get(root, []), groups[root], values) for root in groups]
+            prefix, kind, rest = split
+            (states if kind == STATE else groups).setdefault(prefix, []).append((path, rest))
+    found = [
+        _parse_optimizer(prefix, states.get(prefix, []), groups[prefix], values)
+        for prefix in groups
+    ]
     return [optimizer for optimizer in found if optimizer is not None]
 
 
@@ -120,52 +128,55 @@ def _split_at_optimizer(path: Path) -> tuple[Path, str, Path] | None:
         if not dot:
             return path[:index], head, path[index + 1 :]
         if index == len(path) - 1:
-            return path[:index], head, (_DOT, tail)
+            return path[:index], head, (_FLATTENED, tail)
     return None
 
 
 def _parse_optimizer(
-    root: Path,
-    state_paths: list[tuple[Path, Path]],
-    group_paths: list[tuple[Path, Path]],
+    prefix: Path,
+    state_leaves: list[tuple[Path, Path]],
+    group_leaves: list[tuple[Path, Path]],
     values: Mapping[Path, Any],
 ) -> Optimizer | None:
     """Return an optimizer, or None if it does not name its parameters.
 
     Args:
-        root: the path of the optimizer.
-        state_paths: the paths of the leaves below `state`, whole, and from there on.
-        group_paths: the same for `param_groups`.
+        prefix: the path of the optimizer.
+        state_leaves: for each leaf below `state`: its full path, and the part of it after `state`.
+        group_leaves: the same for `param_groups`.
         values: the leaves that are not tensors, by path.
     """
-    if not all(path in values for path, _ in group_paths):
+    if not all(path in values for path, _ in group_leaves):
         return None
-    settings = {rest: values[path] for path, rest in group_paths}
-    flattened = any(rest[:1] == (_DOT,) for rest in settings)
+    settings = {rest: values[path] for path, rest in group_leaves}
+    flattened = any(rest[:1] == (_FLATTENED,) for rest in settings)
     parsed = _parse_flattened_groups(settings) if flattened else _parse_groups(settings)
     if parsed is None:
         return None
     groups, names_by_number = parsed
     names = {name for group in groups for name in group.names}
     keys: dict[Path, tuple[str, str]] = {}
-    for path, rest in state_paths:
-        if rest[:1] == (_DOT,):
+    for path, rest in state_leaves:
+        if rest[:1] == (_FLATTENED,):
             name_and_key = _split_flattened_key(str(rest[1]), names)
         else:
             name_and_key = _look_up_name(rest, names_by_number)
         if name_and_key is None:
             return None
         keys[path] = name_and_key
-    return Optimizer(root, keys, groups, frozenset(path for path, _ in group_paths))
+    return Optimizer(prefix, keys, groups, frozenset(path for path, _ in group_leaves))
 
 
 def _parse_flattened_groups(
     settings: Mapping[Path, Any],
 ) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
-    """Parse `<parameter>.<hyperparameter>`: parameters with equal ones share a group."""
+    """Parse keys `<parameter>.<hyperparameter>`.
+
+    Parameters with equal hyperparameters form one group.
+    """
     by_parameter: dict[str, dict[str, Any]] = {}
     for rest, value in settings.items():
-        if rest[:1] != (_DOT,):
+        if rest[:1] != (_FLATTENED,):
             return None
         parameter, dot, key = str(rest[1]).rpartition(".")
         if not dot:
@@ -174,7 +185,8 @@ def _parse_flattened_groups(
     groups = [
         ParamGroup((parameter,), hyperparameters)
         for parameter, hyperparameters in by_parameter.items()
-        # A group by its number is a copy of the same hyperparameters.
+        # Flattened states also list each group under its index. Skip these entries: they repeat
+        # the hyperparameters that are listed by parameter.
         if not (parameter.isdigit() and PARAMS in hyperparameters)
     ]
     return merge_param_groups(groups), {}
@@ -183,7 +195,10 @@ def _parse_flattened_groups(
 def _parse_groups(
     settings: Mapping[Path, Any],
 ) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
-    """Parse a list of dicts, whole or flattened; also return the names of parameters by number."""
+    """Parse `param_groups`: one list of dicts, or one value for each index and key.
+
+    Also return the name of each parameter number.
+    """
     listed: dict[object, dict[str, Any]] = {}
     for rest, value in settings.items():
         if not rest and isinstance(value, list) and all(isinstance(each, dict) for each in value):
@@ -210,7 +225,7 @@ def _parse_groups(
 def _look_up_name(rest: Path, names_by_number: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the parameter's name and the key for a path below `state`."""
     parameter = str(rest[0]) if len(rest) > 1 else ""
-    # Stages of a pipeline overwrite each other's groups, so that names may be missing there.
+    # A pipeline stage's groups may have overwritten those of another, so a number can lack a name.
     name = names_by_number.get(parameter, None if parameter.isdigit() else parameter)
     return (name, ".".join(map(str, rest[1:]))) if name else None
 

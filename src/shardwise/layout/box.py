@@ -102,16 +102,16 @@ class Plane:
     """The two dimensions of a tensor that a picture shows, and the boxes in this plane.
 
     Attributes:
-        down: the dimension that is drawn downwards; None if the tensor is drawn as a line.
-        across: the dimension that is drawn from left to right.
+        vertical_dim: the dimension that is drawn downwards; None if the tensor is drawn as a line.
+        horizontal_dim: the dimension that is drawn from left to right.
         height, width: the size of the plane, in elements.
         boxes: the top, left, bottom and right of each visible box, in elements.
         owners: the index of each visible box in the list of all boxes.
         hidden: the other split dimensions. The plane shows only boxes at offset 0 of them.
     """
 
-    down: int | None
-    across: int
+    vertical_dim: int | None
+    horizontal_dim: int
     height: int
     width: int
     boxes: tuple[tuple[int, int, int, int], ...]

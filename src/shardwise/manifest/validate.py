@@ -91,7 +91,10 @@ def _check_names(manifest: Manifest) -> None:
     tensors, objects = (t.name for t in manifest.tensors), (o.name for o in manifest.objects)
     for name in [*tensors, *objects, *manifest.per_rank]:
         if name in seen:
-            raise FormatError(f"the manifest has the name {name!r} twice")
+            raise FormatError(
+                f"the manifest has the name {name!r} twice, so it is ambiguous which value to "
+                "load: a faulty program wrote it; open another checkpoint"
+            )
         if name.startswith(RESERVED):
             raise FormatError(f"the manifest uses the reserved name {name!r}")
         seen.add(name)

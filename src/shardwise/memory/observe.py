@@ -249,7 +249,7 @@ class _Reader:
         pending = self._read_pending(pending_name) or self._read_pending(
             records.pending_copy_record(save_id)
         )
-        leads = pending_name in self.names and pending is not None
+        has_pending_manifest = pending_name in self.names and pending is not None
         epoch = next((each.epoch for each in staged), None) if pending is None else pending.epoch
         return SaveView(
             save_id=save_id,
@@ -257,10 +257,10 @@ class _Reader:
             unsealed=unsealed,
             has_staged=bool(staged_names),
             pending=pending,
-            leads=leads,
+            has_pending_manifest=has_pending_manifest,
             epoch=epoch,
             stages={
-                **self._cluster_stages(save_id, staged, pending, leads),
+                **self._cluster_stages(save_id, staged, pending, has_pending_manifest),
                 "seal": Stage(self._seal_state(save_id, staged, unsealed)),
                 "protect_others": Stage(self._part_state("protect", save_id)),
                 "copy": Stage(self._part_state("persist", save_id)),
@@ -273,26 +273,28 @@ class _Reader:
         save_id: str,
         staged: tuple[Staged, ...],
         pending: PendingManifest | None,
-        leads: bool,
+        has_pending_manifest: bool,
     ) -> dict[str, Stage]:
         """Return the stages that have an outcome for the cluster, or will have one."""
         requested = {stage for each in staged for stage in each.stages}
         outcomes = {stage: self._read_stage(stage, save_id) for stage in records.STAGES}
         states = {
-            "commit": self._commit_state(pending, requested, leads),
-            "protect": self._protect_state(pending, requested, leads, outcomes["commit"]),
-            "persist": self._persist_state(save_id, pending, requested, leads),
+            "commit": self._commit_state(pending, requested, has_pending_manifest),
+            "protect": self._protect_state(
+                pending, requested, has_pending_manifest, outcomes["commit"]
+            ),
+            "persist": self._persist_state(save_id, pending, requested, has_pending_manifest),
             records.RETAIN: self._retain_state(save_id),
         }
         return {stage: outcomes[stage] or Stage(state) for stage, state in states.items()}
 
-    def _is_leader(self, pending: PendingManifest | None, leads: bool) -> bool:
-        return leads and pending is not None and pending.leader == self.node
+    def _is_leader(self, pending: PendingManifest | None, has_pending_manifest: bool) -> bool:
+        return has_pending_manifest and pending is not None and pending.leader == self.node
 
     def _commit_state(
-        self, pending: PendingManifest | None, requested: set[str], leads: bool
+        self, pending: PendingManifest | None, requested: set[str], has_pending_manifest: bool
     ) -> State:
-        if self._is_leader(pending, leads):
+        if self._is_leader(pending, has_pending_manifest):
             return State.RUNNING
         return State.WAITING if "commit" in requested or pending else State.NOT_REQUESTED
 
@@ -300,22 +302,26 @@ class _Reader:
         self,
         pending: PendingManifest | None,
         requested: set[str],
-        leads: bool,
+        has_pending_manifest: bool,
         commit: Stage | None,
     ) -> State:
         is_committed = commit is not None and commit.state is State.DONE
-        if is_committed and self._is_leader(pending, leads):
+        if is_committed and self._is_leader(pending, has_pending_manifest):
             return State.RUNNING
         return State.WAITING if "protect" in requested or pending else State.NOT_REQUESTED
 
     def _persist_state(
-        self, save_id: str, pending: PendingManifest | None, requested: set[str], leads: bool
+        self,
+        save_id: str,
+        pending: PendingManifest | None,
+        requested: set[str],
+        has_pending_manifest: bool,
     ) -> State:
         is_rescue = records.request_record("rescue", save_id) in self.names
-        if self._is_leader(pending, leads) and pending is not None:
+        if self._is_leader(pending, has_pending_manifest) and pending is not None:
             if pending.durable or is_rescue:
                 return State.RUNNING
-        elif is_rescue and pending is not None and not leads:
+        elif is_rescue and pending is not None and not has_pending_manifest:
             return State.RUNNING
         return State.WAITING if "persist" in requested or is_rescue else State.NOT_REQUESTED
 

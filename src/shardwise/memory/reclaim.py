@@ -1,9 +1,13 @@
 """Frees memory: slots return to the pool of free slots, and other files are deleted.
 
-`decide.py` decides what to free. Agents and trainers free it here, under an exclusive lock of the
-snapshot's directory, so never while it is in use. Files are removed in an order that survives a
-kill: pending manifests first, so that no work resumes; records that name slots last, so that no
-slot is lost.
+`decide.py` chooses the snapshots to free. Agents and trainers free them with these functions, under
+an exclusive lock of the snapshot's directory, so that no snapshot is freed while it is in use.
+
+A process can be killed while it removes files, so the order matters. Pending manifests go first, so
+that no agent resumes the save. Records that name slots go last, so that every slot can be found.
+
+Functions `free…` fail if a snapshot is in use. Functions `discard…` mark snapshots as abandoned,
+and wait until the agent releases them.
 """
 
 from __future__ import annotations
@@ -33,29 +37,31 @@ from shardwise.memory.registry import remove_entry
 from shardwise.store import LocalStore
 
 SLOT, SPARE = ".slot", ".spare"
-REMOVED_RUN = "vacant-"
+REMOVED_RUN_PREFIX = "vacant-"
 MOST_OUTCOMES = 64
 SHORT_TIMEOUT, LONG_TIMEOUT = 0.05, 30.0
 POLL_PAUSE = 0.002
 log = logging.getLogger("shardwise")
 
 
-def free(place: Place, timeout: float = SHORT_TIMEOUT, *, keeps_retain: bool = False) -> bool:
+def free(
+    place: Place, timeout: float = SHORT_TIMEOUT, *, keep_retention_requests: bool = False
+) -> bool:
     """Free a snapshot; return False if it is still in use after `timeout` seconds.
 
     Args:
-        keeps_retain: whether to keep open requests to remove old checkpoints from storage.
+        keep_retention_requests: keep unanswered requests to remove old checkpoints from storage.
     """
     for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
             if held:
-                return _free_locked(place, keeps_retain)
+                return _free_locked(place, keep_retention_requests)
         if not place.path.exists():
             break
     return False
 
 
-def _free_locked(place: Place, keeps_retain: bool) -> bool:
+def _free_locked(place: Place, keep_retention_requests: bool) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
         with store.hold(MANIFEST, shared=False) as held:
@@ -63,14 +69,14 @@ def _free_locked(place: Place, keeps_retain: bool) -> bool:
                 return False
             store.delete(MANIFEST)
     names = store.list()
-    kept = _open_retain_requests(names) if keeps_retain else set()
+    kept = _open_retention_requests(names) if keep_retention_requests else set()
     _remove(place, [name for name in names if name not in kept])
     with suppress(OSError):
         store.remove()
     return True
 
 
-def _open_retain_requests(names: Collection[str]) -> set[str]:
+def _open_retention_requests(names: Collection[str]) -> set[str]:
     requested = records.requested_saves(records.RETAIN, names)
     done = {save for save in requested if records.outcome_record(records.RETAIN, save) in names}
     return {records.request_record(records.RETAIN, save) for save in requested if save not in done}
@@ -82,7 +88,7 @@ def free_replaced(place: Place) -> None:
     Raises:
         SnapshotInUse: the snapshot is in use. It is marked as abandoned.
     """
-    if not free(place, keeps_retain=True):
+    if not free(place, keep_retention_requests=True):
         if not place.path.exists():
             return
         place.abandon()
@@ -153,7 +159,7 @@ def discard_all(run: Run) -> None:
 def discard_superseded(
     run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> None:
-    """Free the snapshots that a run resumed from a step no longer needs (see `superseded_places`).
+    """After a restore, free the snapshots that the run no longer needs (see `superseded_places`).
 
     Raises:
         StoreError: the agent does not release a snapshot.
@@ -161,7 +167,7 @@ def discard_superseded(
     discard(superseded_places(view_run(run), step, lineage, nodes, slots))
 
 
-def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
+def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> None:
     """Raise if memory holds a newer step that the run has not abandoned.
 
     A restore would prefer the newer step to the one that is being saved.
@@ -177,13 +183,14 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
         raise StateError(
             f"cannot save step {step}: memory holds the newer step {newer[-1]} of this run. To "
             f"resume from step {newer[-1]}, call restore() first; to go back, call restore(state, "
-            "step=…); to start over, save to another root, or delete the directory of this root"
+            "step=…); to start over, save to another root, or delete the directory of this root, "
+            f"{root}"
         )
 
 
-def free_hopeless(run: Run, patience: float, cache: RecordCache) -> None:
+def free_hopeless(run: Run, seconds_until_hopeless: float, cache: RecordCache) -> None:
     """Free snapshots that will never be committed (see `hopeless_places`)."""
-    for place in hopeless_places(view_run(run, cache), time.time(), patience):
+    for place in hopeless_places(view_run(run, cache), time.time(), seconds_until_hopeless):
         place.abandon()
         free(place)
 
@@ -201,7 +208,7 @@ def remove_if_unused(home: Home, run: Run) -> None:
 
 def finish_removals(home: Home) -> None:
     """Finish the removals of runs that were interrupted."""
-    for path in home.path.glob(f"{REMOVED_RUN}*"):
+    for path in home.path.glob(f"{REMOVED_RUN_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -293,13 +300,13 @@ def trim_spares(run: Run, most: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def bytes_needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
-    """Return the bytes that an agent stores for other nodes, for each rank of its own node.
+def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int) -> int:
+    """Return the bytes of copies and parity that an agent stores for each rank of its node.
 
-    All shares are assumed to have a similar size.
+    All ranks are assumed to stage a similar number of bytes.
 
     Args:
-        share: the bytes that the rank stages.
+        bytes_per_rank: the bytes that a rank stages.
         nodes: the number of nodes of the run.
     """
     if nodes < 2:
@@ -307,8 +314,8 @@ def bytes_needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
     groups = -(-nodes // options.group)
     members = nodes // groups
     parity = min(options.parity, members - 1)
-    copied = min(options.copies, nodes - 1) * share
-    return options.slots * (copied + parity * -(-share // (members - parity)))
+    copied = min(options.copies, nodes - 1) * bytes_per_rank
+    return options.slots * (copied + parity * -(-bytes_per_rank // (members - parity)))
 
 
 def bytes_stored_for_others(run: Run) -> int:
@@ -377,7 +384,7 @@ def _trim_outcomes(ended: Path) -> None:
 
 def _remove_run(home: Home, run: Run) -> None:
     """Rename the run's directory before removing it, so that a trainer can create it again."""
-    renamed = home.path / f"{REMOVED_RUN}{secrets.token_hex(4)}"
+    renamed = home.path / f"{REMOVED_RUN_PREFIX}{secrets.token_hex(4)}"
     run.path.rename(renamed)
     shutil.rmtree(renamed, ignore_errors=True)
 

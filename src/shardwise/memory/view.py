@@ -60,13 +60,14 @@ class SaveView:
         unsealed: the names of the data files that have no checksums yet.
         has_staged: whether a rank of this node has written a `Staged` record. The data file may not
             exist yet.
-        pending: the pending manifest, or a follower's copy of the pending manifest. Its field
-            `manifest` is empty.
-        leads: whether this node leads the save, so that it has the pending manifest itself.
+        pending: the pending manifest on the leading node, a copy of it on other nodes. Here, its
+            field `manifest` is empty.
+        has_pending_manifest: whether this node has the pending manifest itself, because it leads
+            the save.
         epoch: the epoch of the run at the save; None if no record contains it.
         stages: the stages by name. `copy` is this node's part of persisting, and `protect_others`
-            is this node's part of protecting. `rescue` is done once persisting was requested for a
-            save that was for memory only.
+            is this node's part of protecting. For a save that was for memory only, `rescue` is done
+            as soon as an agent has requested that it be persisted.
     """
 
     save_id: str
@@ -74,7 +75,7 @@ class SaveView:
     unsealed: tuple[str, ...]
     has_staged: bool
     pending: PendingManifest | None
-    leads: bool
+    has_pending_manifest: bool
     epoch: int | None
     stages: Mapping[str, Stage]
 
@@ -91,7 +92,7 @@ class SaveView:
     @property
     def must_be_persisted(self) -> bool:
         """Whether this node must persist the save, even if newer saves are persisted already."""
-        durable = self.leads and self.pending is not None and self.pending.durable
+        durable = self.has_pending_manifest and self.pending is not None and self.pending.durable
         is_open = self.state("persist") is State.RUNNING or "persist" in self.open_stages
         return durable and is_open
 
@@ -165,10 +166,10 @@ class RunView:
     Attributes:
         snapshots: the snapshots, by ascending step.
         lost_ranks: the ranks that died on this node without ending normally.
-        unattended_since: since when the run has had no trainer on this node, on the observer's
-            clock; None if it has one.
-        unused_since: since when the run has had neither trainers nor snapshots, on the observer's
-            clock; None if it has trainers or snapshots.
+        unattended_since: the time, on the observer's clock, since which the run has had no trainer
+            on this node; None if it has a trainer.
+        unused_since: the time, on the observer's clock, since which the run has had neither
+            trainers nor snapshots; None if it has trainers or snapshots.
         root: the root as it was last read; None if the run has trainers on this node.
     """
 

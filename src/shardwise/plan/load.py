@@ -100,7 +100,7 @@ class Source:
 
     Attributes:
         pieces: the pieces.
-        stride: the strides of each piece in elements, `(n, D)`. In checkpoints of ours, pieces are
+        stride: the strides of each piece in elements, `(n, D)`. Pieces of shardwise checkpoints are
             row-major.
         itemsize: the size of an element of each tensor, in bytes.
         data_at: the offset of the data section of each file, in bytes.

@@ -140,10 +140,13 @@ def _shape(encoded: object) -> tuple[int, ...]:
 def _decode_numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"{dtype[:40]!r} is not a dtype of numbers")
-    kind, data = np.dtype(dtype), bytes_of(text)
-    if len(data) != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{len(data)} bytes are not {dtype} of shape {list(shape)}")
-    return np.frombuffer(bytearray(data), kind).reshape(shape)
+    numpy_dtype, data = np.dtype(dtype), bytes_of(text)
+    needed = math.prod(shape) * numpy_dtype.itemsize
+    if len(data) != needed:
+        raise ValueError(
+            f"it has {len(data)} bytes, but {dtype} of shape {list(shape)} needs {needed}"
+        )
+    return np.frombuffer(bytearray(data), numpy_dtype).reshape(shape)
 
 
 def member_fields(member: enum.Enum) -> Fields | None:

@@ -12,7 +12,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Box
 from shardwise.state.plain_values import JsonValue
 
-_CARRIERS = {
+_NUMPY_DTYPE_BY_SIZE = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
@@ -41,8 +41,9 @@ class TensorLeaf:
         dtype: the dtype of the fragments.
         shape: the global shape.
         fragments: the fragments of this rank, none of them empty.
-        identity: a value that is equal for leaves which are one tensor with several names.
-        finish: called after a load has filled the fragments. Moves the values to their final
+        identity: a key for tied weights: leaves with equal `identity` are the same tensor under
+            several names. None if the tensor is not tied.
+        after_load: called after a load has filled the fragments. Moves the values to their final
             memory, if the fragments are copies.
         padded: whether the last rows may be padding. A checkpoint may have fewer rows of padding.
     """
@@ -52,11 +53,11 @@ class TensorLeaf:
     shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
     identity: object = None
-    finish: Callable[[], object] | None = None
+    after_load: Callable[[], object] | None = None
     padded: bool = False
 
     def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
-        """Return the leaf without the rows of padding that a tensor of this shape lacks."""
+        """Return the leaf, cut to `shape`. Only rows of padding may be cut."""
         same_rows = len(shape) == len(self.shape) and shape[1:] == self.shape[1:]
         if not (self.padded and same_rows and shape < self.shape):
             return self
@@ -90,7 +91,8 @@ class LocalState:
     Attributes:
         tensors: this rank's fragments of tensors.
         objects: plain values that are the same on all ranks, encoded.
-        grouped: values that groups of members share. A rank has the groups of its own members.
+        grouped: values that several parameters share, such as hyperparameters, by name. A rank
+            lists only its own parameters.
         per_rank: values that differ between ranks, encoded.
         problems: reasons why the state cannot be loaded.
         unselected: names that a load does not change, because they are not selected.
@@ -118,13 +120,13 @@ class LocalState:
         yield from (*self.objects, *self.grouped, *self.per_rank)
 
 
-def as_carrier(data: torch.Tensor) -> torch.Tensor:
+def view_for_numpy(data: torch.Tensor) -> torch.Tensor:
     """Return a view of the same memory with a dtype of the same size that NumPy supports."""
     plain = data.detach()
-    carrier = _CARRIERS[plain.element_size()]
-    if plain.dtype == carrier:
+    numpy_dtype = _NUMPY_DTYPE_BY_SIZE[plain.element_size()]
+    if plain.dtype == numpy_dtype:
         return plain
-    return plain.view(carrier)
+    return plain.view(numpy_dtype)
 
 
 def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -150,7 +152,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """Return the memory of a CPU tensor as a NumPy array with a dtype of the same size."""
-    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = as_carrier(data).numpy()
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = view_for_numpy(data).numpy()
     return array
 
 

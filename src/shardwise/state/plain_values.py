@@ -191,15 +191,19 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
         raise StateError(
-            f"{cursor.name}: {str(tag)[:40]!r} is an unknown kind of value; a newer shardwise may "
-            "know it"
+            f"{cursor.name}: this version of shardwise does not know values of type "
+            f"{str(tag)[:40]!r}: load the checkpoint with a newer version, or leave the value out "
+            "with skip="
         )
     try:
         return _KINDS[tag].decode(encoded, cursor)
     except (ShardwiseError, RecursionError):
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(f"{cursor.name}: the saved {tag} is invalid: {error}") from error
+        raise StateError(
+            f"{cursor.name}: the saved {tag} is invalid: {error}. The checkpoint was altered, or a "
+            "faulty program wrote it: load another, or leave the value out with skip="
+        ) from error
 
 
 def _tag_of(value: object) -> str | None:
@@ -254,7 +258,7 @@ def _encode_int(value: int, cursor: _Cursor) -> Fields | None:
 
 def _size(items: list[Any]) -> torch.Size:
     if not all(type(n) is int and -_INT64 <= n < _INT64 for n in items):
-        raise ValueError("expected 64-bit integers")
+        raise ValueError(f"{str(items)[:40]} are not 64-bit integers")
     return torch.Size(items)
 
 

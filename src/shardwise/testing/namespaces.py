@@ -63,17 +63,19 @@ def run_in_network(process: int, tool: str, *lines: str, may_fail: bool = False)
     )
 
 
-def start_namespaces(kinds: Sequence[str], script: str, *arguments: str) -> subprocess.Popen[str]:
+def start_namespaces(
+    unshare_flags: Sequence[str], script: str, *arguments: str
+) -> subprocess.Popen[str]:
     """Create namespaces and run a shell script with these arguments in them.
 
-    The script must print `up` when it is ready, and exit when it reads a line or its input ends. It
-    therefore exits when this process does.
+    The script must print `up` when it is ready, and exit when it reads a line or its input ends. So
+    the script exits when this process exits.
 
     Raises:
         HostsUnavailable: the namespaces could not be created, or the script failed.
     """
     process = subprocess.Popen(
-        ["unshare", *kinds, "sh", "-c", script, "sh", *arguments],
+        ["unshare", *unshare_flags, "sh", "-c", script, "sh", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -117,7 +119,8 @@ def start_in_namespace(
 ) -> subprocess.Popen[str]:
     """Start a command in a pid namespace, as a child of this process.
 
-    A short-lived thread calls `setns`, because it affects all later children of its thread.
+    A temporary thread calls `setns`, because `setns` applies to every process that its thread
+    starts afterwards.
     """
     started: list[subprocess.Popen[str]] = []
     failed: list[Exception] = []

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shardwise.layout import Box, Split, boxes_of_range, fragments_of_shard
 from shardwise.manifest.dtypes import DTYPES
 
-Holding = tuple[tuple[Box, ...], ...]
-"""The boxes of a tensor that each rank holds, by rank."""
+BoxesByRank = tuple[tuple[Box, ...], ...]
+"""For each rank, the boxes of a tensor that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
 
 
 @st.composite
-def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Holding:
+def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> BoxesByRank:
     """Draw the boxes of each rank: on a mesh, as a flattened range, or all on one rank."""
     kind = draw(st.sampled_from(["mesh", "mesh", "flat", "one"]))
     if kind == "one":

@@ -157,9 +157,9 @@ def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     for rank, (took, said, logged) in enumerate(told):
         assert took < 16.0
         assert len(said) == (0 if seconds < patience else 1), (said, took)
-        assert all("step 2: commit: " in each for each in said)
+        assert all("step 2: the stage 'commit' of " in each for each in said)
         assert len(logged) == (len(said) if rank == 0 else 0), logged
-        assert all("training continues: step 2: commit: " in each for each in logged)
+        assert all("training continues: step 2: the stage 'commit' of " in each for each in logged)
     assert_tidy(shm, 2)
 
 

@@ -290,7 +290,10 @@ def test_absurd_numbers_are_refused() -> None:
     found = problems(parse(text), catalogue({"tp": 1}, far))
     assert "the tensor would be too large" in found[0]
     found = problems(parse("ranks tp\nw -> w"), catalogue({"tp": 1}, {(3,): {"w": numbered(2)}}))
-    assert found == ["the rank of an array is outside of {'tp': 1}"]
+    assert found == [
+        "array w is of rank {'tp': 3}, but the sizes of the axes are {'tp': 1}: "
+        "check the sizes in `ranks`"
+    ]
 
 
 def test_all_that_is_wrong_is_told() -> None:

@@ -60,7 +60,10 @@ def test_captures() -> None:
         ("a -> b.*", "1:6: unknown name `*`"),
         ("a -> b [h h]", "the axis h occurs twice"),
         ("a -> b [(h + h)]", "two parts of a sum have the same axes"),
-        ("a [x y] -> b [x]", "1:3: [x] takes `x` of an array that has `x y`"),
+        (
+            "a [x y] -> b [x]",
+            "1:3: [x] uses the part `x`, but the array has only the part(s) `x y`",
+        ),
         ("a [(x + y)] -> b [x]", "no tensor takes `y`; call a part that no tensor needs `_`"),
         ("a -> b [(x + _)]", "`_` is a part of an array that no tensor takes"),
         ("a -> b [~f]", "~f must come after the axes of ranks that divide it"),

@@ -87,8 +87,8 @@ def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
         StateError: two leaves have the same name.
     """
     values = dict(state.parts)
-    for root, optimizer in state.optimizers.items():
-        values |= {(root, key): value for key, value in optimizer.flatten_names().items()}
+    for optimizer_name, optimizer in state.optimizers.items():
+        values |= {(optimizer_name, key): value for key, value in optimizer.named_entries().items()}
     found: dict[str, _Leaf] = {}
     for parent_path, parent in values.items():
         for path, value in _leaves(parent_path, parent):

@@ -25,7 +25,8 @@ class NestedOptimizer:
 
     Attributes:
         groups: the param groups.
-        state: state by the name of the parameter and the key of the state.
+        state: for each parameter's name, its state: a dict from keys, such as `exp_avg`, to tensors
+            or values.
         ties: for each tied parameter, the parameter that it is tied to.
     """
 
@@ -33,7 +34,7 @@ class NestedOptimizer:
     state: Mapping[str, Mapping[str, Any]]
     ties: Mapping[str, str]
 
-    def with_numbers(self) -> dict[str, Any]:
+    def numbered_state_dict(self) -> dict[str, Any]:
         """Return the state_dict of `torch.optim`. Tied parameters share one number."""
         numbers: dict[str, int] = {}
         groups = []
@@ -51,11 +52,12 @@ class NestedOptimizer:
                 state.setdefault(numbers[self._owner(name)], nest_keys(values))
         return {STATE: dict(sorted(state.items())), GROUPS: groups}
 
-    def flatten_names(self) -> dict[str, Any]:
-        """Return all entries by the names of `get_optimizer_state_dict`, flattened and not.
+    def named_entries(self) -> dict[str, Any]:
+        """Return all entries under the names that `get_optimizer_state_dict` uses.
 
-        State has the same names in both cases. Hyperparameters are listed twice: by the names of
-        parameters, and by the index of the group.
+        The names are those with and without `flatten_optimizer_state_dict`. They are equal for
+        state. Hyperparameters are listed twice: under names of parameters, and under the group's
+        index.
         """
         flat = {
             f"{STATE}.{name}.{key}": value
@@ -70,7 +72,7 @@ class NestedOptimizer:
             flat[f"{GROUPS}.{group_index}.{PARAMS}"] = list(group.names)
         return flat
 
-    def without_group(self) -> list[str]:
+    def ungrouped(self) -> list[str]:
         """Return the parameters with state that are not in any group."""
         known = {name for group in self.groups for name in group.names}
         return [name for name in self.state if name not in known]
@@ -118,7 +120,7 @@ def nest_state(contents: ExportContents) -> NestedState:
             leaves[each.name] = decode_with_parts(each, tensors)
         except StateError as error:
             left_out.append(str(error))
-    optimizer_leaves: dict[str, dict[str, Any]] = {root: {} for root in groups}
+    optimizer_leaves: dict[str, dict[str, Any]] = {name: {} for name in groups}
     parts: dict[tuple[str, ...], Any] = {}
     for name, leaf in leaves.items():
         optimizer = _optimizer_of(name, groups)
@@ -136,16 +138,16 @@ def nest_state(contents: ExportContents) -> NestedState:
         )
     ties = _ties_of_model(contents)
     optimizers = {
-        root: NestedOptimizer(
-            groups[root], _group_by_parameter(optimizer_leaves[root], groups[root]), ties
+        name: NestedOptimizer(
+            groups[name], _group_by_parameter(optimizer_leaves[name], groups[name]), ties
         )
-        for root in groups
+        for name in groups
     }
     return NestedState(parts, optimizers, tuple(left_out))
 
 
 def decode_with_parts(entry: ObjectEntry, tensors: Mapping[str, TensorPart]) -> Any:
-    """Decode a plain value, with the `TensorPart`s of `tensors` in place of tensors.
+    """Decode a plain value. Each tensor in it becomes the `TensorPart` of this name in `tensors`.
 
     Raises:
         StateError: the value contains a pickle, or a tensor that is not exported.
@@ -189,15 +191,15 @@ def _decode_groups(entry: ObjectEntry) -> tuple[ParamGroup, ...]:
     return tuple(groups)
 
 
-def _optimizer_of(name: str, roots: Iterable[str]) -> str | None:
-    """Return the innermost optimizer that a name is below; None if there is none."""
-    return max((root for root in roots if name.startswith(f"{root}.")), key=len, default=None)
+def _optimizer_of(name: str, optimizers: Iterable[str]) -> str | None:
+    """Return the innermost optimizer that a name belongs to; None if there is none."""
+    return max((each for each in optimizers if name.startswith(f"{each}.")), key=len, default=None)
 
 
-def _split_name(name: str, root: str) -> tuple[str, ...]:
-    """Split a name after the root, if the name is below it; otherwise after the first part."""
-    if name.startswith(f"{root}."):
-        return root, name.removeprefix(f"{root}.")
+def _split_name(name: str, model: str) -> tuple[str, ...]:
+    """Split a name of the model after the model's key, and another name after its first part."""
+    if name.startswith(f"{model}."):
+        return model, name.removeprefix(f"{model}.")
     first, dot, rest = name.partition(".")
     return (first, rest) if dot else (first,)
 

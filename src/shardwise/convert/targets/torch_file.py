@@ -43,7 +43,7 @@ _ALLOWED_TYPES = frozenset(
     {OrderedDict, Counter, torch.Size, torch.device, torch.dtype, bytearray, complex}
 )
 """Types that `torch.load(weights_only=True)` loads, in addition to plain Python values."""
-_NAME_TYPES = (type, FunctionType, BuiltinFunctionType)
+_PICKLED_BY_NAME = (type, FunctionType, BuiltinFunctionType)
 
 
 def plan_torch_file(contents: ExportContents) -> ExportFiles:
@@ -63,8 +63,8 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
         container = state_dict.setdefault(above[0], {}) if above else state_dict
         container[key] = value
     for name, optimizer in state.optimizers.items():
-        state_dict[name] = optimizer.with_numbers()
-        left_out += [f"{name}.{each}: not in any param group" for each in optimizer.without_group()]
+        state_dict[name] = optimizer.numbered_state_dict()
+        left_out += [f"{name}.{each}: not in any param group" for each in optimizer.ungrouped()]
     file = FileBuilder(FILE)
     add_torch_file(file, state_dict, FILE)
     return ExportFiles((file.build(),), lambda sums: {}, tuple(left_out))
@@ -82,7 +82,7 @@ def explain_refusal(value: Any, name: str) -> str:
 
 
 def add_torch_file(file: FileBuilder, value: Any, name: str) -> None:
-    """Append a value to a file, aligned, in the format of torch.save.
+    """Pad a file to the alignment, then append a value in the format of torch.save.
 
     Args:
         name: name of the value, for error messages.
@@ -170,7 +170,9 @@ class _Pickler(pickle.Pickler):
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             dtype = str(obj.dtype).removeprefix("torch.")
             return _reduce_tensor(self._add_storage(data), dtype, tuple(obj.shape), len(data))
-        if type(obj) in _ALLOWED_TYPES or (isinstance(obj, _NAME_TYPES) and obj in _ALLOWED_NAMES):
+        if type(obj) in _ALLOWED_TYPES or (
+            isinstance(obj, _PICKLED_BY_NAME) and obj in _ALLOWED_NAMES
+        ):
             return NotImplemented
         raise StateError(f"torch.load reads a {type(obj).__name__} only with weights_only=False")
 
@@ -186,21 +188,21 @@ def _reduce_tensor(index: int, dtype: str, shape: tuple[int, ...], size: int) ->
         storage = _Storage(_TYPED_STORAGES[dtype], index, math.prod(shape))
         return _REBUILD, (storage, 0, shape, stride, False, OrderedDict())
     storage = _Storage(torch.UntypedStorage, index, size)
-    storage_type = getattr(torch, dtype)
-    return _REBUILD_WITH_DTYPE, (storage, 0, shape, stride, False, OrderedDict(), storage_type)
+    torch_dtype = getattr(torch, dtype)
+    return _REBUILD_WITH_DTYPE, (storage, 0, shape, stride, False, OrderedDict(), torch_dtype)
 
 
 def _without_numpy(value: object) -> object:
-    storage_type = type(value)
+    container_type = type(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return _tensor_of_array(value)
-    if storage_type in (dict, OrderedDict):
+    if container_type in (dict, OrderedDict):
         pairs = ((_without_numpy(k), _without_numpy(v)) for k, v in value.items())  # type: ignore[attr-defined]
-        return storage_type(pairs)
-    if storage_type in (list, tuple):
-        return storage_type(map(_without_numpy, value))  # type: ignore[call-overload]
+        return container_type(pairs)
+    if container_type in (list, tuple):
+        return container_type(map(_without_numpy, value))  # type: ignore[call-overload]
     return value
 
 

@@ -1,4 +1,7 @@
-"""The opcodes of pickles, as functions on the stack of a machine that runs no code of a pickle."""
+"""Interprets the opcodes of a pickle without running code from it.
+
+Each opcode is a function that changes the stack of a `PickleMachine`.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,18 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 PersistentLoad: TypeAlias = Callable[[Any], object]
 """A function that returns the value of a persistent id, or raises one of `MALFORMED_ERRORS`."""
 Operation: TypeAlias = Callable[["PickleMachine", int], int]
-"""A function that runs an opcode: from the position of its argument to that of the next opcode."""
+"""A function that runs an opcode.
+
+It takes the position of the opcode's argument, and returns the position of the next opcode."""
 
 
 class PickleMachine:
     """The stack, marks and memo of a pickle that is being read.
 
     Attributes:
+        allowed: the global names that the pickle may use.
         globals: the values of the global names that the pickle used so far.
-        unknown_names: global names that are not on the list.
+        unknown_names: global names that are not in `allowed`.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class PickleMachine:
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], object] = {}
         self.unknown_names: set[str] = set()
-        self._keys: dict[int, tuple[object, KeyCounter]] = {}
+        self._key_counters: dict[int, tuple[object, KeyCounter]] = {}
 
     def read_bytes(self, position: int, count: int) -> bytes:
         """Return `count` bytes from a position; raise TruncatedError if there are fewer."""
@@ -67,18 +73,18 @@ class PickleMachine:
             raise TruncatedError("a line continues after the end of the data")
         return self.data[position:end].decode(), end + 1
 
-    def count_keys(self, target: object, keys: Sequence[object]) -> None:
-        """Count keys before they are added to a dict or set; see `KeyCounter.add`.
+    def refuse_hash_collisions(self, target: object, new_keys: Sequence[object]) -> None:
+        """Check the hashes of keys before they are added to a dict or set; see `KeyCounter.add`.
 
         Raises:
             UnsafeValueError: too many keys have the same hash.
         """
-        if SAFE_KEYS.issuperset(map(type, keys)):
+        if SAFE_KEYS.issuperset(map(type, new_keys)):
             return
         # The target is kept alive, so that its id stays unique.
-        _, counted = self._keys.setdefault(id(target), (target, KeyCounter()))
+        _, counter = self._key_counters.setdefault(id(target), (target, KeyCounter()))
         try:
-            counted.add(keys)
+            counter.add(new_keys)
         except UnsafeKeysError as error:
             raise UnsafeValueError(str(error)) from error
 
@@ -90,7 +96,7 @@ class PickleMachine:
         return items
 
     def resolve_global(self, module: str, name: str) -> object:
-        """Return the value of a global name; a placeholder if the name is not on the list."""
+        """Return the value of a global name; a placeholder if the name is not in `allowed`."""
         found = self.globals.get((module, name))
         if found is None:
             full_name = f"{_RENAMED.get(module, module)}.{name}"
@@ -105,24 +111,24 @@ class PickleMachine:
             self.globals[module, name] = found
         return found
 
-    def call(self, kind: object, args: object) -> object:
-        """Return what a class or function on the list constructs from arguments.
+    def call(self, constructor: object, args: object) -> object:
+        """Call an allowed class or function, and return the value that it constructs.
 
         Raises:
-            FormatError: `kind` is not a class or function, or the arguments are invalid.
+            FormatError: `constructor` is not a class or function, or the arguments are invalid.
         """
-        if isinstance(kind, UnknownObject):
-            return kind
-        if not isinstance(kind, AllowedCallable) or not isinstance(args, tuple):
+        if isinstance(constructor, UnknownObject):
+            return constructor
+        if not isinstance(constructor, AllowedCallable) or not isinstance(args, tuple):
             raise FormatError("it calls a value that is not a class or function")
         try:
-            return kind.construct(*args)
+            return constructor.construct(*args)
         except MALFORMED_ERRORS as error:
             if isinstance(error, FormatError):
                 raise
             if isinstance(error, UnsafeKeysError):
                 raise UnsafeValueError(str(error)) from error
-            raise FormatError(f"invalid arguments of {kind.name}: {error}") from error
+            raise FormatError(f"invalid arguments of {constructor.name}: {error}") from error
 
 
 def _refuse(machine: PickleMachine, position: int) -> int:
@@ -186,9 +192,9 @@ def _push_constant(value: object) -> Operation:
     return push
 
 
-def _push_empty(kind: type) -> Operation:
+def _push_empty(container_type: type) -> Operation:
     def push(machine: PickleMachine, position: int) -> int:
-        machine.stack.append(kind())
+        machine.stack.append(container_type())
         return position
 
     return push
@@ -277,14 +283,14 @@ def _update(machine: PickleMachine, items: list[Any]) -> None:
         if isinstance(target, UnknownObject):
             return
         raise FormatError(f"it sets items of a {type(target).__name__}")
-    machine.count_keys(target, keys)
+    machine.refuse_hash_collisions(target, keys)
     target.update(zip(keys, items[1::2], strict=True))
 
 
 def _add_items(machine: PickleMachine, position: int) -> int:
     items, target = machine.pop_to_mark(), machine.stack[-1]
     if type(target) is set:
-        machine.count_keys(target, items)
+        machine.refuse_hash_collisions(target, items)
         target.update(items)
     elif not isinstance(target, UnknownObject):
         raise FormatError(f"it adds to a {type(target).__name__}")
@@ -293,7 +299,7 @@ def _add_items(machine: PickleMachine, position: int) -> int:
 
 def _build_frozenset(machine: PickleMachine, position: int) -> int:
     items = machine.pop_to_mark()
-    machine.count_keys(items, items)
+    machine.refuse_hash_collisions(items, items)
     machine.stack.append(frozenset(items))
     return position
 
@@ -322,10 +328,10 @@ def _call(machine: PickleMachine, position: int) -> int:
 def _call_with_keywords(machine: PickleMachine, position: int) -> int:
     keywords = machine.stack.pop()
     args = machine.stack.pop()
-    kind = machine.stack[-1]
-    if keywords and not isinstance(kind, UnknownObject):
+    constructor = machine.stack[-1]
+    if keywords and not isinstance(constructor, UnknownObject):
         raise UnsupportedValueError("a value that is constructed with keyword arguments")
-    machine.stack[-1] = machine.call(kind, args)
+    machine.stack[-1] = machine.call(constructor, args)
     return position
 
 
@@ -394,5 +400,6 @@ def _operations() -> list[Operation]:
 
 
 OPERATIONS = _operations()
-"""Operations by opcode, except those that `pickles` inlines. Opcodes of protocol 0, of registered
-extensions and of out-of-band buffers are refused."""
+"""The operation of each opcode, except the opcodes that `pickles` inlines.
+
+Opcodes of protocol 0, of registered extensions and of out-of-band buffers are refused."""

@@ -41,7 +41,7 @@ AllowedNames: TypeAlias = Mapping[str, Constructor | Constant]
 
 @dataclass(frozen=True, slots=True)
 class AllowedCallable:
-    """A class or function on the list, as a value in a pickle. The pickle cannot call it itself."""
+    """An allowed class or function, as a value in a pickle. The pickle cannot call it itself."""
 
     name: str
     construct: Constructor
@@ -49,7 +49,7 @@ class AllowedCallable:
 
 @dataclass(frozen=True, slots=True)
 class UnknownObject:
-    """A placeholder for a class or function that is not on the list, and for its results."""
+    """A placeholder for a class or function that is not allowed, and for its results."""
 
     name: str
 
@@ -284,13 +284,13 @@ def _format_date(data: object) -> str:
 def _seconds_of_timedelta(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
     counts = [days, seconds, microseconds]
     if not all(type(n) is int and abs(n) < 2**40 for n in counts):
-        raise TypeError("timedelta() of something that is not an integer")
+        raise TypeError("timedelta() of a value that is not an integer, or is too large")
     return sum(n * unit for n, unit in zip(counts, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
 
 
 def _make_text(text: object = "") -> str:
     if not isinstance(text, str):
-        raise TypeError("str() of something that is not text")
+        raise TypeError("str() of a value that is not text")
     return text
 
 

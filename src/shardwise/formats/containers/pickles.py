@@ -1,8 +1,8 @@
-"""A safe reader of pickles: an interpreter that constructs values from a closed list.
+"""A safe reader of pickles: an interpreter that constructs only values of allowed types.
 
 Python's `Unpickler` trusts everything that `find_class` returns: pickles set attributes of classes,
-call values, and choose the size of allocations. In this interpreter, a class or function is only a
-name on the list. A pickle cannot call Python's own classes and functions, and setting attributes
+call values, and choose the size of allocations. In this interpreter, a class or function is only an
+allowed name. A pickle cannot call Python's own classes and functions, and setting attributes
 has no effect outside of the returned value.
 """
 
@@ -38,7 +38,7 @@ class Pickled:
 
     Attributes:
         value: the value of the pickle.
-        skipped: names of classes and functions that are not on the list.
+        skipped: names of classes and functions that are not allowed.
         end: the offset of the end of the pickle, in bytes.
     """
 
@@ -64,7 +64,7 @@ def unpickle(
         source: the path of the file or a description of the data, for messages.
         also_allowed: names that are allowed in addition to `ALLOWED_NAMES`.
         persistent_load: returns the value of a persistent id, which torch uses for storages.
-        skip_unknown: replace objects that are not on the list by `UnknownObject`, instead of
+        skip_unknown: replace objects that are not allowed by `UnknownObject`, instead of
             refusing the pickle.
         start: the offset of the pickle in the data, in bytes.
         limit_expansion: refuse values that are huge or endless if references are followed. Turn it
@@ -72,7 +72,7 @@ def unpickle(
 
     Raises:
         FormatError: the pickle is damaged, contains unsupported values, would take too much time or
-            memory, or uses names that are not on the list; the message contains the names.
+            memory, or uses names that are not allowed; the message contains the names.
     """
     machine = PickleMachine(data, {**ALLOWED_NAMES, **(also_allowed or {})}, persistent_load)
     try:

@@ -28,12 +28,12 @@ from shardwise.formats.containers.zip_archive import ZIP_START, Entry, read_dire
 
 _PICKLE = "/data.pkl"
 LARGEST_PICKLE = 2**31
-MOST_NAMED = 4
+MOST_NAMES_SHOWN = 4
 """The most names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class TorchFileContents:
     """The value passed to torch.save, with `StoredArray` for tensors and `Storage` for storages.
 
     Attributes:
@@ -55,12 +55,15 @@ class ParseCache:
     """
 
     def __init__(self) -> None:
-        self._parsed: dict[bytes, list[tuple[Mapping[str, Entry], Contents]]] = {}
+        self._parsed: dict[bytes, list[tuple[Mapping[str, Entry], TorchFileContents]]] = {}
         self._lock = Lock()
 
     def find(
-        self, pickle_bytes: bytes, storages: Mapping[str, Entry], parse: Callable[[], Contents]
-    ) -> Contents:
+        self,
+        pickle_bytes: bytes,
+        storages: Mapping[str, Entry],
+        parse: Callable[[], TorchFileContents],
+    ) -> TorchFileContents:
         """Return the contents of a pickle with these storages, from the cache or by `parse`."""
         with self._lock:  # so that several threads do not parse the same pickle
             cached = self._parsed.setdefault(pickle_bytes, [])
@@ -82,7 +85,7 @@ def read_torch_file(
     also_allowed: AllowedNames | None = None,
     skip_unknown: bool = False,
     cache: ParseCache | None = None,
-) -> Contents:
+) -> TorchFileContents:
     """Read the value in a file of torch.save, or in a range of a file. No tensor is read.
 
     Args:
@@ -93,7 +96,7 @@ def read_torch_file(
 
     Raises:
         FormatError: the file is not a file of torch.save, is malformed or truncated, was written on
-            a big-endian machine, or contains objects that are not on the list.
+            a big-endian machine, or contains objects that are not in `also_allowed`.
     """
     allowed = {**TORCH_NAMES, **(also_allowed or {})}
     try:
@@ -103,19 +106,21 @@ def read_torch_file(
         names = [name for name in _names_of_unresolved(value, "") if name]
         if not names:
             raise
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        shown = ", ".join(names[:MOST_NAMED])
+        more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
+        shown = ", ".join(names[:MOST_NAMES_SHOWN])
         raise FormatError(f"{file_range.label}: {shown}{more}: {RESOLVE_HINT}") from error
 
 
 def _read(
     file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
-) -> Contents:
+) -> TorchFileContents:
     head = file_range.read(0, min(64, file_range.size))
     if head.startswith(ZIP_START):
         return _read_zip(file_range, allowed, skip_unknown, cache)
     if is_legacy(head):
-        return Contents(*read_legacy(file_range, allowed, skip_unknown), file_range.file_index)
+        return TorchFileContents(
+            *read_legacy(file_range, allowed, skip_unknown), file_range.file_index
+        )
     raise FormatError(f"{file_range.label}: not a file of torch.save, or damaged")
 
 
@@ -161,7 +166,7 @@ def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> t
 
 def _read_zip(
     file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
-) -> Contents:
+) -> TorchFileContents:
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     order = entries.get(f"{folder}/byteorder")
@@ -184,7 +189,7 @@ def _parse(
     storages: Mapping[str, Entry],
     allowed: AllowedNames,
     skip_unknown: bool,
-) -> Contents:
+) -> TorchFileContents:
     def load_storage(persistent_id: object) -> object:
         storage_type, key, numel = parse_storage_id(persistent_id)
         if isinstance(storage_type, UnknownObject):
@@ -206,7 +211,7 @@ def _parse(
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
     )
-    return Contents(pickled.value, pickled.skipped, file_range.file_index)
+    return TorchFileContents(pickled.value, pickled.skipped, file_range.file_index)
 
 
 def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:

@@ -162,7 +162,7 @@ def _make_size(numbers: object = ()) -> torch.Size:
     if not isinstance(numbers, tuple) or not all(
         type(n) is int and -(2**63) <= n < 2**63 for n in numbers
     ):
-        raise TypeError("torch.Size() of values that are not integers")
+        raise TypeError("torch.Size() got values that are not 64-bit integers")
     return torch.Size(numbers)
 
 
@@ -233,7 +233,7 @@ TORCH_NAMES: AllowedNames = {
 }
 """The names of torch that pickles may contain.
 
-Sparse and quantized tensors and subclasses of tensors are not on the list, because they are not one
+Sparse and quantized tensors and subclasses of tensors are not allowed, because they are not one
 array in a storage. Errors give the names of their functions and classes."""
 
 

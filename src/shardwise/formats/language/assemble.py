@@ -50,7 +50,7 @@ def assemble_checkpoint(collector: Collector) -> Foreign:
         table=_make_piece_table(collector, boxes, shapes),
         replicas=_make_piece_table(collector, copies, shapes),
         replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.row].tolist()),
-        averages={name: tuple(terms) for name, terms in collector.tensors.averages.items()},
+        averages={name: tuple(terms) for name, terms in collector.tensors.terms_of_means.items()},
         world_size=int(np.prod(list(catalogue.axes.values()), dtype=np.int64)),
         left_out=tuple(_describe_skipped(collector)),
     )
@@ -164,7 +164,7 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
 
 def _check_computed_numbers(collector: Collector) -> None:
     """Check that computed numbers in names have no gaps."""
-    for prefix, numbers in collector.tensors.computed.items():
+    for prefix, numbers in collector.tensors.computed_numbers.items():
         missing = sorted(set(range(min(max(numbers) + 1, 2**20))) - numbers)
         if missing:
             shown = ", ".join(map(str, missing[:SHOWN])) + (" …" if len(missing) > SHOWN else "")
@@ -187,7 +187,7 @@ def _make_entries(
         for name, shape, dtype in zip(tensors.names, shapes, dtypes, strict=True)
         if shape is not None and dtype is not None
     }
-    for mean, terms in tensors.averages.items():
+    for mean, terms in tensors.terms_of_means.items():
         found = [entries[name] for name in terms if name in entries]
         if mean in entries:
             collector.problems.append(f"{mean}: it is stored, and is also the mean of other arrays")
@@ -221,7 +221,7 @@ def _resolve_ties(
             collector.problems.append(f"{tied}: it is tied to itself")
             continue
         ties[tied] = target
-        if tied in tensors.averages or (tied in tensors and target in tensors.averages):
+        if tied in tensors.terms_of_means or (tied in tensors and target in tensors.terms_of_means):
             collector.problems.append(f"{tied}: it is tied to {target}, and one of them is a mean")
         elif tied in tensors and target in tensors:
             mine, other = tensors.index_of(tied), tensors.index_of(target)
@@ -234,7 +234,7 @@ def _resolve_ties(
 
 def _declared_ties(collector: Collector) -> Iterator[tuple[str, str]]:
     """Yield each tied name, and the name it is tied to."""
-    averages = collector.tensors.averages
+    averages = collector.tensors.terms_of_means
     hidden = {name for terms in averages.values() for name in terms}
     names = [name for name in (*collector.tensors.names, *averages) if name not in hidden]
     for tie in collector.spec.ties:

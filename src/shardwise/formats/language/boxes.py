@@ -17,22 +17,24 @@ MOST_BOXES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class RelativeBoxes:
-    """The K boxes in each array of the same sizes, relative to position 0 of all indexed axes.
+    """The K boxes that an array holds if its position along every indexed axis is 0.
+
+    Arrays with the same axis sizes share these boxes.
 
     Attributes:
         start: `(K,)`, elements from the start of the array to the start of the box.
         offset: `(K, D)`, offsets of the boxes in the tensor.
         shape: `(D,)`, the shape of each box.
         stride: `(D,)`, strides in the array, in elements.
-        moves: how far one step along an indexed axis moves the boxes: `(elements in the array,
-            dimension of the tensor, elements along this dimension)`.
+        shift_per_axis: for each indexed axis, how far one step along it shifts the boxes:
+            `(elements in the array, dimension of the tensor, elements along this dimension)`.
     """
 
     start: Int
     offset: Int
     shape: Int
     stride: Int
-    moves: Mapping[str, tuple[int, int, int]]
+    shift_per_axis: Mapping[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +63,17 @@ class _BoxDim:
 
     size: int = 1
     stride: int = 0
-    complete: bool = False  # whether further axes need separate boxes
+    is_closed: bool = False  # whether an axis could not be merged, so further axes add boxes
 
 
 def find_relative_boxes(
     dimension_map: DimensionMap, sizes: Sizes, strides: Sequence[int]
 ) -> list[RelativeBoxes]:
-    """Return the boxes for each part of the stored array that the tensor takes.
+    """Return the boxes of each part of the stored array that belongs to the tensor.
 
     Args:
-        sizes: the sizes of all axes; for a ragged axis its share, and under `~name` the sum.
+        sizes: the sizes of all axes. For a ragged axis `name`, `sizes["name"]` is the size in this
+            array, and `sizes["~name"]` is the sum over all ranks.
         strides: the strides of the stored array, in elements.
 
     Raises:
@@ -112,29 +115,29 @@ def _find_boxes_of_term(
             continue
         contiguous = array_steps[axis] == box_dim.size * box_dim.stride
         extends = step == box_dim.size and (box_dim.size == 1 or contiguous)
-        if extends and not box_dim.complete:
+        if extends and not box_dim.is_closed:
             box_dim.stride = array_steps[axis] if box_dim.size == 1 else box_dim.stride
             box_dim.size *= size
             continue
-        box_dim.complete = True
+        box_dim.is_closed = True
         if len(start) * size > MOST_BOXES:
             raise LayoutError(f"the rule cuts an array into more than {MOST_BOXES} boxes")
         positions = np.arange(size)
         start = (start[:, None] + positions * array_steps[axis]).ravel()
         offset = np.repeat(offset, size, axis=0)
         offset[:, dim] += np.tile(positions * step, len(offset) // size)
-    moves = {
+    shift_per_axis = {
         axis: (0, dim, step)
         for axis, (dim, step) in tensor_term.steps.items()
         if not dimension_map.is_local(axis)
     }
-    moves |= {axis: (array_steps[axis], 0, 0) for axis in dimension_map.split_axes}
+    shift_per_axis |= {axis: (array_steps[axis], 0, 0) for axis in dimension_map.split_axes}
     return RelativeBoxes(
         start,
         offset,
         np.array([dim.size for dim in box_dims], np.int64),
         np.array([dim.stride for dim in box_dims], np.int64),
-        moves,
+        shift_per_axis,
     )
 
 
@@ -155,7 +158,7 @@ def place_boxes(
     if len(rows) * count > MOST_BOXES:
         raise LayoutError(f"the rule cuts its arrays into more than {MOST_BOXES} boxes")
     start, offset = np.zeros(len(rows), np.int64), np.zeros((len(rows), dims), np.int64)
-    for axis, (elements, dim, step) in boxes.moves.items():
+    for axis, (elements, dim, step) in boxes.shift_per_axis.items():
         start += elements * positions[axis]
         if step:
             offset[:, dim] += step * positions[axis]

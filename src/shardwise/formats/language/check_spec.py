@@ -118,8 +118,9 @@ def _check_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
             ) | set(dimension_map.split_axes)
             if local_axes not in array_parts:
                 raise LayoutError(
-                    f"{format_shape(rule.shape_of(target))} takes {_format_axes(local_axes)} "
-                    f"of an array that has {' or '.join(map(_format_axes, array_parts))}"
+                    f"{format_shape(rule.shape_of(target))} uses the part "
+                    f"{_format_axes(local_axes)}, but the array has only the part(s) "
+                    f"{', '.join(map(_format_axes, array_parts))}"
                 )
             used.add(local_axes)
     if rule.array_shape is None:

@@ -23,16 +23,17 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class LikeStatement:
-    """A statement `pattern like followed, results -> target`.
+    """A statement `pattern like name_pattern, results -> target`.
 
     Attributes:
         rule: the pattern, the target and the further clauses of the statement.
-        followed: the name of the array whose rule is followed, made from the pattern's captures.
+        name_pattern: gives the name of the array whose rule is followed, from the captures of
+            `pattern`.
         results: the pattern of the tensors' names that the statement renames.
     """
 
     rule: Rule
-    followed: Template
+    name_pattern: Template
     results: Pattern
 
 
@@ -63,14 +64,14 @@ def expand_like_statements(
 def _follow(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule | Skip | None:
     """Return a copy of a rule, renamed by a `like` statement; None if the rule has other names."""
     own_pattern = _rename_stars(like.rule.pattern)
-    variables = [i for i, part in enumerate(like.followed.parts) if not isinstance(part, str)]
-    variable = like.followed.parts[variables[0]] if len(variables) == 1 else None
+    variables = [i for i, part in enumerate(like.name_pattern.parts) if not isinstance(part, str)]
+    variable = like.name_pattern.parts[variables[0]] if len(variables) == 1 else None
     star = _rename_star(variable.name) if isinstance(variable, Variable) else None
     if star is None or Capture(star, star=True) not in own_pattern.parts:
         raise source.error(
             like.rule.position, "the name after `like` must contain one `*` of the name before it"
         )
-    inner = _strip_text(rule.pattern.parts, _text_around(like.followed.parts, variables[0]))
+    inner = _strip_text(rule.pattern.parts, _text_around(like.name_pattern.parts, variables[0]))
     if inner is None:
         return None
     shared = set(own_pattern.capture_names()) & set(rule.pattern.capture_names())

@@ -16,7 +16,7 @@ from shardwise.formats.language.arithmetic import (
     NumberOrList,
     evaluate,
 )
-from shardwise.formats.language.rules import Declared, Rule, Skip, Spec
+from shardwise.formats.language.rules import DeclaredValue, Rule, Skip, Spec
 from shardwise.formats.language.shapes import single_axis_parts
 from shardwise.manifest.pieces import Int
 
@@ -46,8 +46,14 @@ def match_rules(spec: Spec, catalogue: Catalogue, environment: Environment) -> M
         LayoutError: an `on` clause uses an unknown name, or the rank of an array is out of range.
     """
     sizes = np.array(list(catalogue.axes.values()), np.int64)
-    if ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any():
-        raise LayoutError(f"the rank of an array is outside of {dict(catalogue.axes)}")
+    outside = ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any(axis=1)
+    if outside.any():
+        row = int(np.flatnonzero(outside)[0])
+        coordinate = dict(zip(catalogue.axes, catalogue.coordinate[row].tolist(), strict=True))
+        raise LayoutError(
+            f"array {catalogue.names[int(catalogue.name[row])]} is of rank {coordinate}, but the "
+            f"sizes of the axes are {dict(catalogue.axes)}: check the sizes in `ranks`"
+        )
     rule_of_row = np.full(len(catalogue), UNMATCHED, np.int64)
     numeric = spec.numeric_captures()
     unmatched_names = set(np.unique(catalogue.name).tolist())
@@ -65,7 +71,12 @@ def match_rules(spec: Spec, catalogue: Catalogue, environment: Environment) -> M
         matched = (rule_of_row == UNMATCHED) & has_name[catalogue.name]
         if isinstance(rule, Rule) and rule.coordinates:
             for axis, value in rule.coordinates:
-                matched &= coordinates_along(catalogue, axis) == evaluate(value, environment)
+                try:
+                    coordinate_in_rule = evaluate(value, environment)
+                except LayoutError as error:
+                    line = spec.source.line_number(rule.position)
+                    raise LayoutError(f"{spec.source.source}:{line}: {error}") from error
+                matched &= coordinates_along(catalogue, axis) == coordinate_in_rule
         else:
             unmatched_names -= set(matching)
         rule_of_row[matched] = rule_index
@@ -235,7 +246,7 @@ def evaluate_rule_sizes(rule: Rule, environment: Environment) -> dict[str, Numbe
     return sizes
 
 
-def _evaluate_declared(declared: Declared, environment: Environment) -> NumberOrList:
+def _evaluate_declared(declared: DeclaredValue, environment: Environment) -> NumberOrList:
     if isinstance(declared, tuple):
         return tuple(evaluate(item, environment) for item in declared)
     return evaluate(declared, environment)

@@ -20,7 +20,7 @@ from shardwise.formats.language.check_spec import check_spec
 from shardwise.formats.language.like_statements import LikeStatement, expand_like_statements
 from shardwise.formats.language.rules import (
     Capture,
-    Declared,
+    DeclaredValue,
     Pattern,
     Rule,
     Skip,
@@ -53,7 +53,7 @@ PRODUCT_OPERATORS: tuple[Operator, ...] = ("*", "//", "%")
 @dataclass(slots=True)
 class _Statements:
     ranks: list[tuple[str, int | None]] = field(default_factory=list)
-    lets: list[tuple[str, Declared | None]] = field(default_factory=list)
+    lets: list[tuple[str, DeclaredValue | None]] = field(default_factory=list)
     rules: list[Rule | Skip | LikeStatement] = field(default_factory=list)
     ties: list[Tie] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ def _read_statement(scanner: Scanner, statements: _Statements) -> None:
         case "let":
             while True:
                 name = _read_new_name(scanner, statements, "a name to declare")
-                value = _read_declared(scanner) if scanner.accept("=") else None
+                value = _read_value(scanner) if scanner.accept("=") else None
                 statements.lets.append((name, value))
                 if not scanner.accept(","):
                     break
@@ -136,13 +136,13 @@ def _read_rule_or_tie(scanner: Scanner, statements: _Statements, position: int) 
             scanner.expect("stored", "as in `head = embed unless stored`")
         statements.ties.append(Tie(name, target, unless_stored, position))
     elif scanner.accept("like"):
-        followed = _read_template(scanner)
+        name_pattern = _read_template(scanner)
         scanner.expect(",", "and how results are renamed, as in `like *, model.* -> optimizer.*`")
         results = _read_pattern(scanner)
         scanner.expect("->", "and what results are renamed to")
         new_name = _read_target(scanner)
         rule = Rule(pattern=pattern, targets=(new_name,), position=position)
-        statements.rules.append(LikeStatement(_read_clauses(scanner, rule), followed, results))
+        statements.rules.append(LikeStatement(_read_clauses(scanner, rule), name_pattern, results))
     else:
         array_shape = _read_shape(scanner) if scanner.next_is("[") else None
         scanner.expect("->", "and the name of a global tensor")
@@ -169,7 +169,7 @@ def _read_clauses(scanner: Scanner, rule: Rule) -> Rule:
             while True:
                 name = scanner.read_name("the name of an axis")
                 scanner.expect("=", f"and the size of {name}")
-                sizes.append((name, _read_declared(scanner)))
+                sizes.append((name, _read_value(scanner)))
                 if not scanner.accept(","):
                     break
             rule = replace(rule, sizes=tuple(sizes))
@@ -215,7 +215,7 @@ def _next_is_clause(scanner: Scanner) -> bool:
 def _read_pattern(scanner: Scanner) -> Pattern:
     parts: list[str | Capture] = []
     stars = 0
-    for word in scanner.read_words("a name, or a pattern of names"):
+    for word in scanner.read_name_parts("a name, or a pattern of names"):
         if word == "*":
             parts.append(Capture(f"*{stars}", star=True))
             stars += 1
@@ -231,7 +231,7 @@ def _read_pattern(scanner: Scanner) -> Pattern:
 def _read_template(scanner: Scanner) -> Template:
     parts: list[str | Expression] = []
     stars = 0
-    for word in scanner.read_words("a name"):
+    for word in scanner.read_name_parts("a name"):
         if word == "*":
             parts.append(Variable(f"*{stars}"))
             stars += 1
@@ -244,7 +244,7 @@ def _read_template(scanner: Scanner) -> Template:
     return Template(tuple(parts))
 
 
-def _read_declared(scanner: Scanner) -> Declared:
+def _read_value(scanner: Scanner) -> DeclaredValue:
     """Read the value after `=`: an expression, or a list of them."""
     if not scanner.accept("["):
         return _read_expression(scanner)

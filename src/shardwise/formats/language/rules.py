@@ -30,7 +30,7 @@ from shardwise.formats.language.shapes import (
 
 Matcher = Callable[[str], dict[str, str] | None]
 """Takes a name; returns the captured texts, or None if the name does not match."""
-Declared = Expression | tuple[Expression, ...]
+DeclaredValue = Expression | tuple[Expression, ...]
 """What `let` or `where` gives a name: a number or a list."""
 ANY_SHAPE = Shape((), ellipsis=0)
 NO_SOURCE = SourceText("", "specification")
@@ -168,7 +168,7 @@ class Rule:
     pattern: Pattern
     targets: tuple[Target, ...]
     array_shape: Shape | None = None
-    sizes: tuple[tuple[str, Declared], ...] = ()
+    sizes: tuple[tuple[str, DeclaredValue], ...] = ()
     flat_axes: tuple[str, ...] = ()
     average_axes: tuple[str, ...] = ()
     dtype: str | None = None
@@ -231,7 +231,7 @@ class Spec:
     """
 
     ranks: tuple[tuple[str, int | None], ...] = ()
-    lets: tuple[tuple[str, Declared | None], ...] = ()
+    lets: tuple[tuple[str, DeclaredValue | None], ...] = ()
     rules: tuple[Rule | Skip, ...] = ()
     ties: tuple[Tie, ...] = ()
     source: SourceText = NO_SOURCE

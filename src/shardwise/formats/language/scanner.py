@@ -150,10 +150,11 @@ class Scanner:
             self.fail(f"the number is too large; the largest is {LARGEST_NUMBER}", position)
         return int(digits)
 
-    def read_words(self, expected: str) -> Iterator[str]:
-        """Yield the parts of a name up to a space or comma: `*`, `{`, or `"` followed by a text.
+    def read_name_parts(self, expected: str) -> Iterator[str]:
+        """Read a name up to the next space or comma, and yield its parts.
 
-        After `{`, the caller reads up to and including `}` before it takes the next part.
+        A part is `*`, `{`, or literal text with a `"` in front of it. After `{`, the caller reads
+        up to and including `}` before it takes the next part.
 
         Args:
             expected: a description of the name, for the message of the error.
@@ -178,7 +179,7 @@ class Scanner:
         self.skip_space()
 
     def read_closing_brace(self) -> None:
-        """Read `}`, but not the space that ends the name.
+        """Read `}`. Unlike `expect`, do not skip the space after it, because a space ends the name.
 
         Raises:
             SpecError: something else comes next.

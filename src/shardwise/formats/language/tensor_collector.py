@@ -38,14 +38,16 @@ class TensorNames:
 
     Attributes:
         names: the names of all tensors.
-        averages: for each mean, the names of the hidden tensors with the values of the ranks.
-        computed: numbers in names that result from arithmetic, by the text before them.
+        terms_of_means: for each tensor that is a mean over ranks, the names of the tensors with the
+            values of the single ranks. Users do not see these tensors.
+        computed_numbers: for each prefix of a name, the numbers that arithmetic in a rule put after
+            it.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.averages: dict[str, list[str]] = {}
-        self.computed: dict[str, set[int]] = {}
+        self.terms_of_means: dict[str, list[str]] = {}
+        self.computed_numbers: dict[str, set[int]] = {}
         self._index: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -63,15 +65,17 @@ class TensorNames:
         template: Template,
         average_axes: Sequence[str],
         captured: Mapping[int, CapturedTexts],
-        columns: tuple[Int, Mapping[str, Int]],
+        array_names: Int,
+        positions: Mapping[str, Int],
         environment: Environment,
     ) -> Int:
         """Name the tensors of n arrays.
 
         Args:
-            average_axes: axes of the ranks over which the tensor is the mean.
-            captured: captured texts by the index of the array's name.
-            columns: for each array, the index of its name and its positions along axes.
+            average_axes: the tensor is the mean over the ranks along these axes.
+            captured: for the index of each array name, the captured texts.
+            array_names: `(n,)`, the index of each array's name.
+            positions: for each axis, `(n,)`, the position of each array along it.
 
         Returns:
             `(n,)`, the index of each array's tensor.
@@ -79,7 +83,7 @@ class TensorNames:
         Raises:
             LayoutError: a name uses an unknown value, or a number is negative or too large.
         """
-        array_names, positions = columns
+
         needed = dict.fromkeys([*template.variables(), *average_axes])
         axes = [axis for axis in needed if axis in positions]
         first_rows, inverse = _distinct_rows([array_names, *(positions[axis] for axis in axes)])
@@ -90,7 +94,7 @@ class TensorNames:
             name = self._fill(template, texts, replace(environment, values=values))
             if average_axes:
                 hidden = f"{name}#{','.join(f'{axis}={values[axis]}' for axis in average_axes)}"
-                self.averages.setdefault(name, []).append(hidden)
+                self.terms_of_means.setdefault(name, []).append(hidden)
                 name = hidden
             indices[i] = self.index_of(name)
         return indices[inverse]
@@ -110,7 +114,7 @@ class TensorNames:
                         f"with {_format_values(part, environment)}"
                     )
                 if not isinstance(part, Variable):
-                    self.computed.setdefault(name, set()).add(number)
+                    self.computed_numbers.setdefault(name, set()).add(number)
                 name += str(number)
         return name
 
@@ -140,15 +144,15 @@ def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
 
 @dataclass(slots=True)
 class Collector:
-    """What a specification makes of a catalogue, while its rules are applied.
+    """The tensors that the rules applied so far have found in a catalogue.
 
     Attributes:
         environment: sizes of axes and captures, and constants.
-        tensors: the names of the tensors; all tables use their indices.
-        boxes: boxes of tensors in arrays.
-        arrays: for each group of arrays, their tensors, their rows in the catalogue, and the
-            shape that the rule gives the tensors.
-        problems: everything that is wrong.
+        tensors: the names of the tensors. All tables refer to a tensor by its index here.
+        boxes: tables of the boxes of tensors in arrays.
+        arrays: one tuple for each group of arrays: the index of each array's tensor, each array's
+            row in the catalogue, and the shape of the tensors according to the rule.
+        problems: one line for each problem.
     """
 
     spec: Spec
@@ -165,7 +169,7 @@ class Collector:
         return f"{self.spec.source.source}:{self.spec.source.line_number(rule.position)}"
 
     def positions(self, rule_index: int) -> dict[str, Int]:
-        """Return the positions of a rule's arrays along axes of ranks and captured numbers."""
+        """Return the value of each rank axis and each captured number for each array of a rule."""
         rows = self.matches.rows[rule_index]
         ranks = {
             axis: coordinates_along(self.catalogue, axis)[rows]
@@ -176,7 +180,7 @@ class Collector:
     def known_sizes(
         self, rule: Rule, declared: Mapping[str, NumberOrList]
     ) -> dict[str, NumberOrList]:
-        """Return the sizes of a rule's axes that do not depend on the shapes of its arrays."""
+        """Return the axis sizes of a rule that are known without the shapes of its arrays."""
         indexed = self.spec.rank_axes | set(rule.pattern.capture_names())
         sizes = {name: size for name, size in self.environment.sizes.items() if name in indexed}
         return {**self.environment.constants, **sizes, **declared}
@@ -188,14 +192,16 @@ class Collector:
             LayoutError: a name uses an unknown value.
         """
         sizes = {**self.environment.sizes, **group.sizes}
-        columns = self.catalogue.name[group.rows], group.positions
+        array_names = self.catalogue.name[group.rows]
         numeric = self.spec.numeric_captures()
         texts = {
             i: {name: text for name, text in captured.items() if name not in numeric}
             for i, captured in self.matches.captured[rule_index].items()
         }
         environment = replace(self.environment, sizes=sizes)
-        return self.tensors.add(target.name, rule.average_axes, texts, columns, environment)
+        return self.tensors.add(
+            target.name, rule.average_axes, texts, array_names, group.positions, environment
+        )
 
     def report_tensor(self, tensor: int, problem: str) -> None:
         """Add a problem of a tensor."""

@@ -159,7 +159,10 @@ def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{tree}/{TRAINER_STATE}: not a JSON object: {error}") from error
+        raise FormatError(
+            f"{tree}/{TRAINER_STATE}: not a JSON object ({error}): copy the file again from an "
+            "intact source"
+        ) from error
 
 
 def _list_left_out(tree: FileTree) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Hugging Face: published models, and the shards that DCP's `HuggingFaceStorageWriter` leaves.
 
-Models are safetensors or pytorch_model*.bin files, possibly with an index. Names are those of the
-published model, below `model.`.
+Models are safetensors or pytorch_model*.bin files, possibly with an index. The names of
+tensors are the published names with the prefix `model.`.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def recognise_sharded(tree: FileTree) -> bool:
 
 
 def read_sharded(tree: FileTree) -> Foreign:
-    """Read the shards that ranks left before consolidation. Names are below `model`.
+    """Read the shards that ranks left before consolidation. Names have the prefix `model.`.
 
     The files do not contain shapes of tensors. A tensor ends where its last shard ends.
 
@@ -259,7 +259,7 @@ def _require_all_shards(tree: FileTree, names: list[str]) -> None:
 
 
 def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndArray]]:
-    """Yield the name, the offset in its tensor, and the array of each array in a file."""
+    """For each array in a file, yield its name, its offset in the global tensor, and the array."""
     text = header.metadata.get(_OFFSETS_KEY, "{}")
     try:
         offsets = msgspec.json.decode(text, type=dict[str, _SavedOffsets])

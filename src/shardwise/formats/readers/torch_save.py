@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.containers.torch_files import (
-    MOST_NAMED,
+    MOST_NAMES_SHOWN,
     is_torch_file,
     read_pickle_bytes,
     read_torch_file,
@@ -140,7 +140,7 @@ def read_ranks(tree: FileTree) -> Foreign:
     others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in indices]
     left_out = [f"{name}: not named after a rank as the other files are" for name in others]
     return replace(
-        foreign, world_size=len(ranks), left_out=(*foreign.left_out, *left_out[:MOST_NAMED])
+        foreign, world_size=len(ranks), left_out=(*foreign.left_out, *left_out[:MOST_NAMES_SHOWN])
     )
 
 

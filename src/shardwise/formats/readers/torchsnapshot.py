@@ -198,8 +198,9 @@ class _Snapshot:
         size = math.prod(tensor.shape) * DTYPES[dtype].itemsize
         if tensor.byte_range and tensor.byte_range[1] - start != size:
             raise FormatError(
-                f"byte_range has {tensor.byte_range[1] - start} bytes, but the shape "
-                f"{list(tensor.shape)} needs {size}"
+                f"its byte_range has {tensor.byte_range[1] - start} bytes, but shape "
+                f"{list(tensor.shape)} of dtype {dtype} needs {size}: the manifest is damaged; "
+                "copy the checkpoint again from an intact source"
             )
         file = self._index_of(tensor.location)
         return StoredArray(file, start, dtype, tensor.shape, row_major_strides(tensor.shape))

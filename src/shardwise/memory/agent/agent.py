@@ -139,9 +139,9 @@ class Agent:
                 log.exception("observing this node failed; trying again")
                 continue
             for kind, worker in self._workers.items():
-                worker.offer([each for each in due if type(each) is kind])
+                worker.set_queue([each for each in due if type(each) is kind])
         for worker in self._workers.values():
-            worker.offer([])
+            worker.set_queue([])
 
 
 class _Worker:
@@ -154,7 +154,7 @@ class _Worker:
         self._running: Action | None = None
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-    def offer(self, actions: Sequence[Action]) -> None:
+    def set_queue(self, actions: Sequence[Action]) -> None:
         """Replace the queued actions. The action in progress is not queued."""
         with self._changed:
             self._queue = [each for each in actions if each != self._running]
@@ -183,8 +183,8 @@ def run_of(action: Action) -> Run:
 
 
 @dataclass(slots=True)
-class _Count:
-    """How often an action was performed or failed, and when it last was."""
+class _Attempts:
+    """How many times an action was performed or has failed, and the time of the last attempt."""
 
     times: int = 0
     last: float = 0.0
@@ -203,8 +203,9 @@ class _Count:
 class Retries:
     """Decides when to retry each action, and which failures to log. Threads may share it.
 
-    If `decide` returns an action again that has succeeded, it is delayed as if it had failed.
-    Failures with the same cause are logged ever more rarely, the first with its traceback.
+    An action that has succeeded, but that `decide` returns again, is delayed like an action that
+    has failed. Failures with the same cause are logged ever more rarely, the first with its
+    traceback.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -213,8 +214,8 @@ class Retries:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._actions: dict[Action, _Count] = {}
-        self._failures: dict[tuple[str, int], _Count] = {}
+        self._actions: dict[Action, _Attempts] = {}
+        self._failures: dict[tuple[str, int], _Attempts] = {}
 
     def is_due(self, action: Action) -> bool:
         """Return whether an action may be tried now."""
@@ -225,12 +226,12 @@ class Retries:
     def succeeded(self, action: Action) -> None:
         """Count a success."""
         with self._lock:
-            self._actions.setdefault(action, _Count()).add(self._clock())
+            self._actions.setdefault(action, _Attempts()).add(self._clock())
 
     def failed(self, action: Action, error: Exception) -> None:
         """Count a failure, and log it."""
         with self._lock:
-            count = self._actions.setdefault(action, _Count())
+            count = self._actions.setdefault(action, _Attempts())
             count.add(self._clock())
             self._log(action, error, count.times)
 
@@ -248,7 +249,7 @@ class Retries:
         if is_first_missing or not path.exists() or (path / ABANDONED).exists():
             log.info("%s (the snapshot is being removed)", message)
             return
-        failures = self._failures.setdefault(_cause_of(error), _Count())
+        failures = self._failures.setdefault(_cause_of(error), _Attempts())
         failures.add(self._clock())
         if failures.times == 1:
             log.error("%s", message, exc_info=error)

@@ -207,16 +207,16 @@ def read_member(
     member = group.members[index]
     filled = low
     for extent in member.extents(low, low + len(out)):
-        part = out[extent.low - low : extent.high - low]
+        part = out[extent.data_start - low : extent.data_stop - low]
         try:
-            found = read_range(member.node, extent.file, extent.offset, part)
+            found = read_range(member.node, extent.file, extent.file_offset, part)
         except (OSError, CorruptionError) as error:
             raise UnreadableFileError(NodeFile(member.node, extent.file), error) from error
         if len(part) == len(out):
             return found
         if found is not part:
             part[:] = found
-        filled = extent.high
+        filled = extent.data_stop
     out[filled - low :] = 0
     return out
 

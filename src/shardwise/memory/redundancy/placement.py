@@ -1,4 +1,7 @@
-"""The placement of copies and parity: groups of nodes across failure domains, and their files."""
+"""Decides which nodes store copies or parity of which files.
+
+Nodes form groups that spread over failure domains. The nodes of a group protect each other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.names import check_file_name, check_save_id
 from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes_of_group
 
-TABLE_PAGE = 4096
+TABLE_ALIGNMENT = 4096
 """The size of a checksum table is a multiple of this many bytes."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
@@ -26,24 +29,25 @@ NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A byte range of a file, and its place in the data of a node.
+    """A byte range of a file, and the same range in the data of a node.
 
     Attributes:
         file: the name of the file.
-        offset: offset of the range in the file, in bytes.
-        low, high: the range in the data of the node, in bytes.
+        file_offset: offset of the range in the file, in bytes.
+        data_start, data_stop: the range in the data of the node, in bytes.
     """
 
     file: str
-    offset: int
-    low: int
-    high: int
+    file_offset: int
+    data_start: int
+    data_stop: int
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A node of a group, and its data files of a snapshot.
 
-    The data of a node are its files one after another, then zeros.
+    The data of a node is its files joined in order, padded with zeros to the size that parity
+    needs.
 
     Attributes:
         node: the node's name.
@@ -147,8 +151,8 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         save_id: the id of the protected save.
         groups: the groups. Each file is in one group. A node may be in several groups, with
             different files in each.
-        gaps: one sentence for each gap, where nodes are protected less than requested, with the
-            reason.
+        gaps: one sentence for each set of nodes with less protection than requested. The sentence
+            gives the reason.
 
     Raises:
         ValueError: a group or a file is repeated, or `save_id` is invalid.
@@ -181,15 +185,17 @@ def form_groups(
     """Form groups of nodes that protect each other.
 
     Group sizes differ by at most one node. The nodes of a failure domain are spread evenly over the
-    groups. With parity, more groups are formed if they can then survive the loss of a whole domain
-    and each group still has more than `parity` nodes. The order of `members` does not matter.
+    groups. With parity, the function forms more and smaller groups if every group can then survive
+    the loss of a whole domain. Each group still has more than `parity` nodes. The order of
+    `members` does not matter.
 
     Args:
         members: all nodes of the snapshot.
         save_id: the id of the save to protect.
         copies: how many other nodes store a copy of each node's files.
         parity: how many nodes of a group may be lost.
-        group_size: the largest size of a group, unless that is too few nodes for the protection.
+        group_size: the largest size of a group. If `copies` or `parity` needs larger groups, groups
+            are larger.
 
     Raises:
         ValueError: both copies and parity are requested, a number is out of range, or a node or
@@ -197,11 +203,13 @@ def form_groups(
     """
     if copies < 0 or parity < 0 or (copies and parity) or group_size < 2:
         raise ValueError(
-            f"copies={copies}, parity={parity}, group_size={group_size}: use copies or parity, not "
-            "both, at least 0; and groups of at least 2 nodes"
+            f"copies={copies}, parity={parity}, group={group_size}: copies and parity must not be "
+            "negative, only one of them may be positive, and group must be at least 2"
         )
     if parity > 1 and group_size > MOST_NODES:
-        raise ValueError(f"group_size={group_size}: at most {MOST_NODES} with parity={parity}")
+        raise ValueError(
+            f"group={group_size}: with parity={parity}, groups can have at most {MOST_NODES} nodes"
+        )
     if not members:
         return Protection(save_id, ())
     repeated = _find_repeated(member.node for member in members)
@@ -305,7 +313,7 @@ def parity_file_size(chunk: int) -> int:
 
     The file is the chunk and a table with a CRC-32 of each 64 KiB. The table is padded with zeros.
     """
-    return chunk + -(-4 * block_count(chunk) // TABLE_PAGE) * TABLE_PAGE
+    return chunk + -(-4 * block_count(chunk) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
 
 def _domain_key(member: Member) -> tuple[str, str]:
@@ -361,7 +369,7 @@ def _find_domain_gaps(group: ProtectionGroup) -> Iterator[str]:
         if group.parity:
             exposed = count if count > group.parity else 0
             reason = f"and only {group.parity} may be lost"
-        else:  # the nodes all of whose copies are in their own domain
+        else:  # a node is exposed if its data and all its copies are in this domain
             holders = [{domains[(i + j) % n] for j in range(group.copies + 1)} for i in range(n)]
             exposed = holders.count({domain})
             reason = "so some copies share its domain"

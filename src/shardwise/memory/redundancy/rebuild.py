@@ -26,7 +26,7 @@ from shardwise.memory.redundancy.parity import (
     read_member,
 )
 from shardwise.memory.redundancy.placement import (
-    TABLE_PAGE,
+    TABLE_ALIGNMENT,
     Member,
     Protection,
     ProtectionGroup,
@@ -181,7 +181,7 @@ class Rebuilder:
         low = part.low // BLOCK * BLOCK
         high = min(block_count(part.high) * BLOCK, group.chunk)
         data = self._read_range(file.node, file.name, low, buffer[: high - low])
-        page, first = divmod(low // BLOCK, TABLE_PAGE // 4)
+        page, first = divmod(low // BLOCK, TABLE_ALIGNMENT // 4)
         damaged = self._table_page(group, file, page).damaged(first, data)
         if damaged:
             raise CorruptionError(
@@ -193,8 +193,8 @@ class Rebuilder:
         """Return a page of the checksum table of a parity file."""
         key = (file, page)
         if key not in self._table_pages:
-            out = np.empty(TABLE_PAGE, np.uint8)
-            offset = group.chunk + page * TABLE_PAGE
+            out = np.empty(TABLE_ALIGNMENT, np.uint8)
+            offset = group.chunk + page * TABLE_ALIGNMENT
             found = self._read_range(file.node, file.name, offset, out)
             self._table_pages[key] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
         return self._table_pages[key]
@@ -312,7 +312,7 @@ def split_range(
         for number, member in enumerate(stripe.data):
             start = number * chunk
             for extent in group.members[member].extents(start + first, start + last):
-                cuts |= {extent.low - start, extent.high - start}
+                cuts |= {extent.data_start - start, extent.data_stop - start}
         for cut in sorted(cuts):
             while first < cut:
                 stop = min(cut, (first // cut_every + 1) * cut_every)

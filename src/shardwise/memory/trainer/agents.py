@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
-from shardwise.engine.exchange import exchange, exchange_keeping
+from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group, own_address
 from shardwise.errors import StoreError
 from shardwise.memory.home import Home
@@ -85,7 +85,7 @@ def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membersh
         node_of = [info.node for info in infos]
         return msgspec.msgpack.encode(Membership(lineage_of(root), list(nodes.values()), node_of))
 
-    home, reply = exchange_keeping(
+    home, reply = exchange_with_local_value(
         group, "finding the agents of the nodes", find_agent, list_members
     )
     return home, msgspec.msgpack.decode(reply, type=Membership)

@@ -56,8 +56,9 @@ class Slack:
         """Record a save.
 
         Args:
-            seconds: the time between the save and its fence.
-            has_waited: whether the training waited for the copy at the fence.
+            seconds: the time between the save and the moment when the training needed the copy to
+                be complete: at the optimizer's step, or in `handle.staged()`.
+            has_waited: whether the training had to wait for the copy at that moment.
         """
         self._seconds.append(seconds)
         self._has_waited = has_waited
@@ -102,9 +103,11 @@ class Copying:
             at full speed.
 
     Attributes:
-        issued: set once all data was read, or its copies were queued on streams of devices.
+        all_queued: set when all data on the host has been copied, and all copies from devices are
+            queued in their streams.
         done: set once the copy has succeeded or failed.
-        failure: once done, why this rank's file was not staged, or "".
+        failure: the reason why this rank's file was not staged; "" if it was, or if the copy is not
+            done yet.
     """
 
     def __init__(self, total: int, slack: Slack | None) -> None:
@@ -113,11 +116,11 @@ class Copying:
         self._start = time.monotonic()
         self._process = os.getpid()
         self._at_full_speed = threading.Event()
-        self.issued = threading.Event()
+        self.all_queued = threading.Event()
         self.done = threading.Event()
         self.failure = ""
 
-    def is_of_parent(self) -> bool:
+    def belongs_to_parent_process(self) -> bool:
         """Return whether this process was forked from the one that makes the copy."""
         return os.getpid() != self._process
 
@@ -145,7 +148,7 @@ class Copying:
     def finish(self, failure: str) -> None:
         """Mark the copy as done. `failure` says why it failed, or is ""."""
         self.failure = failure
-        self.issued.set()
+        self.all_queued.set()
         self.done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -158,7 +161,7 @@ class Copying:
             StoreError: this process was forked from the one that makes the copy.
         """
         self.hurry()
-        if self.is_of_parent() and not self.done.is_set():
+        if self.belongs_to_parent_process() and not self.done.is_set():
             raise StoreError(
                 f"process {self._process} makes the copy, so this forked child cannot wait for "
                 "it: wait in the parent"

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.exchange import exchange_keeping
+from shardwise.engine.exchange import exchange_with_local_value
 from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
@@ -194,7 +194,7 @@ class Rings:
             entry = b"" if source is None else msgspec.msgpack.encode(planned.entry(source))
             return source, entry
 
-        source, reply = exchange_keeping(
+        source, reply = exchange_with_local_value(
             self._group,
             "forming rings",
             encode_entry,

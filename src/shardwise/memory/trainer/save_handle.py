@@ -36,8 +36,8 @@ class PendingSave:
         save_id: the id of the save.
         stages: the stages to wait for, in order.
         logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
-        retains: whether older checkpoints are deleted from storage after the last stage. Rank 0
-            waits for that.
+        deletes_older: whether older checkpoints are deleted from storage after the last stage, and
+            this rank waits for the deletion. True only on rank 0.
         copying: the copy of this rank's part.
     """
 
@@ -46,7 +46,7 @@ class PendingSave:
     save_id: str
     stages: tuple[str, ...]
     logs_failures: bool
-    retains: bool = False
+    deletes_older: bool = False
     copying: Copying | None = None
     _outcomes: dict[str, Done] = field(default_factory=dict)
 
@@ -60,30 +60,32 @@ class PendingSave:
         """Why this rank could not stage its part; "" if it could, or is still copying."""
         return "" if self.copying is None else self.copying.failure
 
-    def check(self) -> bool:
+    def raise_or_log_failure(self) -> bool:
         """Return whether no stage has failed so far.
 
         Raises:
             StoreError: a stage of a durable save failed; says which, and why.
         """
-        stages = (*self.stages, records.RETAIN) if self.retains else self.stages
+        stages = (*self.stages, records.RETAIN) if self.deletes_older else self.stages
         return self._log_or_raise(lambda: [self.outcome(stage) for stage in stages])
 
     def wait_until_ended(self) -> bool:
         """Wait until all stages have ended, and return whether none failed.
 
         Raises:
-            StoreError: as for `check`.
+            StoreError: as for `raise_or_log_failure`.
         """
         return self._log_or_raise(lambda: [self.wait_for(stage, None) for stage in self.stages])
 
     def wait_for_retention(self) -> None:
-        """Wait until older checkpoints are deleted from storage. If that fails, `check` raises.
+        """Wait until older checkpoints are deleted from storage.
+
+        If the deletion fails, `raise_or_log_failure` raises.
 
         Raises:
             StoreError: the agent of this node is gone, or does not answer.
         """
-        if self.retains:
+        if self.deletes_older:
             try:
                 self.wait_for(records.RETAIN, None)
             except StoreError:
@@ -103,7 +105,7 @@ class PendingSave:
 
     def has_succeeded(self) -> bool:
         """Return whether all stages have succeeded."""
-        stages = (*self.stages, records.RETAIN) if self.retains else self.stages
+        stages = (*self.stages, records.RETAIN) if self.deletes_older else self.stages
         try:
             return all(self.outcome(stage) is not None for stage in stages)
         except StoreError:
@@ -116,20 +118,23 @@ class PendingSave:
             StoreError: the stage failed.
         """
         done = self._outcomes.get(stage) or self._read_outcome(stage)
-        if done is None and stage in ("protect", records.RETAIN) and self._is_superseded():
-            # A newer snapshot replaced this one, and was protected and retained instead.
+        if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
+            # A newer snapshot replaced this one, so these stages run for the newer one instead.
             done = self._read_outcome(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
             self._outcomes[stage] = done  # the record is deleted with the memory of the run
         failure = self.staging_failure if done is None else done.failure
         if failure:
-            raise StoreError(f"step {self.place.step}: {stage}: {failure}")
+            raise StoreError(f"{self._describe_failure(stage)}: {failure}")
         return done
+
+    def _describe_failure(self, stage: str) -> str:
+        return f"step {self.place.step}: the stage {stage!r} of {self.place.path} failed"
 
     def _read_outcome(self, stage: str) -> Done | None:
         return read_outcome(self.place, stage, self.save_id)
 
-    def _is_superseded(self) -> bool:
+    def _is_replaced(self) -> bool:
         """Return whether the snapshot was committed and is no longer in memory."""
         commit = self._outcomes.get("commit") or self._read_outcome("commit")
         names = self.place.list_names("") if commit is not None else []
@@ -139,7 +144,7 @@ class PendingSave:
         """Wait until a stage has ended, and return its outcome.
 
         Raises:
-            StoreError: the stage failed; a newer snapshot superseded the save; the agent of this
+            StoreError: the stage failed; a newer snapshot replaced this one; the agent of this
                 node or of the leader is gone or does not answer; or the leader's agent never
                 received the save.
             TimeoutError: `timeout` seconds have passed.
@@ -152,13 +157,16 @@ class PendingSave:
             if done is not None:
                 return done
             self.outcome("commit")  # raises if the commit failed: then no later stage ends
-            if self._is_superseded() and self.outcome(stage) is None:
-                raise StoreError(f"step {self.place.step}: {stage}: superseded by a newer snapshot")
+            if self._is_replaced() and self.outcome(stage) is None:
+                raise StoreError(
+                    f"{self._describe_failure(stage)}: a newer snapshot replaced this one; use the "
+                    "handle of the newer save"
+                )
             notice.log_if_due()
             try:
                 watch.check(None if timeout is None else deadline.left())
             except StoreError as error:
-                raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
+                raise StoreError(f"{self._describe_failure(stage)}: {error}") from error
         retrying = self.why_retrying(stage)
         raise TimeoutError(
             f"step {self.place.step}: {stage} has not ended in {timeout:g} s; it continues: wait "
@@ -201,7 +209,8 @@ class SaveHandle:
     Args:
         report: the report of the work so far.
         pending: the stages to come; None if the save is durable.
-        copying: the copy to host memory, if it may be in progress. Waiting for it speeds it up.
+        copying: the copy to host memory; None if it has ended. While a caller waits for the copy,
+            it runs at full speed.
     """
 
     def __init__(
@@ -215,7 +224,11 @@ class SaveHandle:
         self._copying = copying
 
     def done(self) -> bool:
-        """Whether the save has ended: durable (or protected, if for memory only), or failed."""
+        """Return whether the save has ended.
+
+        A save ends when the checkpoint is durable, when a snapshot for memory only is protected, or
+        when a stage fails.
+        """
         if self._pending is None:
             return True
         try:
@@ -297,7 +310,7 @@ class SaveHandle:
 
 
 class PendingSaves:
-    """The saves of a rank that are in progress, or failed without an error raised yet, in order."""
+    """A rank's saves in progress, and failed saves whose error was not raised yet, oldest first."""
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
@@ -318,7 +331,7 @@ class PendingSaves:
         for save in list(self._saves):
             succeeds = False
             try:
-                succeeds = save.check()
+                succeeds = save.raise_or_log_failure()
             finally:
                 if not succeeds:
                     self._saves.remove(save)
@@ -352,15 +365,18 @@ class PendingSaves:
         """Return whether the last save will be persisted."""
         return bool(self._saves) and self._saves[-1].is_durable
 
-    def is_last_of(self, step: int) -> bool:
-        """Return whether the last save is of this step, and can still be persisted."""
+    def last_is_of_step(self, step: int) -> bool:
+        """Return whether the last save in this object is of this step.
+
+        Only such a save can be persisted afterwards.
+        """
         return bool(self._saves) and self._saves[-1].place.step == step
 
-    def persist_last(self, *, retains: bool, leads: bool) -> None:
+    def persist_last(self, *, deletes_older: bool, leads: bool) -> None:
         """Wait until the last save is committed, and request that it be persisted.
 
         Args:
-            retains: whether to delete older checkpoints afterwards.
+            deletes_older: whether to delete older checkpoints afterwards.
             leads: whether this rank's node leads the save, so that this rank asks its agent.
 
         Raises:
@@ -372,4 +388,4 @@ class PendingSaves:
             record = records.request_record("rescue", last.save_id)
             write_record(last.place.path / record, Done(save_id=last.save_id, stage="rescue"))
         stages = ("commit", "protect", "persist")
-        self._saves[-1] = replace(last, stages=stages, retains=retains)
+        self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)

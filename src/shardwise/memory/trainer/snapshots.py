@@ -137,7 +137,7 @@ class Snapshots:
             info = self._check_before_save()
             save = make_save()
             step = save.options.step or 0
-            refuse_older_step(self.run, step, self.membership.lineage)
+            refuse_older_step(self.run, step, self.membership.lineage, self._root)
             self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
             staging = self._staging
             has_slot = not staging.is_prepared or policy.durable or staging.has_free()
@@ -307,10 +307,10 @@ class Snapshots:
 
         def is_last() -> bytes:
             self.fence()
-            return b"1" if self._pending.is_last_of(step) else b""
+            return b"1" if self._pending.last_is_of_step(step) else b""
 
         def request() -> None:
-            self._pending.persist_last(retains=leads and removes_old, leads=leads)
+            self._pending.persist_last(deletes_older=leads and removes_old, leads=leads)
             self.home.wake()
 
         if not exchange(self._group, "looking for the last snapshot", is_last, min):
@@ -377,7 +377,7 @@ class Snapshots:
             planned.save_id,
             stages,
             logs_failures=is_first,
-            retains=is_first and policy.durable and policy.keep.has_rules,
+            deletes_older=is_first and policy.durable and policy.keep.has_rules,
             copying=copying,
         )
         self._pending.add(pending)

@@ -200,10 +200,10 @@ class Staging:
         streams wait.
         """
         copying = self._copying
-        if copying is None or copying.is_of_parent():
+        if copying is None or copying.belongs_to_parent_process():
             return
         copying.hurry()
-        copying.issued.wait()
+        copying.all_queued.wait()
         if self._streams.are_used():
             self._streams.fence()
         else:
@@ -313,7 +313,7 @@ class Staging:
             finally:
                 self._streams.record_copies()
             if part.ring is None:
-                copying.issued.set()
+                copying.all_queued.set()
             self._streams.wait_for_copies()
         finally:
             marker.unlink(missing_ok=True)  # before the file is staged, so that no marker is left

@@ -58,7 +58,7 @@ class ItemArrays:
 
 
 def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
-    """Find the starts of the arrays of items, from the heads of the items.
+    """Read the first bytes of each item, its head, and find where the item's array starts.
 
     Args:
         names: names of the items, for messages.
@@ -78,8 +78,8 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
             found = heads.find_array(whole.read(0, wanted), names[index])
         if found is None:
             raise FormatError(
-                f"{names[index]}: its item is not a tensor saved by torch.save: the file is "
-                "damaged, or from another save than .metadata"
+                f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
+                "torch.save: copy .metadata and all other files from one save"
             )
         template[index], array_start = found
         start[index] = item.offset + array_start
@@ -126,7 +126,7 @@ def read_values(
 
 
 class _Heads:
-    """The heads that were parsed so far. Many items share a head."""
+    """The heads of items that were parsed so far. Many items have equal heads."""
 
     def __init__(self) -> None:
         self.templates: list[StoredArray] = []
@@ -134,7 +134,10 @@ class _Heads:
         self._lengths: tuple[int, ...] = ()
 
     def find_array(self, head: bytes, name: str) -> tuple[int, int] | None:
-        """Return the array's template and start; None if the head is incomplete."""
+        """Return the index of the array's template and the array's start, in bytes of the item.
+
+        Return None if the head is incomplete.
+        """
         for length in self._lengths:
             found = self._parsed.get(head[:length])
             if found is not None:
@@ -151,21 +154,25 @@ class _Heads:
 
 
 def _parse_head(head: bytes, name: str) -> tuple[StoredArray, int] | None:
-    """Return the array, with its start in the storage, and the start of the storage."""
+    """Return the array, and the offset of its storage in the item; None if bytes are missing."""
     pickle = None
     for record, start, data in _read_records(head, name):
         if record.endswith("/data.pkl"):
             pickle = data
         elif record.endswith("/byteorder") and data not in (b"little", None):
             raise FormatError(
-                f"{name}: it was written on a big-endian machine, which is not supported"
+                f"{name}: a big-endian machine wrote this tensor, which is not supported: load it "
+                "with torch, and save it on a little-endian machine"
             )
         elif record.endswith("/data/0") and pickle is not None:
             stored = unpickle(
                 pickle, name, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
             ).value
             if not isinstance(stored, StoredArray):
-                raise FormatError(f"{name}: expected a plain tensor, found {type(stored).__name__}")
+                raise FormatError(
+                    f"{name}: the bytes that .metadata lists hold a {type(stored).__name__}, not a "
+                    "plain tensor: copy .metadata and all other files from one save"
+                )
             return stored, start
     return None
 
@@ -174,24 +181,24 @@ def load_only_storage(persistent_id: object) -> object:
     """Return the only storage of a pickle, as if it began at offset 0.
 
     Raises:
-        ValueError: the persistent id is not of a storage, or of another storage than "0".
+        ValueError: the persistent id does not name storage "0".
     """
-    kind, key, numel = parse_storage_id(persistent_id)
+    storage_type, key, numel = parse_storage_id(persistent_id)
     if key != "0":
         raise ValueError("the pickle of a tensor has several storages")
-    return Storage(0, 0, numel * kind.itemsize, kind.dtype)
+    return Storage(0, 0, numel * storage_type.itemsize, storage_type.dtype)
 
 
 def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
-    """Yield records of an archive: name, start of the bytes, and the bytes if they are complete."""
+    """Yield the name, start and bytes of each record of an archive. Incomplete bytes are None."""
     position = 0
     while position + _LOCAL_HEADER.size <= len(head):
         fields = _LOCAL_HEADER.unpack_from(head, position)
         signature, flags, method, size, name_size, extra = (fields[i] for i in (0, 2, 3, 8, 9, 10))
         if signature != b"PK\x03\x04" or method or flags & 1:
             raise FormatError(
-                f"{name}: its item is not a file of torch.save: the file is damaged, or from "
-                "another save than .metadata"
+                f"{name}: the bytes that .metadata lists are not a file of torch.save: copy "
+                ".metadata and all other files from one save"
             )
         record = head[
             position + _LOCAL_HEADER.size : position + _LOCAL_HEADER.size + name_size
@@ -206,7 +213,7 @@ def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | No
 
 
 def _find_described_end(head: bytes, start: int) -> int | None:
-    """Return the end of a record whose size is in the data descriptor after it."""
+    """Return the end of a record that a data descriptor follows; None if it is incomplete."""
     position = head.find(_DESCRIPTOR, start)
     while position >= 0 and position + _DESCRIPTOR_BYTES <= len(head):
         if int.from_bytes(head[position + 8 : position + 12], "little") == position - start:

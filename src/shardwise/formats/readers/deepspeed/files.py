@@ -24,7 +24,7 @@ _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_sta
 _FIRST_MODEL = re.compile(r"mp_rank_0+_model_states\.pt")
 _DATA_PARALLEL_PREFIX = "zero_pp_rank_"
 _TENSOR_RANK = re.compile(r"(?:^|-)model_(\d{1,7})$")
-_WROTE = "ranks of DeepSpeed wrote"
+_NEEDED_BY = "ranks of DeepSpeed wrote"
 
 RankKey: TypeAlias = tuple[int, int]
 """A data-parallel rank and a model-parallel rank.
@@ -42,8 +42,8 @@ class TagFiles:
         model: model states. The data-parallel rank is 0 if only the first one wrote a file.
         optimizer: optimizer states; empty without ZeRO.
         layers: pipeline layers, by layer and tensor-parallel rank.
-        experts: by the index of the layer among the layers with experts, the expert, and the
-            model-parallel rank.
+        experts: files of experts. The key is (layer, expert, model-parallel rank), where `layer`
+            counts only the layers that have experts.
         expert_optimizers: by expert-parallel and model-parallel rank.
         unknown: files that DeepSpeed's engine does not write.
         zero_3: whether every data-parallel rank wrote model states, as ZeRO 3 does.
@@ -70,9 +70,10 @@ class TagFiles:
 
 
 def has_native_files(tree: FileTree) -> bool:
-    """Return whether a place has files of ranks as DeepSpeed's engine writes them.
+    """Return whether a directory has files of ranks as DeepSpeed's engine writes them.
 
-    Also true if `latest` names a missing tag, and the place has other tags or no other files.
+    If the tag that `latest` names is missing, return True if the directory has another tag, or
+    only the files in `FILES_WITHOUT_STATE`. An error that names the missing tag then follows.
     """
     folder = folder_of_tag(tree)
     if folder is None:
@@ -84,7 +85,7 @@ def has_native_files(tree: FileTree) -> bool:
 
 
 def has_universal_files(tree: FileTree) -> bool:
-    """Return whether a place has the parameter files of a universal checkpoint."""
+    """Return whether a directory has the parameter files of a universal checkpoint."""
     folder = folder_of_tag(tree, universal=True)
     return folder is not None and _has_parameter_files(tree, folder)
 
@@ -92,7 +93,7 @@ def has_universal_files(tree: FileTree) -> bool:
 def folder_of_tag(tree: FileTree, tag: str | None = None, *, universal: bool = False) -> str | None:
     """Return the folder of a tag (by default the latest one) with a final `/`.
 
-    It is "" if the place is the folder of a tag itself, and None if the tag has no files.
+    The folder is "" if the tree itself is the folder of a tag, and None if the tag has no files.
     """
     tag = _latest_tag(tree, universal=universal) if tag is None else tag
     if tag is None:
@@ -127,7 +128,7 @@ def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> T
     """Find the files of a tag, and require the files of all ranks up to the last one found.
 
     Raises:
-        CheckpointNotFoundError: the place is one of several files.
+        CheckpointNotFoundError: the path is a single file of a checkpoint of several files.
         FormatError: the tag or files of ranks are missing.
     """
     folder = _existing_folder(tree, tag, universal=universal)
@@ -143,7 +144,8 @@ def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> T
             continue
         if found := _MODEL.fullmatch(name):
             key = int(found[1] or 0), int(found[2])
-            # A universal checkpoint can have files of both kinds; ZeRO 3's contain less.
+            # A universal checkpoint can have files zero_pp_rank_… and mp_rank_… of the same rank.
+            # The files mp_rank_… contain more.
             if key not in model or not found[1]:
                 model[key] = path
         elif found := _OPTIMIZER.fullmatch(name):
@@ -210,13 +212,14 @@ def require_rank_files(
         with_zero: whether each rank wrote a file of optimizer states, as it does under ZeRO.
 
     Raises:
-        CheckpointNotFoundError: the place is one of several files.
+        CheckpointNotFoundError: the path is a single file of a checkpoint of several files.
         FormatError: files are missing; the message names them.
     """
     if data_parallel * model_parallel > MOST_FILES:
         raise FormatError(
-            f"{tree}: {data_parallel} × {model_parallel} ranks exceed the limit of {MOST_FILES} "
-            "files: the files are damaged"
+            f"{tree}: file names and settings say that {data_parallel} × {model_parallel} ranks "
+            f"saved this checkpoint, but at most {MOST_FILES} files are supported: copy the "
+            "checkpoint again from an intact source"
         )
     model_ranks = range(model_parallel)
     ranks = [(rank, model_rank) for rank in range(data_parallel) for model_rank in model_ranks]
@@ -230,7 +233,7 @@ def require_rank_files(
         names += [f"{prefix}{d}_mp_rank_{m:02d}_optim_states.pt" for d, m in ranks]
     if tree.single_file is not None and names != [tree.single_file]:
         raise _single_file_error(tree)
-    tree.require([f"{files.folder}{name}" for name in names], _WROTE)
+    tree.require([f"{files.folder}{name}" for name in names], _NEEDED_BY)
 
 
 def require_layers_and_experts(
@@ -257,8 +260,9 @@ def require_layers_and_experts(
     ]
     if sum(experts) > MOST_FILES:
         raise FormatError(
-            f"{tree}: {sum(experts)} experts exceed the limit of {MOST_FILES} files: the files are "
-            "damaged"
+            f"{tree}: the files say that all layers together have {sum(experts)} experts, but at "
+            f"most {MOST_FILES} files are supported: copy the checkpoint again from an intact "
+            "source"
         )
     names += [
         f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
@@ -266,4 +270,4 @@ def require_layers_and_experts(
         for expert in range(count)
         for rank in range(files.model_parallel)
     ]
-    tree.require([f"{files.folder}{name}" for name in names], _WROTE)
+    tree.require([f"{files.folder}{name}" for name in names], _NEEDED_BY)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.torch_files import Contents, ParseCache, read_torch_file
+from shardwise.formats.containers.torch_files import ParseCache, TorchFileContents, read_torch_file
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
@@ -218,7 +218,7 @@ def read_values(tree: FileTree, names: Iterable[str], left_out: list[str]) -> di
 
 def _read_contents(
     tree: FileTree, names: Iterable[str], left_out: list[str], cache: ParseCache | None = None
-) -> dict[str, Contents]:
+) -> dict[str, TorchFileContents]:
     indices = {name: index for index, name in enumerate(tree.sizes)}
     contents = tree.read_each(
         {name: indices.get(name, 0) for name in names},  # a missing file cannot be opened

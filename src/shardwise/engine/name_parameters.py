@@ -1,0 +1,100 @@
+"""Names the parameters of optimizers in a checkpoint that identifies them by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.opened import Opened
+from shardwise.manifest.manifest import Manifest, ObjectEntry
+from shardwise.state.leaves import ParameterOrder
+
+GROUPS, STATE, PARAMS = "param_groups", "state", "params"
+
+
+def name_parameters(
+    opened: Opened, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
+) -> Opened:
+    """Name the parameters of optimizers that the checkpoint identifies by position.
+
+    As in `Optimizer.load_state_dict`, the first parameter of a saved group is the first parameter
+    of the target's group. An optimizer is left unchanged if the sizes of its groups, or the shapes
+    of its state, differ from those of the target. All ranks call this function together.
+
+    Args:
+        opened: the checkpoint.
+        orders: returns the parameters of each optimizer on this rank, in order. The keys are the
+            names of the optimizers in the checkpoint.
+        group: the ranks.
+
+    Returns:
+        A view of the checkpoint with the names of the target.
+    """
+    positional = [
+        entry.name.removesuffix(f".{GROUPS}")
+        for entry in opened.manifest.objects
+        if entry.name.endswith(f".{GROUPS}") and _positions_of(entry.value) is not None
+    ]
+    if not positional:
+        return opened
+
+    def make_reply(messages: list[bytes]) -> bytes:
+        return messages[0] if len(set(messages)) == 1 else msgspec.msgpack.encode({})
+
+    reply = exchange(
+        group, "naming parameters", lambda: msgspec.msgpack.encode(dict(orders())), make_reply
+    )
+    known = msgspec.msgpack.decode(reply, type=dict[str, list[list[tuple[str, tuple[int, ...]]]]])
+    manifest = opened.manifest
+    for optimizer in positional:
+        if optimizer in known:
+            manifest = _name_parameters(manifest, optimizer, known[optimizer])
+    return replace(opened, manifest=manifest)
+
+
+def _positions_of(groups: Any) -> list[list[int]] | None:
+    """Return the positions of each group's parameters; None if the groups have names instead."""
+    try:
+        found = msgspec.convert(groups, list[dict[str, Any]])
+        return msgspec.convert([group.get(PARAMS) for group in found], list[list[int]])
+    except msgspec.ValidationError:
+        return None
+
+
+def _name_parameters(manifest: Manifest, optimizer: str, order: ParameterOrder) -> Manifest:
+    """Return the manifest with names for one optimizer, or the same manifest if they do not fit."""
+    groups = next(each.value for each in manifest.objects if each.name == f"{optimizer}.{GROUPS}")
+    positions = _positions_of(groups) or []
+    if [len(each) for each in positions] != [len(each) for each in order]:
+        return manifest
+    pairs = zip(
+        (position for each in positions for position in each),
+        (parameter for each in order for parameter in each),
+        strict=True,
+    )
+    parameters = {f"{optimizer}.{STATE}.{position}": parameter for position, parameter in pairs}
+    tensors = []
+    for entry in manifest.tensors:
+        owner, _, key = entry.name.rpartition(".")
+        parameter_name, shape = parameters.get(owner, ("", ()))
+        if parameter_name and entry.shape not in ((), shape):
+            return manifest
+        name = f"{optimizer}.{parameter_name}.{key}" if parameter_name else entry.name
+        tensors.append(msgspec.structs.replace(entry, name=name))
+    named_groups = [
+        {
+            "members": [name for name, _ in members],
+            "value": {key: value for key, value in settings.items() if key != PARAMS},
+        }
+        for members, settings in zip(order, groups, strict=True)
+    ]
+    objects = tuple(
+        ObjectEntry(each.name, named_groups) if each.name == f"{optimizer}.{GROUPS}" else each
+        for each in manifest.objects
+    )
+    return msgspec.structs.replace(manifest, tensors=tuple(tensors), objects=objects)
