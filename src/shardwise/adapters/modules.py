@@ -154,8 +154,8 @@ class ModuleWeights:
                 if name in seen_names:
                     raise StateError(
                         f"{name}: two modules in the list {module_name!r} have this name, but a "
-                        "list is one model in parts, with different names: put several models into a "
-                        "dict, each under a separate key"
+                        "list is one model in parts, with different names: put several models into "
+                        "a dict, each under a separate key"
                     )
                 seen_names.add(name)
                 if isinstance(value, torch.Tensor):
