@@ -106,7 +106,7 @@ def open_any(
     )
     path = local_path(store)
     if path is not None and description.startswith(MAGIC):
-        opened = opened_foreign(FileTree(path), decode_index(description))
+        opened = opened_foreign(FileTree(path), decode_index(description, str(path)))
     else:
         opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
@@ -213,7 +213,8 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULTS) -> Opened | None
     if path is None:
         return None
     try:
-        return opened_foreign(FileTree(path), decode_index(_describe_foreign(path, options)))
+        index = decode_index(_describe_foreign(path, options), str(path))
+        return opened_foreign(FileTree(path), index)
     except CheckpointNotFoundError:
         return None
 

@@ -87,7 +87,7 @@ def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
 def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, seed: int) -> None:
     values = np.random.default_rng(seed).integers(0, 250, shape).astype(dtype)
     with tempfile.TemporaryDirectory() as folder:
-        foreign = decode_index(encode_index(scattered(values, Path(folder), seed)))
+        foreign = decode_index(encode_index(scattered(values, Path(folder), seed)), "here")
         read = Checkpoint(opened_foreign(FileTree(folder), foreign), verify=True)["w"]
         assert isinstance(read, sw.SavedTensor)
         assert np.array_equal(read[...].numpy(), values)
@@ -157,7 +157,7 @@ def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
     foreign = scattered(values, tmp_path, 1)
     index = tmp_path / "index"
     for _ in range(3):
-        found = decode_index(read_or_write_index(FileTree(tmp_path), index, read))
+        found = decode_index(read_or_write_index(FileTree(tmp_path), index, read), "here")
         assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
     assert len(calls) == 1
     index.write_bytes(index.read_bytes()[:-1])
@@ -214,4 +214,4 @@ def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:
 def test_an_index_that_was_altered_is_refused(tmp_path: Path, cut: int) -> None:
     data = encode_index(scattered(np.zeros((2, 2), np.float32), tmp_path, 0))
     with pytest.raises(FormatError, match="index"):
-        decode_index(data[:cut])
+        decode_index(data[:cut], "here")

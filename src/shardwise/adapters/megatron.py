@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.adapters.megatron_model import ModelDescription, ModelTensor, describe_model
-from shardwise.adapters.megatron_optimizer import (
+from shardwise.adapters.megatron_buckets import (
     MASTER,
     BucketedState,
-    MasterWeight,
     ParameterInBucket,
+    match_buckets,
+)
+from shardwise.adapters.megatron_model import ModelDescription, ModelTensor, describe_model
+from shardwise.adapters.megatron_optimizer import (
+    MasterWeight,
     inner_optimizers,
     master_weights_of,
-    match_buckets,
     optimizers_in_chain,
     rebuild_weights,
     refuse_unknown_optimizer,
@@ -143,17 +145,17 @@ class MegatronWeights:
             f"{module_name}.{extra.name}" for each in self._described for extra in each.extras
         }
         buckets = match_buckets(self._optimizers, saved)
-        places: dict[int, ParameterInBucket] = {}
-        if all(selection.selects(f"{place.bucket}.{MASTER}") for place in buckets.places.values()):
-            places, contents.problems = buckets.places, list(buckets.problems)
+        parts: dict[int, ParameterInBucket] = {}
+        if all(selection.selects(f"{part.bucket}.{MASTER}") for part in buckets.parts.values()):
+            parts, contents.problems = buckets.parts, list(buckets.problems)
         leaves: list[TensorLeaf] = []
         for parameter, tensor in self._weights():
-            place = places.get(id(parameter.tensor))
-            if place is None:
+            part = parts.get(id(parameter.tensor))
+            if part is None:
                 leaves += _parameter_leaves(module_name, parameter, tensor)
             else:
-                leaves.append(place.leaf(MASTER, parameter.tensor))
-                contents.unselected += [f"{module_name}.{part.name}" for part in parameter.flat]
+                leaves.append(part.leaf(MASTER, parameter.tensor))
+                contents.unselected += [f"{module_name}.{each.name}" for each in parameter.flat]
         contents.tensors = join_leaves(leaves, to_fill=True)
         # Extra state that the module does not have at present is not loaded.
         contents.unselected += [
@@ -267,7 +269,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. The loss scale stays if the checkpoint lacks it."""
         buckets = match_buckets([self._optimizer], saved)
-        self._bucketed_state = BucketedState(buckets, saved) if buckets.places else None
+        self._bucketed_state = BucketedState(buckets, saved) if buckets.parts else None
         if self._bucketed_state is not None:
             local_state = self._bucketed_state.targets()
             if self._scalers():
@@ -300,7 +302,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
 
     def _scalers(self) -> list[Any]:
         """Return the loss scalers with a dynamic scale."""
-        scalers = [getattr(link, SCALER_KEY, None) for link in optimizers_in_chain(self._optimizer)]
+        scalers = [getattr(each, SCALER_KEY, None) for each in optimizers_in_chain(self._optimizer)]
         return [each for each in scalers if type(each).__name__ == "DynamicGradScaler"]
 
 

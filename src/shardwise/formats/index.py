@@ -27,7 +27,7 @@ MAGIC = b"shardwise-index-2\n"
 MOST_DIMS = 64
 BODY_START = len(MAGIC) + 4
 
-RECREATE = "delete the index file and open the checkpoint again"
+RECREATE = "open the checkpoint again, after deleting its index file if you pass index="
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
@@ -89,18 +89,27 @@ def is_intact_index(data: bytes) -> bool:
     )
 
 
-def decode_index(data: bytes) -> Foreign:
+def decode_index(data: bytes, checkpoint: str) -> Foreign:
     """Decode the result of `encode_index`. The caller must check it with `validate_foreign`.
+
+    Args:
+        data: the encoded index.
+        checkpoint: the path of the foreign checkpoint, for messages.
 
     Raises:
         FormatError: the data is not an index, or is damaged.
     """
+    try:
+        return _decode_index(data)
+    except FormatError as error:
+        raise FormatError(f"the index of {checkpoint}: {error}; {RECREATE}") from error
+
+
+def _decode_index(data: bytes) -> Foreign:
     if not data.startswith(MAGIC):
-        raise FormatError(
-            "not an index of a foreign checkpoint: pass the path of another file as index="
-        )
+        raise FormatError("it does not begin like an index of a foreign checkpoint")
     if not is_intact_index(data):
-        raise FormatError(f"the index is damaged or truncated; {RECREATE}")
+        raise FormatError("it is damaged or truncated")
     try:
         index = msgspec.msgpack.decode(memoryview(data)[BODY_START:], type=_IndexBody)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -122,7 +131,7 @@ def decode_index(data: bytes) -> Foreign:
 
 
 def _malformed(reason: str) -> FormatError:
-    return FormatError(f"the index is malformed: {reason}; {RECREATE}")
+    return FormatError(f"it is malformed: {reason}")
 
 
 def _pack_table(table: PieceTable) -> _PackedTable:
@@ -137,7 +146,9 @@ def _pack_table(table: PieceTable) -> _PackedTable:
 def _unpack_table(table: _PackedTable) -> PieceTable:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
-        raise _malformed(f"{len(table.columns)} columns for {dims} dimensions")
+        raise _malformed(
+            f"a table has {len(table.columns)} columns, but {dims} dimensions need {3 + 3 * dims}"
+        )
     check_table_size(table.rows, dims)
     columns = np.empty((3 + 3 * dims, table.rows), np.int64)
     for column, packed in zip(columns, table.columns, strict=True):
@@ -170,7 +181,7 @@ def _decompress_column(data: bytes, size: int) -> Int:
     except zlib.error as error:
         raise _malformed(str(error)) from error
     if len(values) != size:
-        raise _malformed(f"a column does not have {size} bytes")
+        raise _malformed(f"a column of a table does not have {size} bytes")
     return np.frombuffer(values, "<i8").astype(np.int64)
 
 
