@@ -41,7 +41,7 @@ LAYERS_OF_MEMORY = (
     ("agent",),
     ("remote",),
     ("reclaim",),
-    ("decide", "observe", "registry", "spawn"),
+    ("decide", "free_files", "observe", "registry", "spawn"),
     ("view",),
     ("identity", "lineage", "rank_locks", "seal"),
     ("home",),

@@ -14,13 +14,9 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.files import write_record
+from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run
-from shardwise.memory.reclaim import (
-    bytes_needed_for_others,
-    bytes_stored_for_others,
-    discard,
-    discard_all,
-)
+from shardwise.memory.reclaim import discard, discard_all
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import PAGE, Slots
 from tests.memory.reconciling import free_decided

@@ -11,14 +11,14 @@ import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, Place, Run, new_run
-from shardwise.memory.reclaim import (
+from shardwise.memory.free_files import (
     add_spare,
     bytes_stored_for_others,
     list_spares,
     take_spare,
     trim_spares,
 )
+from shardwise.memory.home import Home, Place, Run, new_run
 from shardwise.memory.records import Staged
 from shardwise.testing import Gang
 from tests.breadth import mostly_long

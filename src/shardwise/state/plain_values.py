@@ -191,19 +191,16 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
         raise StateError(
-            f"{cursor.name}: this version of shardwise does not know values of type "
-            f"{str(tag)[:40]!r}: load the checkpoint with a newer version, or leave the value out "
-            "with skip="
+            f"{cursor.name}: values of type {str(tag)[:40]!r} are unknown: load the checkpoint with "
+            "a newer version of shardwise, or leave the value out with skip="
         )
     try:
         return _KINDS[tag].decode(encoded, cursor)
     except (ShardwiseError, RecursionError):
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(
-            f"{cursor.name}: the saved {tag} is invalid: {error}. The checkpoint was altered, or a "
-            "faulty program wrote it: load another, or leave the value out with skip="
-        ) from error
+        advice = "load another checkpoint, or leave the value out with skip="
+        raise StateError(f"{cursor.name}: the saved {tag} is invalid: {error}; {advice}") from error
 
 
 def _tag_of(value: object) -> str | None:

@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
@@ -97,11 +98,9 @@ class PickleMachine:
 
     def resolve_global(self, module: str, name: str) -> object:
         """Return the value of a global name; a placeholder if the name is not in `allowed`."""
-        found = self.globals.get((module, name))
-        if found is None:
+        if (found := self.globals.get((module, name))) is None:
             full_name = f"{_RENAMED.get(module, module)}.{name}"
-            allowed = self.allowed.get(full_name)
-            if allowed is None:
+            if (allowed := self.allowed.get(full_name)) is None:
                 self.unknown_names.add(full_name[:200])
                 found = UnknownObject(full_name[:200])
             elif isinstance(allowed, Constant):
@@ -225,11 +224,9 @@ def _decode_text(data: bytes) -> str:
 
 
 def _decode_python2_text(data: bytes) -> str | bytes:
-    # Python 2 stored text and bytes with the same opcode.
-    try:
+    with suppress(UnicodeDecodeError):  # Python 2 stored text and bytes with the same opcode
         return data.decode()
-    except UnicodeDecodeError:
-        return data
+    return data
 
 
 def _decode_integer(data: bytes) -> int:
@@ -238,10 +235,9 @@ def _decode_integer(data: bytes) -> int:
 
 def _build_tuple(count: int) -> Operation:
     def push(machine: PickleMachine, position: int) -> int:
-        items = tuple(machine.stack[-count:])
-        if len(items) < count:
+        if len(machine.stack) < count:
             raise IndexError("the stack is empty")
-        machine.stack[-count:] = [items]
+        machine.stack[-count:] = [tuple(machine.stack[-count:])]
         return position
 
     return push
@@ -390,7 +386,7 @@ def _operations() -> list[Operation]:
         pickle.GLOBAL: _push_global,
         pickle.STACK_GLOBAL: _push_stack_global,
         pickle.REDUCE: _call,
-        pickle.NEWOBJ: _call,  # the same, because both call an `AllowedCallable`
+        pickle.NEWOBJ: _call,  # both call an `AllowedCallable`
         pickle.NEWOBJ_EX: _call_with_keywords,
         pickle.BUILD: _set_state,
         pickle.BINPERSID: _load_persistent,

@@ -16,9 +16,9 @@ from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, read_record, write_record
+from shardwise.memory.free_files import take_spare
 from shardwise.memory.home import Place
 from shardwise.memory.rank_locks import is_rank_alive
-from shardwise.memory.reclaim import take_spare
 from shardwise.memory.records import AgentInfo, PendingManifest, Protect, RingFile
 from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes, write_parity
 from shardwise.memory.redundancy.placement import (

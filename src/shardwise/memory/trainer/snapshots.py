@@ -17,16 +17,12 @@ from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.protect import protection_gaps
+from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory, Tls
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
-from shardwise.memory.reclaim import (
-    delete_free_slots,
-    discard_superseded,
-    refuse_older_step,
-    remove_other_runs,
-)
+from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import Registration, Registry, remember_nodes
 from shardwise.memory.remote.agent_watch import SaveAgents

@@ -16,10 +16,11 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Place, Run
 from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
-from shardwise.memory.reclaim import bytes_needed_for_others, bytes_stored_for_others, free_hopeless
+from shardwise.memory.reclaim import free_hopeless
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.agents import Membership

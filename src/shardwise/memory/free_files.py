@@ -1,0 +1,96 @@
+"""The pool of a run's free files: free slots of ranks, and spare files that the agent reuses."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from shardwise.memory import records
+from shardwise.memory.home import Place, Run
+from shardwise.memory.options import Memory
+from shardwise.memory.records import rank_of
+
+SLOT, SPARE = ".slot", ".spare"
+
+
+def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
+    """Delete the free slots of all ranks for which `is_kept` returns False."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(run.free):
+            if name.endswith(SLOT) and not is_kept(rank_of(name)):
+                (run.free / name).unlink(missing_ok=True)
+
+
+def add_spare(run: Run, path: Path) -> None:
+    """Move a file that the agent made into the pool of spare files, which it reuses."""
+    path.rename(run.free / f"{secrets.token_hex(8)}{SPARE}")
+
+
+def list_spares(run: Run) -> list[tuple[int, Path]]:
+    """Return size and path of each spare file, by ascending size."""
+    found = []
+    with suppress(FileNotFoundError), os.scandir(run.free) as entries:
+        for entry in entries:
+            if entry.name.endswith(SPARE):
+                with suppress(FileNotFoundError):
+                    found.append((entry.stat(follow_symlinks=False).st_size, Path(entry.path)))
+    return sorted(found)
+
+
+def take_spare(run: Run, size: int, path: Path) -> None:
+    """Move a spare file to `path`, where the agent will write a file of `size` bytes.
+
+    Take the smallest spare file that is large enough, or else the largest. Do nothing if the pool
+    is empty or `path` exists.
+    """
+    spares = list_spares(run)
+    large = [spare for nbytes, spare in spares if nbytes >= size]
+    small = [spare for nbytes, spare in reversed(spares) if nbytes < size]
+    for spare in (*large, *small):
+        if path.exists():
+            return
+        with suppress(FileNotFoundError):  # the whole run was removed
+            spare.rename(path)
+
+
+def trim_spares(run: Run, most: int) -> None:
+    """Delete all but the `most` largest spare files."""
+    spares = list_spares(run)
+    for _, path in spares[: max(0, len(spares) - most)]:
+        path.unlink(missing_ok=True)
+
+
+def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int) -> int:
+    """Return the bytes of copies and parity that an agent stores for each rank of its node.
+
+    All ranks are assumed to stage a similar number of bytes.
+
+    Args:
+        bytes_per_rank: the bytes that a rank stages.
+        nodes: the number of nodes of the run.
+    """
+    if nodes < 2:
+        return 0
+    groups = -(-nodes // options.group)
+    members = nodes // groups
+    parity = min(options.parity, members - 1)
+    copied = min(options.copies, nodes - 1) * bytes_per_rank
+    return options.slots * (copied + parity * -(-bytes_per_rank // (members - parity)))
+
+
+def bytes_stored_for_others(run: Run) -> int:
+    """Return the bytes of copies, parity and spare files on a node, not counting slots."""
+    total = sum(nbytes for nbytes, _ in list_spares(run))
+    for step in run.steps():
+        place = Place(run, step)
+        in_slots = {each.file.name for each in place.staged()}
+        for ring_file in place.ring_files():
+            in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
+        for name in place.list_names(""):
+            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots:
+                with suppress(FileNotFoundError):
+                    total += (place.path / name).stat().st_size
+    return total
