@@ -191,8 +191,8 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
         raise StateError(
-            f"{cursor.name}: values of type {str(tag)[:40]!r} are unknown: load the checkpoint with "
-            "a newer version of shardwise, or leave the value out with skip="
+            f"{cursor.name}: the type {str(tag)[:40]!r} is unknown: load the checkpoint with a "
+            "newer version of shardwise, or leave the value out with skip="
         )
     try:
         return _KINDS[tag].decode(encoded, cursor)

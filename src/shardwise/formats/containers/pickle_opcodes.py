@@ -36,7 +36,7 @@ PersistentLoad: TypeAlias = Callable[[Any], object]
 Operation: TypeAlias = Callable[["PickleMachine", int], int]
 """A function that runs an opcode.
 
-It takes the position of the opcode's argument, and returns the position of the next opcode."""
+It takes the position of the opcode's argument, and returns that of the next opcode."""
 
 
 class PickleMachine:
@@ -212,9 +212,8 @@ def _push_number(code: str) -> Operation:
 def _push_sized(width: int, decode: Callable[[bytes], object]) -> Operation:
     def push(machine: PickleMachine, position: int) -> int:
         count = int.from_bytes(machine.read_bytes(position, width), "little")
-        position += width
-        machine.stack.append(decode(machine.read_bytes(position, count)))
-        return position + count
+        machine.stack.append(decode(machine.read_bytes(position + width, count)))
+        return position + width + count
 
     return push
 

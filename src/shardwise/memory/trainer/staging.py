@@ -160,9 +160,8 @@ class Staging:
                 size, device_bytes=device_bytes, leave_free=leave_free
             )
         if ring is not None:
-            sizes = [member.file.size for member in ring.members_to_copy()]
-            sizes += [parity_file_size(ring.group.chunk)] if ring.parity else []
-            largest = max(sizes, default=0)
+            parity = parity_file_size(ring.group.chunk) if ring.parity else 0
+            largest = max([parity, *(each.file.size for each in ring.members_to_copy())])
             device_bytes = self._bytes_to_lock(largest, ring)
             allocated += self._ring_slots.prepare(largest, device_bytes=device_bytes)
         return allocated
