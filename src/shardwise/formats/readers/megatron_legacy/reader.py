@@ -120,8 +120,9 @@ def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) ->
     sizes = [max(n, m) if type(m) is int else n for n, m in zip(found, recorded, strict=True)]
     if math.prod(sizes) > MOST_FILES:
         raise FormatError(
-            f"{tree}: {' × '.join(map(str, sizes))} ranks exceed the limit of {MOST_FILES} files: "
-            "the recorded sizes are damaged"
+            f"{tree}: the directories and the saved arguments say that {' × '.join(map(str, sizes))} "
+            f"ranks saved this checkpoint, but at most {MOST_FILES} files are supported: copy the "
+            "checkpoint again from an intact source"
         )
     model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
     required = (files.path_of(numbers, model_file) for numbers in product(*map(range, sizes)))
