@@ -120,7 +120,7 @@ def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) ->
     sizes = [max(n, m) if type(m) is int else n for n, m in zip(found, recorded, strict=True)]
     if math.prod(sizes) > MOST_FILES:
         raise FormatError(
-            f"{tree}: the directories and the saved arguments say that {' × '.join(map(str, sizes))} "
+            f"{tree}: directories and saved arguments say that {' × '.join(map(str, sizes))} "
             f"ranks saved this checkpoint, but at most {MOST_FILES} files are supported: copy the "
             "checkpoint again from an intact source"
         )
