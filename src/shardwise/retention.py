@@ -13,7 +13,12 @@ from typing import Literal, SupportsIndex
 
 import msgspec
 
-from shardwise.engine.leftovers import remove_leftovers
+from shardwise.engine.leftovers import (
+    map_in_threads,
+    mark_as_removed,
+    remove_leftovers,
+    remove_leftovers_below,
+)
 from shardwise.engine.options import check_integer, check_step
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
@@ -237,8 +242,8 @@ def _duration_in_seconds(option: str, duration: Duration) -> float:
 
 def committed_steps(root: Store) -> list[int]:
     """Return the steps of a root that have a manifest, ascending."""
-    steps = [step for name in root.list() if (step := step_of_directory(name)) is not None]
-    return sorted(s for s in steps if MANIFEST in root.at(step_directory(s)).list())
+    steps = map(step_of_directory, root.stores_with(MANIFEST))
+    return sorted(step for step in steps if step is not None)
 
 
 def apply_retention(
@@ -252,7 +257,8 @@ def apply_retention(
     """Remove the checkpoints of a root that the rules do not keep.
 
     Damaged checkpoints do not count for the rules, and are not removed. A checkpoint that is being
-    read stays until the next call.
+    read stays until the next call. If processes can read a checkpoint without locking it, its
+    manifest is removed first, and its files by a call after `Store.reading_grace` has passed.
 
     Args:
         root: the root of the checkpoints.
@@ -266,20 +272,51 @@ def apply_retention(
     """
     steps = [s for s in committed_steps(root) if s <= newest and s not in damaged]
     if keep.needs_manifests:
-        checkpoints = {step: _read_info(root.at(step_directory(step))) for step in steps}
+        checkpoints = _read_infos(root, steps)
     else:
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
     to_remove = takewhile(lambda _: is_wanted(), (s for s in steps if s not in kept))
-    return [step for step in to_remove if remove_checkpoint(root.at(step_directory(step)))]
+    grace = root.reading_grace > 0.0
+    removed = [
+        step
+        for step in to_remove
+        if remove_checkpoint(root.at(step_directory(step)), at_once=not grace)
+    ]
+    if grace and is_wanted():
+        _remove_files_of_removed(root, newest)
+    return removed
 
 
-def remove_checkpoint(store: Store) -> bool:
-    """Remove a checkpoint, manifest first, unless it is being read; return whether it is gone."""
+def _remove_files_of_removed(root: Store, newest: int) -> None:
+    """Remove the files of checkpoints up to `newest` that were removed long enough ago."""
+    committed = set(committed_steps(root))
+    found = {name: step_of_directory(name) for name in root.list()}
+    remove_leftovers_below(
+        root,
+        [
+            name
+            for name, step in found.items()
+            if step is not None and step < newest and step not in committed
+        ],
+    )
+
+
+def remove_checkpoint(store: Store, *, at_once: bool = True) -> bool:
+    """Remove a checkpoint, manifest first, unless it is being read; return whether it is gone.
+
+    Args:
+        at_once: whether to remove its files now. Otherwise they stay for processes that read the
+            checkpoint without a lock, until `remove_leftovers` is called later.
+    """
     with store.hold(MANIFEST, shared=False) as locked:
         if not locked:
             return False
+        if not at_once:
+            mark_as_removed(store)
         store.delete(MANIFEST)
+    if not at_once:
+        return True
     remove_leftovers(store)
     with suppress(OSError):  # the directory contains files that shardwise did not write
         store.remove()
@@ -297,7 +334,7 @@ def choose_step(root: Store, choice: Choice) -> int:
         candidates = steps[::-1]
         missing = "checkpoint: no save below it has completed"
     elif isinstance(choice, Best):
-        metrics = {step: _read_info(root.at(step_directory(step))).metrics for step in steps}
+        metrics = {step: info.metrics for step, info in _read_infos(root, steps).items()}
         candidates = choice.rank_steps(metrics)
         missing = f"checkpoint with the metric {choice.metric!r}"
     else:
@@ -308,6 +345,12 @@ def choose_step(root: Store, choice: Choice) -> int:
     if not candidates:
         raise CheckpointNotFoundError(f"{root} has no {missing}")
     return candidates[0]
+
+
+def _read_infos(root: Store, steps: Sequence[int]) -> dict[int, CheckpointInfo]:
+    """Read the times and metrics of many checkpoints at a time."""
+    infos = map_in_threads(lambda step: _read_info(root.at(step_directory(step))), steps)
+    return dict(zip(steps, infos, strict=True))
 
 
 def _read_info(store: Store) -> CheckpointInfo:

@@ -7,6 +7,7 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -27,7 +28,7 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder
 from shardwise.loading import State
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory.remote.assembled import MEMORY_ORIGINS, AssembledStore
 from shardwise.memory.trainer.recovery import FoundSnapshot, find_snapshot
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -260,7 +261,10 @@ class Restoring:
                 number = stored.pop()
                 store, source = self._root.at(step_directory(number)), "storage"
             start = time.perf_counter()
-            report, damage = self._load_on_all(load, store)
+            with ExitStack() as locks:
+                if source == "memory":  # the load itself locks storage, on one rank for all
+                    locks.enter_context(store.hold(MANIFEST, shared=True))
+                report, damage = self._load_on_all(load, store)
             seconds = time.perf_counter() - start
             decoding = store.seconds_decoding() if isinstance(store, AssembledStore) else 0.0
             self._recorder.add("decoding", decoding)

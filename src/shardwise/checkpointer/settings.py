@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -15,7 +14,7 @@ from shardwise import api
 from shardwise.checkpointer.signals import Signals, Then
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import remove_leftovers
+from shardwise.engine.leftovers import remove_leftovers_below
 from shardwise.engine.options import is_due
 from shardwise.errors import MismatchError, StoreError
 from shardwise.events import Sink
@@ -23,7 +22,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep
-from shardwise.store import LocalStore, Store, local_path, open_store
+from shardwise.store import Store, open_absolute, opens_by_name
 
 log = logging.getLogger("shardwise")
 
@@ -117,14 +116,13 @@ def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
     Raises:
         StoreError: agents cannot open the root.
     """
-    if for_agents and not isinstance(place, (str, os.PathLike, LocalStore)):
+    store = open_absolute(place)
+    if for_agents and not opens_by_name(store):
         raise StoreError(
             f"{place}: the agents that write checkpoints to storage cannot open this root: pass "
             "a path or URL, or save synchronously with memory=None"
         )
-    store = open_store(place)
-    path = local_path(store)
-    return store if path is None else LocalStore(path.absolute())
+    return store
 
 
 def install_signals(save_on: Iterable[int], then: Then) -> Signals | None:
@@ -180,13 +178,9 @@ def prepare_root(
         refuse_file(root)
         if not has_start:
             refuse_as_root(root)
-        for name in root.list():
-            if step_of_directory(name) is not None:
-                store = root.at(name)
-                with suppress(OSError):  # leftovers in a read-only root stay
-                    remove_leftovers(store)
-                    store.remove()  # fails unless the directory is empty
-        return b"1" if in_memory and _is_writable(root) else b""
+        names = [name for name in root.list() if step_of_directory(name) is not None]
+        remove_leftovers_below(root, names)
+        return b"1" if in_memory and root.is_writable() else b""
 
     usable = bool(exchange(group, "opening a root", encode_options, check_and_clean))
     if in_memory and not usable and group.rank == 0:
@@ -208,11 +202,3 @@ def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:
             problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")
     if problems:
         raise MismatchError("the options of the Checkpointer differ between ranks:", problems)
-
-
-def _is_writable(root: Store) -> bool:
-    path = local_path(root)
-    if path is None:
-        return True
-    existing = next(each for each in (path, *path.parents) if each.exists())
-    return os.access(existing, os.W_OK)

@@ -1,20 +1,38 @@
-"""Remove leftovers: files of saves that were interrupted or replaced."""
+"""Remove leftovers: files of interrupted and replaced saves, and of removed checkpoints."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from typing import TypeVar
+
+import msgspec
 
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
-from shardwise.manifest.names import MANIFEST, is_lock_file, made_by_save
+from shardwise.manifest.names import MANIFEST, REMOVED, is_lock_file, made_by_save, save_of_file
 from shardwise.store import Store
+
+REQUESTS_AT_ONCE = 16
+LARGEST_REMOVED = 1 << 12
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class _Removed(msgspec.Struct, frozen=True):
+    """When a checkpoint was removed, in seconds since 1970."""
+
+    removed_at: float
 
 
 def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
-    """Remove the files of uncommitted and replaced saves from a directory.
+    """Remove the files of uncommitted, replaced and removed checkpoints from a directory.
 
-    Files that no save made are kept. If another save is running in the directory, nothing is
-    removed. If the directory becomes empty, it is removed too.
+    Files that no save made are kept. If another save is running in the directory, or processes may
+    still read a checkpoint that was removed from it, nothing is removed. If the directory becomes
+    empty, it is removed too.
 
     Args:
         own_lock: the lock file of the caller's save, which is kept.
@@ -23,23 +41,76 @@ def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
         The names of the removed files.
     """
     names = [name for name in store.list() if name != own_lock]
+    ours = [name for name in names if made_by_save(name)]
+    if not ours or _is_one_checkpoint(names, ours):
+        return []
     removed = []
     with ExitStack() as locks:
         for name in filter(is_lock_file, names):
             if not locks.enter_context(store.hold(name, shared=False)):
                 return []
+        if REMOVED in ours and _may_be_read(store):
+            return []
         # All locks are held, so no running save can still commit one of the listed files.
         committed = _files_in_manifest(store)
         if committed is None:
             return []
-        for name in names:
-            if made_by_save(name) and name not in committed:
-                store.delete(name)
-                removed.append(name)
+        removed = [name for name in ours if name not in committed]
+        # The mark of a removed checkpoint goes last: if this is interrupted, it is seen again.
+        map_in_threads(store.delete, [name for name in removed if name != REMOVED])
+        if REMOVED in removed:
+            store.delete(REMOVED)
         if removed:
             with suppress(OSError):  # the directory is not empty
                 store.remove()
     return removed
+
+
+def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
+    """Remove the leftovers, and then the empty ones, of the directories of a root.
+
+    Where that is not permitted, they stay.
+    """
+
+    def clean(name: str) -> None:
+        store = root.at(name)
+        with suppress(OSError):
+            remove_leftovers(store)
+            store.remove()  # fails unless the directory is empty
+
+    map_in_threads(clean, directories)
+
+
+def mark_as_removed(store: Store) -> None:
+    """Record in a directory that its checkpoint is removed now, so that its files stay for a while.
+
+    Processes that cannot lock the checkpoint may still read the files.
+    """
+    store.publish(REMOVED, msgspec.json.encode(_Removed(time.time())), replace=True)
+
+
+def map_in_threads(work: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:
+    """Return the result of `work` for each item, in order. Many items are worked on at a time."""
+    if len(items) < REQUESTS_AT_ONCE:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-requests") as pool:
+        return list(pool.map(work, items))
+
+
+def _is_one_checkpoint(names: Collection[str], ours: Collection[str]) -> bool:
+    """Return whether there is a manifest, and all other files of saves are of one save."""
+    saves = {save_of_file(name) for name in ours}
+    return MANIFEST in names and len(saves) == 1 and None not in saves
+
+
+def _may_be_read(store: Store) -> bool:
+    """Return whether a checkpoint was removed so recently that it may still be read."""
+    try:
+        data = store.read(REMOVED, limit=LARGEST_REMOVED)
+        removed_at = msgspec.json.decode(data, type=_Removed).removed_at
+    except (FileNotFoundError, msgspec.DecodeError):
+        return False
+    return abs(time.time() - removed_at) < store.reading_grace
 
 
 def _files_in_manifest(store: Store) -> set[str] | None:

@@ -8,6 +8,7 @@ import secrets
 from shardwise.errors import FormatError, StateError
 
 MANIFEST = "manifest.json"
+REMOVED = "removed.json"
 RESERVED = "__shardwise__"
 LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
@@ -16,14 +17,22 @@ CHECKSUMS_KEY = f"{RESERVED}.checksums"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_DATA_FILE = re.compile(r"r\d{5,}-([0-9a-f]{16})\.safetensors")
 _MADE_BY_SAVE = re.compile(
-    r"r\d{5,}-[0-9a-f]{16}\.safetensors|saving-[0-9a-f]{16}\.lock|\.manifest\.json\.[0-9a-f]{8}"
+    rf"{_DATA_FILE.pattern}|saving-[0-9a-f]{{16}}\.lock"
+    r"|\.manifest\.json\.[0-9a-f]{8}|removed\.json"
 )
 
 
 def made_by_save(name: str) -> bool:
     """Return whether a file has a name that saves use for files other than the manifest."""
     return _MADE_BY_SAVE.fullmatch(name) is not None
+
+
+def save_of_file(name: str) -> str | None:
+    """Return the save id in the name of a data file; None for any other name."""
+    match = _DATA_FILE.fullmatch(name)
+    return match.group(1) if match else None
 
 
 def new_save_id() -> str:

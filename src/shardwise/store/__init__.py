@@ -11,7 +11,7 @@ from shardwise.store.store import (
     Store,
     WritableFile,
 )
-from shardwise.store.url import open_store
+from shardwise.store.url import open_absolute, open_store, opens_by_name
 
 __all__ = [
     "BoundedStore",
@@ -24,5 +24,7 @@ __all__ = [
     "Store",
     "WritableFile",
     "local_path",
+    "open_absolute",
     "open_store",
+    "opens_by_name",
 ]

@@ -25,6 +25,7 @@ class LocalStore:
     """Files in a directory, which are read and written without the page cache where possible."""
 
     alignment = ALIGNMENT
+    reading_grace = 0.0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -101,6 +102,15 @@ class LocalStore:
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         statistics = os.statvfs(existing)
         return statistics.f_bavail * statistics.f_frsize if statistics.f_blocks else None
+
+    def stores_with(self, key: str) -> set[str]:
+        """Return the names of the directories that contain this file."""
+        return {name for name in self.list() if os.path.lexists(self.path / name / key)}
+
+    def is_writable(self) -> bool:
+        """Return whether this user may create files in the directory, or create the directory."""
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        return os.access(existing, os.W_OK)
 
     def sync(self) -> None:
         """Sync the directory."""

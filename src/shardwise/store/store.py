@@ -150,6 +150,25 @@ class Store(Files, Protocol):
         """Remove this store itself, if it is empty."""
         ...
 
+    def stores_with(self, key: str) -> set[str]:
+        """Return the names of the stores one level below that contain this file.
+
+        This needs far fewer requests than to list each of these stores.
+        """
+        ...
+
+    def is_writable(self) -> bool:
+        """Return whether this process may create files here. The store need not exist yet."""
+        ...
+
+    @property
+    def reading_grace(self) -> float:
+        """How many seconds the files of a removed checkpoint must stay.
+
+        Processes may read them that cannot lock them. 0.0 if every reader can lock what it reads.
+        """
+        ...
+
     def sync(self) -> None:
         """Make the names of all files durable."""
         ...

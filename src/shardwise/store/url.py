@@ -12,6 +12,24 @@ from shardwise.store.store import Store
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
+def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
+    """Return the store at a place. A relative path is made absolute.
+
+    Raises:
+        StoreError: as for `open_store`.
+    """
+    store = open_store(place)
+    return LocalStore(store.path.absolute()) if type(store) is LocalStore else store
+
+
+def opens_by_name(store: Store) -> bool:
+    """Return whether `open_store(str(store))` opens the same store, also in another process."""
+    try:
+        return type(open_store(str(store))) is type(store)
+    except StoreError:
+        return False
+
+
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
     """Return the store at a directory or `file://` URL. A store is returned unchanged.
 

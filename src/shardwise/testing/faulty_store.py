@@ -81,6 +81,11 @@ class FaultyStore:
         """The alignment of the wrapped store."""
         return self._store.alignment
 
+    @property
+    def reading_grace(self) -> float:
+        """As for the wrapped store."""
+        return self._store.reading_grace
+
     def at(self, name: str) -> FaultyStore:
         """Return the store one level below, with the same fault."""
         return FaultyStore(self._store.at(name), self._fault)
@@ -124,6 +129,15 @@ class FaultyStore:
         """Remove this store, if it is empty."""
         self._fault.count_operation("remove", "")
         self._store.remove()
+
+    def stores_with(self, key: str) -> set[str]:
+        """Return the names of the stores below that contain this file."""
+        self._fault.count_operation("stores_with", key)
+        return self._store.stores_with(key)
+
+    def is_writable(self) -> bool:
+        """Return whether files can be created here."""
+        return self._store.is_writable()
 
     def sync(self) -> None:
         """Make the directory entries of all files durable."""

@@ -70,6 +70,7 @@ class AssembledStore:
     """
 
     alignment = 4096
+    reading_grace = 0.0
 
     def __init__(
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
@@ -158,6 +159,14 @@ class AssembledStore:
             return
         with self._local.hold(key, shared=True) as locked:
             yield locked
+
+    def stores_with(self, key: str) -> set[str]:
+        """Return nothing: a snapshot has no subdirectories."""
+        return set()
+
+    def is_writable(self) -> bool:
+        """Return False: the store is read-only."""
+        return False
 
     def sync(self) -> None:
         """Do nothing: nothing is written."""
