@@ -221,6 +221,8 @@ class FaultProxy:
             return await self._forward(request, noted)
         except aiohttp.ClientConnectorError as error:  # the server is down
             return web.Response(status=502, text=f"{error}\n")
+        except (aiohttp.ClientError, ConnectionError):  # the server or the client has gone
+            return _reset(request)
 
     async def _forward(self, request: web.Request, noted: ProxiedRequest) -> web.StreamResponse:
         kind = noted.fault.kind if noted.fault is not None else None
