@@ -268,7 +268,8 @@ class _Job:
         def enter() -> Store:
             self.options.check()
             store = find_store().at(step_folder) if step_folder else find_store()
-            self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            if self.group.rank == 0:  # it leaves the job last
+                self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
         return open_any(enter, self.group, f"{self.options.identity}, {identity}", reading)

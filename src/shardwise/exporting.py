@@ -105,7 +105,8 @@ def _export(
         def enter() -> Store:
             options.check()
             store = choose()
-            cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            if group.rank == 0:  # it leaves the export last
+                cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
         with recorder.stage("open"):

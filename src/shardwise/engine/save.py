@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.engine.commit import publish_manifest
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import remove_leftovers
+from shardwise.engine.leftovers import map_in_threads, remove_leftovers
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, size
@@ -235,12 +236,12 @@ def _publish(
 
 def _publish_manifest(planned: PlannedSave, files: Sequence[FileEntry]) -> None:
     save, encoded = planned.save, planned.manifest(files)
+    names = [file.name for file in files]
     try:
-        refuse_existing(save)
-        save.store.publish(MANIFEST, encoded, replace=save.options.overwrite)
+        publish_manifest(save.store, encoded, names, replace=save.options.overwrite)
     except FileExistsError as error:
-        for file in files:
-            save.store.delete(file.name)
+        with suppress(OSError):  # the next save here removes them, where that is permitted
+            map_in_threads(save.store.delete, names)
         raise _exists_error(save.store) from error
     if save.options.overwrite:
         remove_leftovers(save.store, own_lock=lock_file(planned.save_id))

@@ -25,6 +25,7 @@ class LocalStore:
     """Files in a directory, which are read and written without the page cache where possible."""
 
     alignment = ALIGNMENT
+    lock_expiry = 0.0
     reading_grace = 0.0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

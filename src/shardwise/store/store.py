@@ -162,6 +162,11 @@ class Store(Files, Protocol):
         ...
 
     @property
+    def lock_expiry(self) -> float:
+        """For how many seconds the lock of a process that died can still count. 0.0: not at all."""
+        ...
+
+    @property
     def reading_grace(self) -> float:
         """How many seconds the files of a removed checkpoint must stay.
 

@@ -82,6 +82,11 @@ class FaultyStore:
         return self._store.alignment
 
     @property
+    def lock_expiry(self) -> float:
+        """As for the wrapped store."""
+        return self._store.lock_expiry
+
+    @property
     def reading_grace(self) -> float:
         """As for the wrapped store."""
         return self._store.reading_grace

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 from shardwise.engine.buffers import aligned_buffer
+from shardwise.engine.commit import publish_manifest
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CheckpointExistsError, FormatError, StoreError
@@ -93,8 +94,11 @@ def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
     Raises:
         OSError: the storage failed. The incomplete file is removed if possible.
     """
-    store.delete(entry.name)
-    file = store.create(entry.name, entry.size)
+    try:
+        file = store.create(entry.name, entry.size)
+    except FileExistsError:
+        store.delete(entry.name)
+        file = store.create(entry.name, entry.size)
     try:
         yield file
         file.commit()
@@ -198,15 +202,10 @@ class Publication:
             StoreError: files of the checkpoint were removed meanwhile.
             CheckpointExistsError: another checkpoint was published there meanwhile.
         """
-        missing = {name for name, _ in self.pending.files} - set(self.store.list())
-        if missing:
-            raise StoreError(
-                f"{self.store}: cannot publish step {self.pending.step}: its files were removed "
-                f"after they had been copied: {', '.join(sorted(missing))}"
-            )
         if not self.is_published:
+            names = [name for name, _ in self.pending.files]
             try:
-                self.store.publish(MANIFEST, manifest, replace=self.pending.overwrite)
+                publish_manifest(self.store, manifest, names, replace=self.pending.overwrite)
             except FileExistsError as error:
                 raise _checkpoint_exists(self.store) from error
         if self.pending.overwrite:
@@ -220,8 +219,9 @@ def lock_for_publishing(
     """Lock the directory of a step in storage while the block runs.
 
     Args:
-        deadline: how long to wait for the lock; None for one second. A Checkpointer that is being
-            opened holds the lock for a moment, while it looks for leftovers.
+        deadline: how long to wait for the lock. By default, until the lock of an agent that was
+            killed has expired, and one second more: a Checkpointer that is being opened holds the
+            lock for a moment, while it looks for leftovers.
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
@@ -237,7 +237,8 @@ def lock_for_publishing(
     if not has_begun:
         remove_leftovers(store)
     with ExitStack() as locks:
-        attempts = (deadline or Deadline(LOCK_TIMEOUT)).attempts(pause=LOCK_PAUSE)
+        deadline = deadline or Deadline(LOCK_TIMEOUT + store.lock_expiry)
+        attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
             raise StoreError(
                 f"{store}: another agent is persisting this save (it holds the lock {lock}); the "

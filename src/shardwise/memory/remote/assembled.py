@@ -70,6 +70,7 @@ class AssembledStore:
     """
 
     alignment = 4096
+    lock_expiry = 0.0
     reading_grace = 0.0
 
     def __init__(

@@ -1,0 +1,66 @@
+"""Commit a save: publish its manifest, unless files of the save were removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from shardwise.errors import StoreError
+from shardwise.manifest.names import MANIFEST
+from shardwise.store import Store
+
+LONGEST_PUBLICATION = 10.0
+"""Seconds. The lock of a save outlives a pause of this length, in every store."""
+MOST_NAMES_SHOWN = 5
+
+
+def publish_manifest(
+    store: Store,
+    manifest: bytes,
+    files: Collection[str],
+    *,
+    replace: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Publish the manifest of a save. The caller holds the lock of the save.
+
+    A lock can expire if this process was stopped, or if the storage did not answer for long. Then
+    another process may have removed the files of the save.
+
+    Args:
+        store: the directory of the checkpoint.
+        manifest: the encoded manifest.
+        files: the names of the data files.
+        replace: whether to replace an existing checkpoint.
+        clock: a monotonic clock, in seconds.
+
+    Raises:
+        FileExistsError: there is another checkpoint, and `replace` is False.
+        StoreError: files of the save were removed. Nothing is committed.
+    """
+    start = clock()
+    names = set(store.list())
+    if MANIFEST in names and not replace:
+        raise FileExistsError(f"{store} has a manifest")
+    _refuse_missing(store, files, names)
+    store.publish(MANIFEST, manifest, replace=replace)
+    if clock() - start > LONGEST_PUBLICATION:
+        try:
+            _refuse_missing(store, files, store.list())
+        except StoreError:
+            with suppress(OSError):
+                store.delete(MANIFEST)
+            raise
+
+
+def _refuse_missing(store: Store, files: Collection[str], names: Collection[str]) -> None:
+    missing = sorted(set(files) - set(names))
+    if missing:
+        more = len(missing) - MOST_NAMES_SHOWN
+        raise StoreError(
+            f"{store}: cannot commit this save, because another process removed files of it: "
+            f"{', '.join(missing[:MOST_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''}. "
+            "Other processes do this only if this process did not reach the storage for long, or "
+            "was stopped; save again"
+        )
