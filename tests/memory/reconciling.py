@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import free, look_up_root
 from shardwise.memory.decide import DEFAULT_PERIODS, Action, Periods, decide_run
+from shardwise.memory.files import Deadline
 from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, view_run
 from shardwise.memory.reclaim import remove_if_unused
@@ -27,6 +29,14 @@ def free_decided(run: Run) -> bool:
     return freed
 
 
+def _free_unlocked(action: decide.Free) -> None:
+    """Free a snapshot, after the agent's process has released its locks."""
+    for _ in Deadline(20.0).attempts(pause=0.01):
+        with suppress(SnapshotInUse):
+            return free(action)
+    return free(action)
+
+
 class Attendant:
     """The part of an agent that frees memory, on a clock that the test sets."""
 
@@ -42,7 +52,7 @@ class Attendant:
         actions = decide.decide(self.observer.node(), self.now, self.periods)
         for action in actions:
             if isinstance(action, decide.Free):
-                free(action)
+                _free_unlocked(action)
             elif isinstance(action, decide.FreeRun):
                 remove_if_unused(self.home, action.run)
             elif isinstance(action, decide.LookUpRoot):

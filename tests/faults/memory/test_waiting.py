@@ -27,12 +27,14 @@ from tests.faults.memory.scenario import (
     signal_agents,
     steps_in,
     train,
+    until,
 )
 
 PATIENCE = 1.0
 SECONDS = 12.0
 STOPPED = re.compile(
-    r"step 1: \w+: the agent of node [\w-]+ \(process \d+ of .*\) has not answered"
+    r"step 1: the stage '\w+' of .* failed: "
+    r"the agent of node [\w-]+ \(process \d+ of .*\) has not answered"
 )
 
 
@@ -89,6 +91,9 @@ def train_past_a_stopped_agent(cluster: Cluster) -> tuple[list[str], list[str]]:
         state["step"] = step
         if step in (2, 9) and dist.get_rank() == 0:
             signal_agents(cluster.shm, signal.SIGSTOP if step == 2 else signal.SIGCONT)
+        if step == 10:  # the agent has caught up
+            slot = f"*/*/runs/*/free/r{dist.get_rank():05}-*.slot"
+            until(lambda: list(cluster.shm.glob(slot)))  # noqa: B023
         dist.barrier()
         try:
             handle = cp.save(step, state)
