@@ -299,7 +299,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _unknown_name_error(self, name: str) -> KeyError:
         """Return the error for an unknown name, which suggests similar names."""
-        if self._saved.below(name):
+        if self._saved.names_below(name):
             hint = f"; other names begin with it: state_dict({name!r}) reads them"
         elif name in self.manifest.per_rank:
             hint = "; its value differs between ranks, so only sw.load restores it"

@@ -159,7 +159,7 @@ class Resizing:
             return
         for optimizer in self.optimizers:
             prefixes = {f"{optimizer}.{each}" for each in (target.name_in_module, name)}
-            names = [f"{prefix}.{key}" for prefix in prefixes for key in saved.below(prefix)]
+            names = [f"{prefix}.{key}" for prefix in prefixes for key in saved.names_below(prefix)]
             for entry in map(saved.tensor, filter(selection.selects, names)):
                 if entry is None or (math.prod(entry.shape) == 1 != math.prod(parameter.shape)):
                     continue  # a plain value or a scalar, for example the number of steps
@@ -200,7 +200,7 @@ def _find_targets(
     matching = {
         leaf.name for _, leaf in leaves if any(fnmatchcase(leaf.name, each) for each in patterns)
     }
-    tied = {leaf.identity for _, leaf in leaves if leaf.name in matching} - {None}
+    tied = {leaf.tie_key for _, leaf in leaves if leaf.name in matching} - {None}
     targets = {
         leaf.name: Target(
             leaf.shape,
@@ -208,6 +208,6 @@ def _find_targets(
             any(fragment.data.is_meta for fragment in leaf.fragments),
         )
         for owner, leaf in leaves
-        if leaf.name in matching or leaf.identity in tied
+        if leaf.name in matching or leaf.tie_key in tied
     }
     return targets, [each.name for each in bindings if each.kind == "optimizer"]

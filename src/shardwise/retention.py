@@ -252,7 +252,7 @@ def apply_retention(
     *,
     newest: int,
     damaged: frozenset[int],
-    is_wanted: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
 ) -> list[int]:
     """Remove the checkpoints of a root that the rules do not keep.
 
@@ -265,7 +265,7 @@ def apply_retention(
         keep: the rules.
         newest: the step that was just saved. It stays, and so do checkpoints of higher steps.
         damaged: steps that are known to be damaged.
-        is_wanted: called before each removal; if it returns False, the remaining steps stay.
+        should_continue: called before each removal; if it returns False, the remaining steps stay.
 
     Returns:
         The steps that were removed, ascending.
@@ -276,14 +276,14 @@ def apply_retention(
     else:
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
-    to_remove = takewhile(lambda _: is_wanted(), (s for s in steps if s not in kept))
+    to_remove = takewhile(lambda _: should_continue(), (s for s in steps if s not in kept))
     grace = root.reading_grace > 0.0
     removed = [
         step
         for step in to_remove
         if remove_checkpoint(root.at(step_directory(step)), at_once=not grace)
     ]
-    if grace and is_wanted():
+    if grace and should_continue():
         _remove_files_of_removed(root, newest)
     return removed
 

@@ -23,7 +23,14 @@ from shardwise.memory.agent.status import status_of, stored_run
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run
 from shardwise.memory.rank_locks import training_lock
-from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Retry, Staged
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    Protect,
+    Retry,
+    Staged,
+    StageOutcome,
+)
 from shardwise.memory.redundancy.placement import Member, form_groups
 from tests.cli.conftest import Run
 
@@ -59,7 +66,7 @@ def home(tmp_path: Path) -> Home:
         (2, "commit", ""),
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
-        done = Done(save_id=SAVE, stage=stage, failure=failure)
+        done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
         written(run.step(step) / records.outcome_record(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
@@ -110,9 +117,9 @@ def test_all_that_is_known_is_told(run: Run, home: Home) -> None:
 
 def test_it_tells_what_would_be_lost(run: Run, home: Home) -> None:
     (one,) = run("agent", "status", "--dir", home.path.parent, "--json").document["runs"]
-    found = {stage: (each["step"], each["steps"]) for stage, each in one["behind"].items()}
+    found = {stage: (each["step"], each["steps"]) for stage, each in one["lag"].items()}
     assert found == {"commit": (2, 1), "protect": (1, 2), "persist": (1, 2)}
-    assert one["behind"]["commit"]["seconds"] == pytest.approx(30, abs=1)
+    assert one["lag"]["commit"]["seconds"] == pytest.approx(30, abs=1)
 
 
 def test_an_agent_that_does_not_answer_is_told_of(run: Run, home: Home) -> None:
@@ -185,7 +192,7 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
     )
     write_record(place / records.request_record("protect", SAVE), request)
     if done:
-        ended = Done(save_id=SAVE, stage="protect")
+        ended = StageOutcome(save_id=SAVE, stage="protect")
         write_record(place / records.outcome_record("protect", SAVE), ended)
 
 
@@ -200,7 +207,7 @@ def tensors(
         each["name"]: (
             each["nodes"],
             each["survives"],
-            [" ".join([guard["kind"], *guard["nodes"]]) for guard in each["guards"]],
+            [" ".join([guard["kind"], *guard["nodes"]]) for guard in each["protections"]],
         )
         for each in one["tensors"]["tensors"]
     }

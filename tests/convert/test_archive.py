@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.convert.plan import BytesFromSums, OutputFile, TensorPart, size_of
+from shardwise.convert.plan import BytesFromChecksums, OutputFile, TensorPart, size_of
 from shardwise.convert.targets.archive import ArchiveBuilder, FileBuilder
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.formats.containers.ranges import FileRange
@@ -22,7 +22,7 @@ from shardwise.store import LocalStore
 def write(build: OutputFile, path: Path, data: bytes | None) -> None:
     """Write what is laid out; in place of every part `data`, or a hole."""
     at = 0
-    cuts = [*build.sum_boundaries, build.size]
+    cuts = [*build.checksum_boundaries, build.size]
     with open(path, "wb+") as file:
         for segment in build.segments:
             file.seek(at)
@@ -30,7 +30,7 @@ def write(build: OutputFile, path: Path, data: bytes | None) -> None:
                 file.write(segment)
             elif isinstance(segment, TensorPart) and data is not None:
                 file.write(data)
-            elif isinstance(segment, BytesFromSums):
+            elif isinstance(segment, BytesFromChecksums):
                 done = [cut for cut in cuts if cut <= at]
                 file.write(segment.make(sums(path, done) if data else [0] * len(done)))
             at += size_of(segment)

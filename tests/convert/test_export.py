@@ -19,7 +19,7 @@ import torch
 import shardwise as sw
 from shardwise.convert import write
 from shardwise.convert.journal import RECORDS
-from shardwise.convert.plan import BytesFromSums, OutputFile, RunningChecksums
+from shardwise.convert.plan import BytesFromChecksums, OutputFile, RunningChecksums
 from shardwise.convert.sources import CheckpointSource
 from shardwise.convert.write import write_contents
 from shardwise.engine.buffers import Arena
@@ -314,9 +314,9 @@ def test_what_safetensors_cannot_hold_is_told(tmp_path: Path) -> None:
 def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     content = random.bytes(300_000)
-    late = BytesFromSums(12, lambda sums: b"%012d" % sums[0])
-    sum_boundaries = (1000, 65_536, 300_000)
-    output = OutputFile("out", (content[:1000], content[1000:], late), sum_boundaries)
+    late = BytesFromChecksums(12, lambda sums: b"%012d" % sums[0])
+    checksum_boundaries = (1000, 65_536, 300_000)
+    output = OutputFile("out", (content[:1000], content[1000:], late), checksum_boundaries)
     store = LocalStore(tmp_path)
     opened = open_any(lambda: LocalStore(source), SoloGroup())
     for largest in (4096, 100_000, 1 << 20):
@@ -325,7 +325,7 @@ def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
         file.close()
         written = (tmp_path / f"out-{largest}").read_bytes()
         assert written == content + b"%012d" % crc32(content[:1000])
-        cuts = [0, *sum_boundaries, output.size]
+        cuts = [0, *checksum_boundaries, output.size]
         assert sums == [crc32(written[a:b]) for a, b in itertools.pairwise(cuts)]
         again = RunningChecksums(output)
         again.add(np.frombuffer(written, np.uint8))

@@ -18,7 +18,7 @@ from shardwise.memory.lineage import Lineage, lineage_of, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_hopeless
-from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
 from tests.memory.reconciling import Attendant
@@ -55,7 +55,8 @@ def leave(
     )
     for stage in ended:
         write_record(
-            place.path / records.outcome_record(stage, save), Done(save_id=save, stage=stage)
+            place.path / records.outcome_record(stage, save),
+            StageOutcome(save_id=save, stage=stage),
         )
     if committed:
         manifest = Manifest(
@@ -270,7 +271,7 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
 def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     save = f"{step:016x}"
-    note = Done(save_id=save, stage="commit", failure="a node is lost")
+    note = StageOutcome(save_id=save, stage="commit", failure="a node is lost")
     write_record(run.step(step) / records.outcome_record("commit", save), note)
 
 

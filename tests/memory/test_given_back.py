@@ -14,7 +14,7 @@ from shardwise.memory.decide import DEFAULT_PERIODS
 from shardwise.memory.home import Home
 from shardwise.memory.identity import node_name
 from shardwise.memory.rank_locks import training_lock
-from shardwise.memory.seal import Mappings
+from shardwise.memory.seal import MappedFiles
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
 from tests.memory.reconciling import Attendant
@@ -30,7 +30,7 @@ class Node:
 
     def __init__(self, shm: Path) -> None:
         self._agent = Attendant(Home(shm))
-        self._agent.rescue = Follower(node_name(self._agent.home), Mappings()).rescue
+        self._agent.rescue = Follower(node_name(self._agent.home), MappedFiles()).rescue
 
     def after(self, seconds: float) -> int:
         """Return how many snapshots are left so many seconds later."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CorruptionError
-from shardwise.memory.seal import Mappings
+from shardwise.memory.seal import MappedFiles
 
 MEGABYTE = 1 << 20
 
 
 @pytest.fixture
-def mappings() -> Iterator[Mappings]:
+def mappings() -> Iterator[MappedFiles]:
     """Of nothing yet."""
-    mappings = Mappings()
+    mappings = MappedFiles()
     yield mappings
     mappings.close()
 
@@ -32,7 +32,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: Mappings) -> None:
+def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: MappedFiles) -> None:
     path, moved = tmp_path / "slot", tmp_path / "data"
     path.write_bytes(bytes(MEGABYTE))
     before = mappings.map(path, MEGABYTE)
@@ -50,7 +50,7 @@ def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: Map
     assert descriptors() == fds
 
 
-def test_a_file_that_has_grown_is_mapped_anew(tmp_path: Path, mappings: Mappings) -> None:
+def test_a_file_that_has_grown_is_mapped_anew(tmp_path: Path, mappings: MappedFiles) -> None:
     path = tmp_path / "slot"
     path.write_bytes(b"1" * 10)
     mappings.map(path, 10)
@@ -61,7 +61,7 @@ def test_a_file_that_has_grown_is_mapped_anew(tmp_path: Path, mappings: Mappings
 
 
 def test_the_memory_of_a_file_that_was_removed_is_given_back(
-    tmp_path: Path, mappings: Mappings
+    tmp_path: Path, mappings: MappedFiles
 ) -> None:
     fds = descriptors()
     path, stays = tmp_path / "slot", tmp_path / "stays"
@@ -77,7 +77,7 @@ def test_the_memory_of_a_file_that_was_removed_is_given_back(
     assert (maps_of(stays), descriptors()) == (0, fds)
 
 
-def test_a_file_of_another_size_is_refused(tmp_path: Path, mappings: Mappings) -> None:
+def test_a_file_of_another_size_is_refused(tmp_path: Path, mappings: MappedFiles) -> None:
     path = tmp_path / "slot"
     path.write_bytes(b"12345")
     fds = descriptors()

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.memory import records
 from shardwise.memory.files import listen_to_bell
 from shardwise.memory.home import Home, Place, Run, new_run
-from shardwise.memory.records import AgentInfo, Done
+from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
@@ -27,7 +27,7 @@ REQUEST, DONE = records.request_record("protect", SAVE), records.done_record("pr
 WAIT = 0.3
 
 
-def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
+def expecting(served: Served, tmp_path: Path, *, asked: str) -> StageOutcome:
     """What a node that was asked to protect a snapshot says when it has."""
     place = Place(Run(tmp_path / "here" / RUN), 10)
     infos = [
@@ -39,7 +39,7 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
     bound.start()
     try:
         with closing(Nodes(place, infos, "here", WAIT)) as nodes:
-            return nodes.wait_for_record("there", DONE, Done, request=asked)
+            return nodes.wait_for_record("there", DONE, StageOutcome, request=asked)
     finally:
         bound.cancel()
 
@@ -58,13 +58,13 @@ def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
 
 def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:
     served.fill(REQUEST, b"{}")
-    done = msgspec.json.encode(Done(save_id=SAVE, stage="protect", bytes=7))
+    done = msgspec.json.encode(StageOutcome(save_id=SAVE, stage="protect", bytes=7))
     timer = threading.Timer(4 * WAIT, served.fill, (DONE, done))
     timer.start()
     assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
     with pytest.raises(sw.StoreError, match="did not provide entry"):
         Nodes(Place(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT).wait_for_record(
-            "here", "entry", Done
+            "here", "entry", StageOutcome
         )
 
 
@@ -112,7 +112,7 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
             threading.Timer(0.3, place.abandon).start()
             started = time.monotonic()
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.wait_for_record("there", DONE, Done)
+                nodes.wait_for_record("there", DONE, StageOutcome)
             assert 0.25 < time.monotonic() - started < 4.5  # of 60, or 5
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
                 nodes.write_to_others((REQUEST, b"{}"))

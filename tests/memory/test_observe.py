@@ -12,7 +12,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 from shardwise.memory.view import State
 
 SAVE = "0" * 16
@@ -71,7 +71,7 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
     place: Place,
 ) -> None:
     lock = RankLock(place.run, 1)
-    done = Done(save_id=SAVE, stage="commit", failure="stuck")
+    done = StageOutcome(save_id=SAVE, stage="commit", failure="stuck")
     write_record(place.path / records.outcome_record("commit", SAVE), done)
     assert due(place) == (State.RUNNING, State.RUNNING)
     lock.release()
@@ -103,7 +103,7 @@ def test_the_stages_of_a_save(
     if called:
         write_record(place.path / records.request_record("rescue", SAVE), {})
     if commit is not None:
-        done = Done(save_id=SAVE, stage="commit", failure=commit)
+        done = StageOutcome(save_id=SAVE, stage="commit", failure=commit)
         write_record(place.path / records.outcome_record("commit", SAVE), done)
     save = read_snapshot(place, "here").saves[SAVE]
     if commit is None:

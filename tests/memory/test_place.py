@@ -20,9 +20,9 @@ from shardwise.memory.decide import Commit, Seal, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.observe import read_outcome, view_run
-from shardwise.memory.records import AgentInfo, Done, PendingManifest, RingFile, Staged
+from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, Staged, StageOutcome
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup
-from shardwise.memory.seal import Mappings
+from shardwise.memory.seal import MappedFiles
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
 
@@ -101,14 +101,14 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 @pytest.mark.parametrize("stage", ["persist", "protect"])
 def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     write_record(place.path / records.request_record(stage, ONE), DAMAGES[0])
-    following = Follower("a", Mappings())
+    following = Follower("a", MappedFiles())
     (action,) = decide_run(view_run(place.run), 0.0)
     if isinstance(action, decide.Copy):
         following.copy(action)
     else:
         assert isinstance(action, decide.ProtectOthers)
         following.protect_others(action)
-    done = read_record(place.path / records.done_record(stage, ONE), Done)
+    done = read_record(place.path / records.done_record(stage, ONE), StageOutcome)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
     assert records.request_record(stage, ONE) in done.failure
@@ -121,7 +121,7 @@ def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place)
     (place.path / f"r00000-{OTHER}.safetensors").touch()
     actions = decide_run(view_run(place.run), 0.0)
     assert actions == [Seal(place, OTHER, (f"r00000-{OTHER}.safetensors",))]
-    Follower("a", Mappings()).seal(actions[0])
+    Follower("a", MappedFiles()).seal(actions[0])
     assert place.has(records.entry_record(f"r00000-{OTHER}.safetensors"))
 
 

@@ -21,9 +21,9 @@ from shardwise.memory.files import Deadline, write_record
 from shardwise.memory.home import OUTCOMES, Home, Place, new_run
 from shardwise.memory.observe import view_run
 from shardwise.memory.reclaim import discard, free
-from shardwise.memory.records import Done, PendingManifest
+from shardwise.memory.records import PendingManifest, StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
-from shardwise.memory.seal import Mappings
+from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
@@ -180,7 +180,7 @@ def place(tmp_path: Path) -> Place:
     request = retention_request(pending_of(root, 3, sw.Keep(last=1)))
     write_record(place.path / records.request_record(records.RETAIN, SAVE), request)
     for stage in ("commit", "persist"):
-        done = Done(save_id=SAVE, stage=stage, node="here")
+        done = StageOutcome(save_id=SAVE, stage=stage, node="here")
         write_record(place.path / records.outcome_record(stage, SAVE), done)
     return place
 
@@ -208,7 +208,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
         assert stages.outcome(records.RETAIN) is None
         assert not stages.has_succeeded()
         assert decide_run(view_run(place.run), 0.0) == [RemoveOld(place, SAVE)]
-    Follower("another agent", Mappings()).remove_old(RemoveOld(place, SAVE))
+    Follower("another agent", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
     assert not decide_run(view_run(place.run), 0.0)
@@ -229,13 +229,13 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
     with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
-        Follower("here", Mappings()).remove_old(RemoveOld(place, SAVE))
+        Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
 
 
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
     (place.path / records.request_record(records.RETAIN, SAVE)).write_bytes(b"{")
-    Follower("here", Mappings()).remove_old(RemoveOld(place, SAVE))
+    Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     with pytest.raises(
         StoreError,
         match=r"step 3: the stage 'retain' of .* failed: StoreError: .*Input data was truncated",
@@ -252,7 +252,7 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> 
         begun.add(stages_of(each))
 
     def fails(each: Place) -> None:
-        done = Done(save_id=SAVE, stage=records.RETAIN, failure="busy")
+        done = StageOutcome(save_id=SAVE, stage=records.RETAIN, failure="busy")
         write_record(each.path / records.outcome_record(records.RETAIN, SAVE), done)
 
     begun.raise_failure()

@@ -17,7 +17,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run
 from shardwise.memory.reclaim import discard, discard_all
-from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 from shardwise.memory.trainer.slots import PAGE, Slots
 from tests.memory.reconciling import free_decided
 
@@ -238,7 +238,8 @@ def leave_committed(
     write_record(place.path / "manifest.json", b"{}")
     for stage in ended:
         write_record(
-            place.path / records.outcome_record(stage, save), Done(save_id=save, stage=stage)
+            place.path / records.outcome_record(stage, save),
+            StageOutcome(save_id=save, stage=stage),
         )
 
 
@@ -250,7 +251,7 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert not free_decided(run)
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
-    outcome = Done(save_id=save, stage="protect")
+    outcome = StageOutcome(save_id=save, stage="protect")
     write_record(run.step(7) / records.outcome_record("protect", save), outcome)
     with Place(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
@@ -264,7 +265,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
     for step in (6, 7):
         leave_committed(run, step, "commit")
         save = f"{step:016x}"
-        failed = Done(save_id=save, stage="protect", failure="no node is left")
+        failed = StageOutcome(save_id=save, stage="protect", failure="no node is left")
         write_record(run.step(step) / records.outcome_record("protect", save), failed)
     assert free_decided(run)
     assert run.steps() == [5, 7]
@@ -291,7 +292,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     free_decided(run)
     assert run.steps() == [5, 7]
     outcome = records.outcome_record("persist", pending.save_id)
-    write_record(promised.path / outcome, Done(save_id=pending.save_id, stage="persist"))
+    write_record(promised.path / outcome, StageOutcome(save_id=pending.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
     assert free_decided(run)
     assert run.steps() == [7, 8]
@@ -327,7 +328,7 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     )
     assert not free_decided(run)
     assert _staged_saves(place) == {old, saved.save_id}
-    failed = Done(save_id=old, stage="commit", failure="a rank was killed")
+    failed = StageOutcome(save_id=old, stage="commit", failure="a rank was killed")
     write_record(place.path / records.outcome_record("commit", old), failed)
     assert free_decided(run)
     assert _staged_saves(place) == {saved.save_id}

@@ -24,7 +24,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES, Home, Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training, training_lock
-from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.remote.search import list_own_files
 from shardwise.memory.trainer.copying import Copying
@@ -87,7 +87,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
         )
         write_record(
             place.path / records.outcome_record("commit", pending.save_id),
-            records.Done(save_id=pending.save_id, stage="commit"),
+            records.StageOutcome(save_id=pending.save_id, stage="commit"),
         )
         write_record(place.path / records.pending_record(pending.save_id), pending)
         Leader(pending.leader).persist(decide.Persist(place, pending.save_id))
@@ -272,7 +272,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     save_id = "f" * 16
     place.path.mkdir(parents=True)
     commit = records.outcome_record("commit", save_id)
-    write_record(place.path / commit, Done(save_id=save_id, stage="commit"))
+    write_record(place.path / commit, StageOutcome(save_id=save_id, stage="commit"))
     stages = PendingSave(
         agents=SaveAgents(home, None, None, 10.0),
         place=place,
@@ -289,7 +289,8 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
     write_record(
-        ended / records.outcome_record("persist", save_id), Done(save_id=save_id, stage="persist")
+        ended / records.outcome_record("persist", save_id),
+        StageOutcome(save_id=save_id, stage="persist"),
     )
     assert stages.wait_for("persist", 10.0).failure == ""
 
@@ -312,7 +313,7 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
 
     def commit(save_id: str) -> None:
         write_record(place.path / "manifest.json", {"save_id": save_id})
-        done = Done(save_id=save_id, stage="commit")
+        done = StageOutcome(save_id=save_id, stage="commit")
         write_record(place.path / records.outcome_record("commit", save_id), done)
 
     for save_id in (first, second):

@@ -114,7 +114,7 @@ class EngineWeights(ModuleWeights):
                 leaf = leaf_of_frozen_parameter(parameter, path)
             if leaf is not None:
                 full_name = f"{module_name}.{clean(path)}"
-                engine_leaves[full_name] = replace(leaf, name=full_name, identity=id(parameter))
+                engine_leaves[full_name] = replace(leaf, name=full_name, tie_key=id(parameter))
         contents.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in contents.tensors]
         return contents
 

@@ -48,7 +48,7 @@ def leaves_of_flat_parameters(
         local = _local_shard(flat)
         for part in ranges:
             name = f"{module_name}.{part.name}"
-            leaves.append(part.leaf(name, local, identity=name))
+            leaves.append(part.leaf(name, local, tie_key=name))
         for info in flat._shared_param_infos:
             path = f"{prefix}{info.module_name}.{info.param_name}"
             first_name = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"

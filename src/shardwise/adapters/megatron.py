@@ -231,8 +231,8 @@ def _parameter_leaves(
 ) -> Iterator[TensorLeaf]:
     flat = parameter.tensor.detach().view(-1)
     for range_index, part in enumerate(parameter.flat):
-        identity = id(tensor.tensor), range_index  # equal for weights that are tied on this rank
-        yield part.leaf(f"{module_name}.{part.name}", flat, identity)
+        tie_key = id(tensor.tensor), range_index  # equal for weights that are tied on this rank
+        yield part.leaf(f"{module_name}.{part.name}", flat, tie_key)
 
 
 class MegatronOptimizerBinding(OptimizerBinding):

@@ -147,7 +147,7 @@ class BucketedState:
                 continue
             optimizer, group = part.chained_optimizer.optimizer, _param_group_of(part)
             state = read_state(optimizer, group, part.tensor)
-            for key in self._saved.below(part.bucket):
+            for key in self._saved.names_below(part.bucket):
                 entry = self._saved.tensor(f"{part.bucket}.{key}")
                 if key == MASTER or entry is None:
                     continue

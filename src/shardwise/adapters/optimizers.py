@@ -192,11 +192,11 @@ class OptimizerBinding(Binding):
         If the checkpoint has no state of the parameter, the selected state is removed.
         """
         name = f"{self.name}.{parameter.representative_name}"
-        if not saved.below(name):
+        if not saved.names_below(name):
             unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
             return unselected if len(unselected) < len(state) else state
         created: dict[str, object] = {}
-        for key in () if parameter.is_empty else saved.below(name):
+        for key in () if parameter.is_empty else saved.names_below(name):
             full_name = f"{name}.{key}"
             entry = saved.tensor(full_name)
             is_saved = entry is not None or saved.has_object(full_name)

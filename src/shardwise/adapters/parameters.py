@@ -69,10 +69,10 @@ class FlatRange:
             start_of_box += box.size
         return tuple(fragments)
 
-    def leaf(self, name: str, flat: torch.Tensor, identity: object = None) -> TensorLeaf:
+    def leaf(self, name: str, flat: torch.Tensor, tie_key: object = None) -> TensorLeaf:
         """Return the range of a flat tensor as a leaf of the global tensor."""
         fragments = self.fragments(flat)
-        return TensorLeaf(name, flat.dtype, self.shape, fragments, identity, padded=self.padded)
+        return TensorLeaf(name, flat.dtype, self.shape, fragments, tie_key, padded=self.padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +199,14 @@ def _join_fragments(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
         return (
             first_leaf
             if not to_fill
-            else replace(first_leaf, fragments=tuple(fragments), identity=None)
+            else replace(first_leaf, fragments=tuple(fragments), tie_key=None)
         )
     if len({fragment.box for fragment in fragments}) < len(fragments):
         raise StateError(
             f"{first_leaf.name}: two values of the state have this name and hold the same part of "
             "the tensor: put each model and optimizer under a separate key of a dict"
         )
-    return replace(first_leaf, fragments=tuple(fragments), identity=None)
+    return replace(first_leaf, fragments=tuple(fragments), tie_key=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

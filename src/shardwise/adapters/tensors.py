@@ -38,7 +38,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         )
     if isinstance(tensor, DTensor):
         shape, fragments = tuple(tensor.shape), fragments_of_dtensor(name, tensor)
-        return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments))
+        return TensorLeaf(name, tensor.dtype, shape, fragments, _tie_key(tensor, fragments))
     if tensor.is_nested:
         raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
     if tensor.layout != torch.strided:
@@ -51,9 +51,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         lazy_view, data = data, data.resolve_conj().resolve_neg()
         after_load = partial(lazy_view.copy_, data)
     fragments = (Fragment(_whole_box(shape), data),) if data.numel() else ()
-    return TensorLeaf(
-        name, tensor.dtype, shape, fragments, _identity(tensor, fragments), after_load
-    )
+    return TensorLeaf(name, tensor.dtype, shape, fragments, _tie_key(tensor, fragments), after_load)
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> str:
@@ -82,7 +80,7 @@ def _whole_box(shape: tuple[int, ...]) -> Box:
     return Box.whole(shape)
 
 
-def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
+def _tie_key(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
     """Return a value that is equal for all tensors in the same memory, such as tied weights."""
     if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         return id(tensor)
@@ -129,11 +127,11 @@ def make_leaves_fillable(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
 def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
     """Return the indices of leaves whose memory overlaps with another leaf, except tied tensors."""
     ranges: dict[torch.device, list[tuple[int, int, int]]] = {}
-    seen_identities: set[object] = set()
+    seen_tie_keys: set[object] = set()
     for index, leaf in enumerate(leaves):
-        if leaf.identity is not None and leaf.identity in seen_identities:
+        if leaf.tie_key is not None and leaf.tie_key in seen_tie_keys:
             continue
-        seen_identities.add(leaf.identity)
+        seen_tie_keys.add(leaf.tie_key)
         for data in (fragment.data for fragment in leaf.fragments):
             if data.numel() and not data.is_meta:
                 start = data.data_ptr()
@@ -169,7 +167,7 @@ def _copy_leaf(leaf: TensorLeaf, finished: list[tuple[TensorLeaf, TensorLeaf]]) 
         if leaf.after_load is not None:
             leaf.after_load()
 
-    return replace(leaf, fragments=copies, identity=None, after_load=after_load)
+    return replace(leaf, fragments=copies, tie_key=None, after_load=after_load)
 
 
 def make_fillable(leaf: TensorLeaf) -> TensorLeaf:
@@ -188,7 +186,7 @@ def make_fillable(leaf: TensorLeaf) -> TensorLeaf:
     def after_load() -> None:
         _copy_into_overlapping(leaf.name, copy, data)
 
-    return replace(leaf, fragments=(Fragment(box, copy),), identity=None, after_load=after_load)
+    return replace(leaf, fragments=(Fragment(box, copy),), tie_key=None, after_load=after_load)
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:

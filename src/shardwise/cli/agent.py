@@ -306,7 +306,7 @@ def _show_run(run: RunStatus, console: Console) -> None:
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
         return
-    console.print(Text("   ").join(_lag_text(stage, run.behind[stage]) for stage in STAGES))
+    console.print(Text("   ").join(_lag_text(stage, run.lag[stage]) for stage in STAGES))
     shown = table(gap=2)
     shown.add_column("step", justify="right", no_wrap=True, style="bold")
     for header in ("age", "size", "copies"):
@@ -338,21 +338,23 @@ def _show_tensors(tensors_status: TensorsStatus, console: Console) -> None:
 
 def _protection_text(tensor: TensorStatus) -> Text:
     """Return how many lost nodes a tensor survives, and where its copies or parity are."""
-    protections = "; ".join(f"{each.kind} on {fmt.names(each.nodes)}" for each in tensor.guards)
+    protections = "; ".join(
+        f"{each.kind} on {fmt.names(each.nodes)}" for each in tensor.protections
+    )
     if not tensor.survives:
         return Text(f"partly: {protections}" if protections else "not", "bold red")
     lost = fmt.count(tensor.survives, "node")
     return Text(f"against the loss of {lost}: {protections}", "green")
 
 
-def _lag_text(stage: str, behind: StageLag) -> Text:
+def _lag_text(stage: str, lag: StageLag) -> Text:
     """Return the newest step of a stage: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
-    if behind.step is None:
+    if lag.step is None:
         return Text(f"no step {STAGE_DONE[stage]}", "dim")
-    text = Text(f"{STAGE_DONE[stage]} {behind.step}")
-    if behind.steps:
-        lag = fmt.count(behind.steps, "step")
-        text.append(f" ({lag}, {fmt.duration(behind.seconds)} behind)", "yellow")
+    text = Text(f"{STAGE_DONE[stage]} {lag.step}")
+    if lag.steps:
+        steps = fmt.count(lag.steps, "step")
+        text.append(f" ({steps}, {fmt.duration(lag.seconds)} behind)", "yellow")
     return text
 
 

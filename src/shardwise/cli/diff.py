@@ -26,7 +26,9 @@ MOST_NAMES = 20
 def diff(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="A checkpoint, or the root of a run: its newest one."),
+        typer.Argument(
+            metavar="A", help="A checkpoint. For the root of a run, its newest checkpoint."
+        ),
     ],
     b: Annotated[
         str, typer.Argument(metavar="B", help="Another checkpoint, in any format, or a root.")

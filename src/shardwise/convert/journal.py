@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.convert.plan import BytesFromSums, OutputFile, Sums, TensorPart
+from shardwise.convert.plan import BytesFromChecksums, OutputFile, RangeChecksums, TensorPart
 from shardwise.errors import CheckpointExistsError
 from shardwise.store import LocalStore
 
@@ -82,7 +82,7 @@ class Journal:
                 "options: remove the directory, or choose a new one"
             )
 
-    def read_sums(self, file: OutputFile) -> Sums | None:
+    def read_sums(self, file: OutputFile) -> RangeChecksums | None:
         """Return the checksums of a file from its record; None if the file is not complete."""
         try:
             record = msgspec.json.decode(self._record_path(file).read_bytes(), type=_FileRecord)
@@ -92,7 +92,7 @@ class Journal:
         has_full_size = path.is_file() and path.stat().st_size == file.size
         return record.sums if has_full_size and record.plan == _digest_contents(file) else None
 
-    def record_sums(self, file: OutputFile, sums: Sums) -> None:
+    def record_sums(self, file: OutputFile, sums: RangeChecksums) -> None:
         """Record that a file is complete and durable."""
         path = self._record_path(file)
         temporary = path.with_suffix(".part")
@@ -120,6 +120,6 @@ def _digest_contents(file: OutputFile) -> str:
             # Records of earlier versions have digests of this text.
             text = f"Part(name={segment.name!r}, box={segment.box!r}, dtype={segment.dtype!r})"
             digest.update(text.encode())
-        elif isinstance(segment, BytesFromSums):
+        elif isinstance(segment, BytesFromChecksums):
             digest.update(b"%d" % segment.size)
     return digest.hexdigest()

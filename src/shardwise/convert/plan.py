@@ -19,7 +19,7 @@ from shardwise.store.store import Buffer
 
 MOST_LISTED = 8
 T = TypeVar("T")
-Sums = Sequence[int]
+RangeChecksums = Sequence[int]
 """CRC-32 checksums of the consecutive ranges of a file."""
 
 
@@ -28,8 +28,9 @@ class TensorPart:
     """A box of a tensor in the source, in row-major order.
 
     Attributes:
-        name: name of the tensor in the source.
-        dtype: the torch dtype to convert the elements to, for example "bfloat16".
+        name: the name of the tensor in the source.
+        box: the elements of the tensor.
+        dtype: the torch dtype to which the elements are converted, for example "bfloat16".
     """
 
     name: str
@@ -43,7 +44,7 @@ class TensorPart:
 
 
 class Source(Protocol):
-    """The source of an export: it gives any part of its tensors."""
+    """The source of an export, from which any part of a tensor can be read."""
 
     def read(self, parts: list[tuple[TensorPart, Buffer]]) -> None:
         """Fill each buffer with its part.
@@ -55,19 +56,19 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BytesFromSums:
+class BytesFromChecksums:
     """Bytes of a file that are computed from the checksums of the bytes before them.
 
     Attributes:
         size: the number of bytes.
-        make: returns the bytes, given the checksums of all ranges that end before them.
+        make: takes the checksums of all ranges that end before these bytes, and returns the bytes.
     """
 
     size: int
-    make: Callable[[Sums], bytes]
+    make: Callable[[RangeChecksums], bytes]
 
 
-Segment = bytes | TensorPart | BytesFromSums
+Segment = bytes | TensorPart | BytesFromChecksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,13 @@ class OutputFile:
     Attributes:
         name: path below the target directory, with `/` as the separator.
         segments: contents of the file, in order.
-        sum_boundaries: ascending offsets in bytes that divide the file into the ranges of its
-            checksums. The start and the end of the file are not listed.
+        checksum_boundaries: ascending offsets in bytes, without the start and the end of the file.
+            They divide the file into ranges, and each range gets a checksum.
     """
 
     name: str
     segments: tuple[Segment, ...]
-    sum_boundaries: tuple[int, ...] = ()
+    checksum_boundaries: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -92,14 +93,14 @@ class OutputFile:
 
 
 class RunningChecksums:
-    """Computes the checksums of a file, one for each range, from its bytes in order.
+    """Computes the checksum of each range of a file. The caller adds the bytes in order.
 
     Attributes:
         complete: the checksums of the ranges that have ended.
     """
 
     def __init__(self, file: OutputFile) -> None:
-        self._boundaries = [*file.sum_boundaries, file.size]
+        self._boundaries = [*file.checksum_boundaries, file.size]
         self._offset = 0
         self._running = 0
         self.complete: list[int] = []
@@ -126,14 +127,14 @@ class ExportFiles:
 
     Attributes:
         tensor_files: files with tensors, which are written in any order.
-        make_final_files: returns the contents of the small files that are written last, by name,
-            given the checksums of each tensor file. They are written in order; the last one makes
-            the checkpoint complete.
-        left_out: names that the format cannot hold, with reasons; one line each.
+        make_final_files: takes the checksums of each tensor file, and returns the names and
+            contents of the small files that are written last, in this order. The last of these
+            files makes the checkpoint complete.
+        left_out: one line for each name that the format cannot hold, with the reason.
     """
 
     tensor_files: tuple[OutputFile, ...]
-    make_final_files: Callable[[Mapping[str, Sums]], Mapping[str, bytes]]
+    make_final_files: Callable[[Mapping[str, RangeChecksums]], Mapping[str, bytes]]
     left_out: tuple[str, ...] = ()
 
 
@@ -153,7 +154,7 @@ class TargetTensor:
 
     @property
     def part(self) -> TensorPart:
-        """The bytes of the whole tensor, which a tied tensor shares with another one."""
+        """The whole tensor in the source. For a tied tensor, the tensor that it is tied to."""
         return TensorPart(
             self.entry.same_as or self.entry.name, Box.whole(self.entry.shape), self.dtype
         )
@@ -165,12 +166,10 @@ class ExportContents:
 
     Attributes:
         source: the manifest of the source, with the plain values to write.
-        tensors: the tensors, in the order of the source. If a tensor is tied to another one, this
-            list has both.
-        save_id: an id that is part of file names. The same export of the same source has the same
-            id.
-        root: name of the model in the state, for formats that hold only a model.
-        max_file: the most bytes of tensors in a file.
+        tensors: the tensors, in the order of the source, including tied tensors.
+        save_id: an id that is part of file names. If an export is repeated, it has the same id.
+        root: the key of the model in the state, for formats that hold only a model.
+        max_file: the largest number of bytes of tensors in a file.
         config: contents of the model's configuration file, for formats that have one.
     """
 

@@ -145,7 +145,7 @@ class MergedSource:
     once.
 
     Args:
-        changes: the changes to the base, by the names of its tensors.
+        changes: for each changed tensor's name in the base, the change.
         max_bytes: host memory to use, in addition to the memory of the sources and of the writer.
     """
 

@@ -19,13 +19,13 @@ import numpy as np
 
 from shardwise.convert.journal import Journal
 from shardwise.convert.plan import (
-    BytesFromSums,
+    BytesFromChecksums,
     ExportFiles,
     OutputFile,
+    RangeChecksums,
     RunningChecksums,
     Segment,
     Source,
-    Sums,
     TensorPart,
     size_of,
 )
@@ -203,7 +203,7 @@ def _divide_among_ranks(files: tuple[OutputFile, ...], ranks: int) -> list[list[
     return shares
 
 
-def _write_file(file: OutputFile, source: Source, folder: Path, chunk: int) -> Sums:
+def _write_file(file: OutputFile, source: Source, folder: Path, chunk: int) -> RangeChecksums:
     """Write a file under a temporary name, and rename it when it is durable."""
     store = _store_of(LocalStore(folder), file.name)
     name = Path(file.name).name
@@ -222,7 +222,7 @@ def _write_file(file: OutputFile, source: Source, folder: Path, chunk: int) -> S
     return sums
 
 
-def _verify_file(file: OutputFile, sums: Sums, folder: Path, chunk: int) -> None:
+def _verify_file(file: OutputFile, sums: RangeChecksums, folder: Path, chunk: int) -> None:
     """Read a file back and compare its checksums. One chunk is summed while the next is read.
 
     Raises:
@@ -265,7 +265,7 @@ class _Chunk:
 
     start: int
     stop: int
-    known: list[tuple[int, bytes | BytesFromSums]] = field(default_factory=list)
+    known: list[tuple[int, bytes | BytesFromChecksums]] = field(default_factory=list)
     tensor_parts: list[tuple[int, TensorPart]] = field(default_factory=list)
 
 
@@ -279,7 +279,7 @@ def write_contents(
         max_bytes: bytes to read or write at a time; the two buffers hold twice as many.
 
     Returns:
-        The checksums of the ranges between the file's `sum_boundaries`.
+        The checksums of the ranges between the file's `checksum_boundaries`.
 
     Raises:
         CorruptionError: the source is damaged.
@@ -309,7 +309,7 @@ def write_contents(
             summed = 0
             for offset, segment in chunk.known:
                 low = offset - chunk.start
-                if isinstance(segment, BytesFromSums):
+                if isinstance(segment, BytesFromChecksums):
                     sums.add(data[summed:low])
                     summed = low
                     content = segment.make(sums.complete)
@@ -367,7 +367,7 @@ def _chunks(file: OutputFile, max_bytes: int) -> Iterator[_Chunk]:
 
 
 def _cut_segment(segment: Segment, max_bytes: int) -> Iterator[Segment]:
-    """Cut a segment into segments of at most `max_bytes` bytes. `BytesFromSums` stay whole."""
+    """Cut a segment into segments of at most `max_bytes` bytes. `BytesFromChecksums` stay whole."""
     if isinstance(segment, bytes):
         for low in range(0, len(segment), max_bytes):
             yield segment[low : low + max_bytes]

@@ -34,14 +34,14 @@ class FileSource:
         layout: the layout of the file.
         pieces: the pieces in the file.
         objects: the encoded per-rank values.
-        memory: returns the memory of a fragment, given the fragment's index.
+        memory_of_fragment: returns the memory of a fragment, given the fragment's index.
         devices: the accelerators that hold some of the fragments.
     """
 
     layout: FileLayout
     pieces: PieceTable
     objects: bytes
-    memory: Callable[[int], Memory]
+    memory_of_fragment: Callable[[int], Memory]
     devices: frozenset[torch.device]
 
     @classmethod
@@ -102,7 +102,7 @@ class FileSource:
     ) -> None:
         """Copy a range of the bytes of piece `i`, which has `nbytes` bytes, to `out`."""
         pieces = self.pieces
-        memory = self.memory(pieces.fragment[i])
+        memory = self.memory_of_fragment(pieces.fragment[i])
         offset, shape = pieces.offset[i], pieces.shape[i]
         if part == (0, nbytes):
             index = () if pieces.whole[i] else Box(offset, shape).slices()

@@ -83,9 +83,9 @@ def match_targets(
             found.leaves.append(leaf)
         else:
             found.problems.append(problem)
-    filled = {leaf.identity for leaf in found.leaves if leaf.identity is not None}
+    filled = {leaf.tie_key for leaf in found.leaves if leaf.tie_key is not None}
     for leaf in absent:
-        if leaf.identity not in filled:
+        if leaf.tie_key not in filled:
             _add_missing(found, leaf.name, "a tensor", saved)
     for name in [*targets.objects, *targets.grouped]:
         if saved.has_object(name):

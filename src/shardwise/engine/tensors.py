@@ -164,7 +164,7 @@ def describe_tensors(
 ) -> tuple[Description, tuple[Fragment, ...]]:
     """Split the tensors of this rank into a description without bytes, and their memory.
 
-    If several leaves have the same identity, the description lists the first and ties the others
+    If several leaves have the same `tie_key`, the description lists the first and ties the others
     to it.
 
     Args:
@@ -218,8 +218,8 @@ def split_ties(
     ties: list[tuple[str, str]] = []
     for leaf in leaves:
         first = None
-        if leaf.identity is not None:
-            first = first_name.setdefault(leaf.identity, leaf.name)
+        if leaf.tie_key is not None:
+            first = first_name.setdefault(leaf.tie_key, leaf.name)
         if first is None or first == leaf.name:
             listed.append(leaf)
         else:

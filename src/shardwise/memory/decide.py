@@ -320,7 +320,7 @@ def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
     """
     epochs = [each.epoch for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
     return bool(epochs) and all(
-        epoch is not None and lineage.abandons(snapshot.step, epoch) for epoch in epochs
+        epoch is not None and lineage.supersedes(snapshot.step, epoch) for epoch in epochs
     )
 
 

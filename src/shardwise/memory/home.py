@@ -30,7 +30,7 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, lock_directory, read_record, ring_bell, try_lock
-from shardwise.memory.records import Done, PendingManifest, RingFile, Staged
+from shardwise.memory.records import PendingManifest, RingFile, Staged, StageOutcome
 
 BELL = "agent.bell"
 FREE = "free"
@@ -302,7 +302,7 @@ class Place:
         """Wait until a file of this name exists.
 
         Args:
-            failed: the name of a `Done` record. If it exists, the file will never appear.
+            failed: the name of a `StageOutcome` record. If it exists, the file will never appear.
 
         Raises:
             StoreError: the file did not appear in time or will never appear, or the snapshot is
@@ -312,7 +312,7 @@ class Place:
             if self.has(name):
                 return
             self.refuse_abandoned()
-            if failed and (why := read_record(self.path / failed, Done)) is not None:
+            if failed and (why := read_record(self.path / failed, StageOutcome)) is not None:
                 raise StoreError(why.failure)
         raise StoreError(
             f"timed out waiting for {self.path / name}: the process that writes it has ended, or "

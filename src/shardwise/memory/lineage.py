@@ -1,11 +1,11 @@
 """A root's `run.json`: the run it belongs to, and the steps from which the run was resumed.
 
 An epoch is the time between two resumptions of a run: the first epoch is 0, and each resumption
-begins the next epoch. Each save records its epoch. A run that resumes from step 20 abandons the
+begins the next epoch. Each save records its epoch. A run that resumes from step 20 supersedes the
 steps after 20 of all earlier epochs, because it will compute these steps again.
 
 The lineage of a run is the list of its resumptions. It tells for each save, by its step and epoch,
-whether the run has abandoned the save.
+whether the run has superseded the save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Annotated[int, msgspec.Meta(ge=BEGINNING, le=2**62)]
 class Branch(msgspec.Struct, array_like=True, frozen=True):
     """A resumption of a run: the epoch that it began, and the step from which the run resumed.
 
-    The run abandons the steps of earlier epochs that are newer than `step`.
+    The run supersedes the steps of earlier epochs that are newer than `step`.
     """
 
     epoch: Epoch
@@ -64,16 +64,16 @@ class Lineage(msgspec.Struct, frozen=True):
         first = BEGINNING if step is None else step
         kept = [each for each in self.branches if each.step < first]
         if len(kept) >= MOST_BRANCHES:
-            # Merge the oldest two. This abandons more steps, but they were freed long ago.
+            # Merge the oldest two. This supersedes more steps, but they were freed long ago.
             kept[:2] = [Branch(kept[1].epoch, kept[0].step)]
         return Lineage(self.run, (*kept, Branch(self.epoch + 1, first)))
 
     def newest_before(self, step: int) -> Branch | None:
-        """Return the last resumption that abandoned a step of earlier epochs, or None."""
+        """Return the last resumption that superseded a step of earlier epochs, or None."""
         return next((each for each in reversed(self.branches) if each.step < step), None)
 
-    def abandons(self, step: int, epoch: int) -> bool:
-        """Return whether the run has abandoned a save of this step and epoch."""
+    def supersedes(self, step: int, epoch: int) -> bool:
+        """Return whether the run has superseded a save of this step and epoch."""
         branch = self.newest_before(step)
         return branch is not None and epoch < branch.epoch
 

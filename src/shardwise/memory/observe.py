@@ -20,7 +20,7 @@ from shardwise.memory import records
 from shardwise.memory.files import read_record
 from shardwise.memory.home import OUTCOMES, Home, Place, Run
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
-from shardwise.memory.records import Done, PendingManifest, Staged, rank_of
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome, rank_of
 from shardwise.memory.view import (
     NodeView,
     RootView,
@@ -181,7 +181,7 @@ def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None
     return _Reader(place, node, cache or RecordCache(), names).read_snapshot()
 
 
-def read_outcome(place: Place, stage: str, save_id: str) -> Done | None:
+def read_outcome(place: Place, stage: str, save_id: str) -> StageOutcome | None:
     """Return the outcome of a stage; None if the stage has not ended.
 
     The outcome remains after the snapshot was freed. No other record is read, so that polling is
@@ -189,19 +189,19 @@ def read_outcome(place: Place, stage: str, save_id: str) -> Done | None:
     """
     name = records.outcome_record(stage, save_id)
     try:
-        outcome = read_record(place.path / name, Done)
+        outcome = read_record(place.path / name, StageOutcome)
     except StoreError as error:
         place.log_damage(name, error)
         return _damaged_outcome(stage, save_id, error)
     if outcome is None:
         with suppress(StoreError):
-            return read_record(place.run.path / OUTCOMES / name, Done)
+            return read_record(place.run.path / OUTCOMES / name, StageOutcome)
     return outcome
 
 
-def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> Done:
+def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> StageOutcome:
     failure = f"the record of the outcome is damaged: {error}"
-    return Done(save_id=save_id, stage=stage, failure=failure)
+    return StageOutcome(save_id=save_id, stage=stage, failure=failure)
 
 
 class _SaveId(msgspec.Struct):
@@ -367,7 +367,7 @@ class _Reader:
         name = records.outcome_record(stage, save_id)
         if name not in self.names:
             return None
-        found = self.cache.read(self.place.path / name, Done)
+        found = self.cache.read(self.place.path / name, StageOutcome)
         if found is None:
             return None
         outcome, ended_at = found

@@ -51,7 +51,7 @@ class RankLock:
         owner = self._read_owner()
         return owner.startswith(_process_id()) and owner != self._owner
 
-    def refuse_replaced(self) -> None:
+    def raise_if_replaced(self) -> None:
         """Raise if a newer `RankLock` of this process has taken over the lock.
 
         Raises:

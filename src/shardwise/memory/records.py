@@ -220,7 +220,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A stage has ended, on one node or for the cluster.
 
     Attributes:
@@ -272,7 +272,7 @@ def staged_record(data_file: str) -> str:
 
 
 def failure_record(data_file: str) -> str:
-    """Return the name of the `Done` record that says why a data file will never be staged."""
+    """Return the name of the `StageOutcome` record that says why a file is never staged."""
     return f"{data_file.removesuffix('.safetensors')}.failed.json"
 
 
@@ -322,7 +322,7 @@ def request_record(stage: str, save_id: str) -> str:
 
 
 def done_record(stage: str, save_id: str) -> str:
-    """Return the name of the `Done` record that a stage has ended on this node."""
+    """Return the name of the `StageOutcome` record that a stage has ended on this node."""
     return f"{stage}-done-{save_id}.json"
 
 
@@ -332,7 +332,7 @@ def retry_record(stage: str, save_id: str) -> str:
 
 
 def outcome_record(stage: str, save_id: str) -> str:
-    """Return the name of the `Done` record that a stage has ended for the cluster."""
+    """Return the name of the `StageOutcome` record that a stage has ended for the cluster."""
     return f"{stage}-all-{save_id}.json"
 
 

@@ -37,7 +37,7 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mapping:
+class _MappedFile:
     """An open file, and its bytes as they were mapped. The file may have grown since."""
 
     fd: int
@@ -47,7 +47,7 @@ class _Mapping:
         os.close(self.fd)
 
 
-class Mappings:
+class MappedFiles:
     """Files that stay mapped as long as they exist. Threads may share this object.
 
     The memory of a removed file is freed only when the file is unmapped: call `unmap_removed`
@@ -56,7 +56,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, int], _Mapping] = {}
+        self._known: dict[tuple[int, int], _MappedFile] = {}
 
     def map(self, path: Path, size: int) -> Buffer:
         """Map a file, unless it is mapped already; return its bytes, which are writable.
@@ -77,7 +77,7 @@ class Mappings:
             except BaseException:
                 os.close(fd)
                 raise
-            self._known[key] = _Mapping(fd, data)
+            self._known[key] = _MappedFile(fd, data)
             if known is not None:
                 known.close()
         return data

@@ -14,7 +14,7 @@ from enum import Enum
 
 from shardwise.memory.home import ABANDONED, Place, Run
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 
 
 class State(Enum):
@@ -47,7 +47,7 @@ class Stage:
     """
 
     state: State
-    outcome: Done | None = None
+    outcome: StageOutcome | None = None
     ended_at: float | None = None
 
 

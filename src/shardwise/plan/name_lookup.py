@@ -111,7 +111,7 @@ class SavedNames:
             return "a plain value"
         return "a per-rank value" if self.has_per_rank(name) else None
 
-    def below(self, name: str) -> list[str]:
+    def names_below(self, name: str) -> list[str]:
         """Return the names of all tensors and plain values below `name`, without its prefix."""
         return self._children.get(self.saved_name(name), [])
 

@@ -41,7 +41,7 @@ class TensorLeaf:
         dtype: the dtype of the fragments.
         shape: the global shape.
         fragments: the fragments of this rank, none of them empty.
-        identity: a key for tied weights: leaves with equal `identity` are the same tensor under
+        tie_key: a key for tied weights: leaves with equal `tie_key` are the same tensor under
             several names. None if the tensor is not tied.
         after_load: called after a load has filled the fragments. Moves the values to their final
             memory, if the fragments are copies.
@@ -52,7 +52,7 @@ class TensorLeaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
-    identity: object = None
+    tie_key: object = None
     after_load: Callable[[], object] | None = None
     padded: bool = False
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine.files import FileSource
-from shardwise.memory.records import Done
+from shardwise.memory.records import StageOutcome
 from shardwise.memory.trainer.save_handle import PendingSave
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
@@ -166,7 +166,7 @@ def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:
     cp.save(1, state)
     wait_for = PendingSave.wait_for
 
-    def fail(save: PendingSave, stage: str, timeout: float | None) -> Done:
+    def fail(save: PendingSave, stage: str, timeout: float | None) -> StageOutcome:
         raise sw.StoreError("its disk is full")
 
     if dist.get_rank() == 1:

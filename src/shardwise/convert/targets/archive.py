@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.convert.plan import BytesFromSums, OutputFile, Segment, Sums, TensorPart, size_of
+from shardwise.convert.plan import (
+    BytesFromChecksums,
+    OutputFile,
+    RangeChecksums,
+    Segment,
+    TensorPart,
+    size_of,
+)
 from shardwise.formats.containers.zip_archive import (
     END,
     END64,
@@ -56,7 +63,7 @@ class FileBuilder:
         self.name = name
         self.size = 0
         self._segments: list[Segment] = []
-        self._sum_boundaries: list[int] = []
+        self._checksum_boundaries: list[int] = []
 
     def add(self, segment: Segment) -> None:
         """Append a segment."""
@@ -65,11 +72,11 @@ class FileBuilder:
 
     def add_with_checksum(self, part: TensorPart) -> int:
         """Append a nonempty part. Return the index of its checksum among those of the file."""
-        if self._sum_boundaries[-1:] != [self.size] and self.size:
-            self._sum_boundaries.append(self.size)
+        if self._checksum_boundaries[-1:] != [self.size] and self.size:
+            self._checksum_boundaries.append(self.size)
         self.add(part)
-        self._sum_boundaries.append(self.size)
-        return len(self._sum_boundaries) - 1
+        self._checksum_boundaries.append(self.size)
+        return len(self._checksum_boundaries) - 1
 
     def align(self) -> None:
         """Pad the file to a multiple of `ALIGNMENT`."""
@@ -77,7 +84,7 @@ class FileBuilder:
 
     def build(self) -> OutputFile:
         """Return the planned file."""
-        return OutputFile(self.name, tuple(self._segments), tuple(self._sum_boundaries))
+        return OutputFile(self.name, tuple(self._segments), tuple(self._checksum_boundaries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ class _Entry:
     known_crc: int = 0
     sum_index: int | None = None
 
-    def crc(self, sums: Sums) -> int:
+    def crc(self, sums: RangeChecksums) -> int:
         return self.known_crc if self.sum_index is None else sums[self.sum_index]
 
 
@@ -147,7 +154,9 @@ class ArchiveBuilder:
         start = file.size - self._start
         for low in range(0, count, _ENTRIES_AT_ONCE):
             entries = self._entries[low : low + _ENTRIES_AT_ONCE]
-            file.add(BytesFromSums(len(_directory(entries, None)), partial(_directory, entries)))
+            file.add(
+                BytesFromChecksums(len(_directory(entries, None)), partial(_directory, entries))
+            )
         end = file.size - self._start
         if count >= FULL16 or end >= FULL32:
             fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, end - start, start)
@@ -165,14 +174,14 @@ def _flags(sum_follows: bool) -> int:
     return _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
 
 
-def _descriptor(sum_index: int, size: int) -> BytesFromSums:
+def _descriptor(sum_index: int, size: int) -> BytesFromChecksums:
     layout = _DESCRIPTOR64 if size >= FULL32 else _DESCRIPTOR
-    return BytesFromSums(
+    return BytesFromChecksums(
         layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
     )
 
 
-def _directory(entries: Sequence[_Entry], sums: Sums | None) -> bytes:
+def _directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
     """Return the directory records of entries; without sums, a placeholder of the same size."""
     records = []
     for entry in entries:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.convert.plan import (
     ExportContents,
     ExportFiles,
-    Sums,
+    RangeChecksums,
     TensorPart,
     cut_rows,
     divide_among_files,
@@ -61,7 +61,7 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
         name: leaf.path for name, leaf in leaves.items() if leaf.is_tensor or name in stored_items
     }
 
-    def make_final_files(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
+    def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         return {METADATA: pickle.dumps(_metadata(paths, tensors, stored_items))}
 
     return ExportFiles(tuple(file.build() for file in files), make_final_files, tuple(left_out))

@@ -10,7 +10,7 @@ from shardwise.convert.plan import (
     ExportContents,
     ExportFiles,
     OutputFile,
-    Sums,
+    RangeChecksums,
     TargetTensor,
     TensorPart,
     divide_among_files,
@@ -49,7 +49,7 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
     )
     tensor_files = tuple(_plan_file(name, part) for name, part in zip(names, files, strict=True))
 
-    def make_final_files(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
+    def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         config = {} if contents.config is None else {CONFIG: contents.config}
         if len(files) == 1:
             return config

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardwise.convert.plan import (
-    BytesFromSums,
+    BytesFromChecksums,
     ExportContents,
     ExportFiles,
     OutputFile,
-    Sums,
+    RangeChecksums,
     TargetTensor,
     TensorPart,
     cut_rows,
@@ -54,7 +54,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
         tensor_files.append(_plan_file(data_file(rank, save_id), layout, file_parts))
     entries = _tensor_entries(contents.tensors, files)
 
-    def make_final_files(sums: Mapping[str, Sums]) -> Mapping[str, bytes]:
+    def make_final_files(sums: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         manifest = Manifest(
             save_id=save_id,
             step=source.step,
@@ -83,14 +83,14 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
 
 
 def _plan_file(name: str, layout: FileLayout, parts: Sequence[TensorPart]) -> OutputFile:
-    sum_boundaries = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
-    table = BytesFromSums(
+    checksum_boundaries = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
+    table = BytesFromChecksums(
         layout.size - layout.checksums_at, lambda sums: _encode_checksums([*sums, 0])
     )
-    return OutputFile(name, (layout.header, *parts, table), sum_boundaries)
+    return OutputFile(name, (layout.header, *parts, table), checksum_boundaries)
 
 
-def _encode_checksums(sums: Sums) -> bytes:
+def _encode_checksums(sums: RangeChecksums) -> bytes:
     """Encode the checksums of all blocks. The last checksum, of the table itself, is left out."""
     return np.array(sums[:-1], "<u4").tobytes()
 

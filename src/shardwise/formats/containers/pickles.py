@@ -33,7 +33,7 @@ MOST_NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Pickled:
+class UnpickleResult:
     """The result of `unpickle`.
 
     Attributes:
@@ -55,8 +55,8 @@ def unpickle(
     persistent_load: PersistentLoad | None = None,
     skip_unknown: bool = False,
     start: int = 0,
-    limit_expansion: bool = True,
-) -> Pickled:
+    refuse_huge_values: bool = True,
+) -> UnpickleResult:
     """Read an untrusted pickle.
 
     Args:
@@ -67,8 +67,8 @@ def unpickle(
         skip_unknown: replace objects that are not allowed by `UnknownObject`, instead of
             refusing the pickle.
         start: the offset of the pickle in the data, in bytes.
-        limit_expansion: refuse values that are huge or endless if references are followed. Turn it
-            off only if the caller does not walk through the value.
+        refuse_huge_values: refuse values that become huge or endless when a reader follows their
+            references. Set it to False only if the caller does not walk through the value.
 
     Raises:
         FormatError: the pickle is damaged, contains unsupported values, would take too much time or
@@ -77,7 +77,7 @@ def unpickle(
     machine = PickleMachine(data, {**ALLOWED_NAMES, **(also_allowed or {})}, persistent_load)
     try:
         value, end = _run_opcodes(machine, start)
-        if limit_expansion:
+        if refuse_huge_values:
             try:
                 check_expanded_size(value, 2**20 + 4 * len(data))
             except UnsafeValueError as error:
@@ -92,7 +92,7 @@ def unpickle(
             f"{', '.join(names[:MOST_NAMES_SHOWN])}{more}; nothing of it was run. Save without "
             "them, or leave them out with skip_unknown=True"
         )
-    return Pickled(value, names, end)
+    return UnpickleResult(value, names, end)
 
 
 def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:

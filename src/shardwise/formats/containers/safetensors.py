@@ -46,7 +46,9 @@ class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def is_safetensors(head: bytes) -> bool:
     """Return whether a file that begins with these bytes may be a safetensors file."""
-    return len(head) > 8 and int.from_bytes(head[:8], "little") <= LARGEST_HEADER and head[8] == 123
+    return (
+        len(head) > 8 and int.from_bytes(head[:8], "little") <= LARGEST_HEADER and head[8:9] == b"{"
+    )
 
 
 def read_header(file_range: FileRange) -> Header:

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import TruncatedError
 from shardwise.formats.containers.pickle_values import AllowedNames, PickledInstance, UnknownObject
-from shardwise.formats.containers.pickles import Pickled, unpickle
+from shardwise.formats.containers.pickles import UnpickleResult, unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import (
     RESOLVE_HINT,
@@ -311,7 +311,7 @@ def _parse_legacy(
         )
     storages = _LegacyStorages(file_range.file_index)
 
-    def read_values() -> Pickled:
+    def read_values() -> UnpickleResult:
         return unpickle(
             data,
             file_range.label,
@@ -327,7 +327,7 @@ def _parse_legacy(
     return pickled.value, pickled.skipped
 
 
-def _read_pickles_in_order(data: bytes, source: str) -> Iterator[Pickled]:
+def _read_pickles_in_order(data: bytes, source: str) -> Iterator[UnpickleResult]:
     position = 0
     while True:
         pickled = unpickle(data, source, start=position)

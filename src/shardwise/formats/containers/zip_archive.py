@@ -17,6 +17,7 @@ END64 = struct.Struct("<4sQHHIIQQQQ")
 ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _MOST_COMMENT = 2**16
+ZIP64_FIELD = 1
 ENCRYPTED = 1
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 _LARGEST_WINDOW = 2**20
@@ -32,7 +33,7 @@ class Entry(NamedTuple):
 
 
 def read_directory(archive: FileRange) -> dict[str, Entry]:
-    """Return the entries by name. The header of each entry is compared with the directory.
+    """Return the entries by name, after comparing the header of each entry with the directory.
 
     Raises:
         FormatError: this is not a zip archive, or it is truncated; entries are compressed,
@@ -42,7 +43,7 @@ def read_directory(archive: FileRange) -> dict[str, Entry]:
 
 
 def read_entry_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
-    """Return the entries with the CRC-32 from the directory. Some writers leave it at 0.
+    """Return each entry with its CRC-32 in the directory. Some writers store 0 there.
 
     Raises:
         FormatError: see `read_directory`.
@@ -60,13 +61,15 @@ def _read_entries(archive: FileRange) -> list[tuple[str, Entry, int]]:
         ]
     except struct.error as error:
         raise FormatError(
-            f"{archive.label}: the zip archive is truncated: copy the file again"
+            f"{archive.label}: the zip archive is truncated: copy the file again from an intact "
+            "source"
         ) from error
 
 
 def _damaged(archive: FileRange, reason: str) -> FormatError:
     return FormatError(
-        f"{archive.label}: the zip archive is damaged: {reason}; copy the file again"
+        f"{archive.label}: the zip archive is damaged: {reason}; copy the file again from an "
+        "intact source"
     )
 
 
@@ -85,7 +88,10 @@ def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int]:
     tail = archive.read(tail_offset, archive.size - tail_offset)
     position = tail.rfind(END_MARK)
     if position < 0:
-        raise FormatError(f"{archive.label}: not a zip archive, or truncated: copy the file again")
+        raise FormatError(
+            f"{archive.label}: not a zip archive, or truncated: copy the file again from an intact "
+            "source"
+        )
     _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, position)
     end = tail_offset + position
     locator = tail[max(0, position - LOCATOR.size) : position]
@@ -133,11 +139,11 @@ def _list_entries(archive: FileRange, directory: bytes, count: int) -> Iterator[
 
 
 def _read_zip64_numbers(archive: FileRange, extra: bytes, *narrow: int) -> Iterator[int]:
-    """Yield numbers of an entry. Numbers that exceed 32 bits are taken from the extra field."""
+    """Yield the numbers of an entry. A number that needs more than 32 bits is in `extra`."""
     position = 0
     while position + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, position)
-        if kind == 1:
+        field_id, length = struct.unpack_from("<HH", extra, position)
+        if field_id == ZIP64_FIELD:
             wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
             break
         position += 4 + length

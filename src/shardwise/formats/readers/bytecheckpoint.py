@@ -108,14 +108,14 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
 
 
 def _find_arrays(arrays: ChunkArrays, tree: FileTree, chunks: Chunks) -> ItemArrays:
-    templates: dict[StoredArray, int] = {}
-    template, start = [], []
+    distinct: dict[StoredArray, int] = {}
+    distinct_index, start = [], []
     for name, item, offset in zip(chunks.names, chunks.items, chunks.offsets, strict=True):
         array = arrays.get((name, offset))
         if array is None:
             raise FormatError(
                 f"{tree}: {name} at {list(offset)}: the metadata has no dtype and strides"
             )
-        template.append(templates.setdefault(array, len(templates)))
+        distinct_index.append(distinct.setdefault(array, len(distinct)))
         start.append(item.offset + array.start)
-    return ItemArrays(list(templates), np.array(template, np.int64), np.array(start, np.int64))
+    return ItemArrays(list(distinct), np.array(distinct_index, np.int64), np.array(start, np.int64))

@@ -32,9 +32,9 @@ from shardwise.memory.lineage import known_lineage
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
-from shardwise.memory.records import Done, Persist, Protect, Retain, Staged
+from shardwise.memory.records import Persist, Protect, Retain, Staged, StageOutcome
 from shardwise.memory.remote.nodes import Nodes
-from shardwise.memory.seal import Mappings, seal
+from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps
 from shardwise.store import open_store
@@ -58,7 +58,7 @@ class Follower:
     """
 
     node: str
-    mappings: Mappings
+    mappings: MappedFiles
     tls: Tls | None = None
 
     def seal(self, action: Seal) -> None:
@@ -93,7 +93,7 @@ class Follower:
         name = records.request_record(records.RETAIN, action.save_id)
 
         def remove(request: Retain) -> int:
-            return remove_old_checkpoints(request, is_wanted=lambda: action.place.has(name))
+            return remove_old_checkpoints(request, should_continue=lambda: action.place.has(name))
 
         self._fulfil(action, records.RETAIN, Retain, remove, result_name=records.outcome_record)
 
@@ -105,7 +105,7 @@ class Follower:
         place = action.place
         log.warning("%s: persisting step %d", action.why, place.step)
         pending = read_pending_manifest(action)
-        request = Done(save_id=pending.save_id, stage="rescue", node=self.node)
+        request = StageOutcome(save_id=pending.save_id, stage="rescue", node=self.node)
         infos = agents_of(pending, place.run)
         with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
             for node in dict.fromkeys([pending.leader, *(info.node for info in pending.nodes)]):
@@ -161,7 +161,7 @@ class Follower:
         path = place.path / records.request_record(stage, save_id)
         start = time.monotonic()
         nbytes, failure = attempt(place, stage, save_id, lambda: work(_read_existing(path, kind)))
-        done = Done(
+        done = StageOutcome(
             save_id=save_id,
             stage=stage,
             seconds=time.monotonic() - start,

@@ -28,7 +28,14 @@ from shardwise.memory.agent.protect import protection_of
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ABANDONED, Place, Run
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, Done, PendingManifest, Persist, Protect, Retry
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    Persist,
+    Protect,
+    Retry,
+    StageOutcome,
+)
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
 
@@ -79,7 +86,7 @@ class Leader:
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             save = _LedSave(place, pending, nodes, self)
             nbytes, failure = attempt(place, stage, pending.save_id, lambda: work(save))
-            done = Done(
+            done = StageOutcome(
                 save_id=pending.save_id,
                 stage=stage,
                 seconds=time.monotonic() - start,
@@ -170,7 +177,7 @@ class _LedSave:
         copied = {node: done for node, done in done_by.items() if done is not None}
         nbytes = _total_bytes(copied)
         outcome = records.outcome_record("commit", self.pending.save_id)
-        commit = self.nodes.wait_for_record(self.leader.node, outcome, Done)
+        commit = self.nodes.wait_for_record(self.leader.node, outcome, StageOutcome)
         if commit.failure:
             raise StoreError(
                 f"step {self.place.step} cannot be persisted, because its commit failed: "
@@ -212,7 +219,7 @@ class _LedSave:
             return False
         return True
 
-    def _wait_for_copy(self, node: str) -> Done | None:
+    def _wait_for_copy(self, node: str) -> StageOutcome | None:
         """Wait until a node has copied its files; return None if the node is lost."""
         try:
             return self._wait_for_node("persist", node)
@@ -224,11 +231,11 @@ class _LedSave:
         self.place.refuse_abandoned()
         log.warning("node %s is lost: %s", node, error)
 
-    def _wait_for_node(self, stage: str, node: str) -> Done:
+    def _wait_for_node(self, stage: str, node: str) -> StageOutcome:
         """Wait until a node has done its part of a stage."""
         save_id = self.pending.save_id
         done, request = records.done_record(stage, save_id), records.request_record(stage, save_id)
-        return self.nodes.wait_for_record(node, done, Done, request=request)
+        return self.nodes.wait_for_record(node, done, StageOutcome, request=request)
 
     def _files_by_node(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
@@ -237,7 +244,7 @@ class _LedSave:
         return found
 
 
-def _total_bytes(done_by: dict[str, Done]) -> int:
+def _total_bytes(done_by: dict[str, StageOutcome]) -> int:
     """Return the bytes of all nodes' parts of a stage.
 
     Raises:

@@ -278,20 +278,21 @@ def retention_request(pending: PendingManifest) -> Retain | None:
     )
 
 
-def remove_old_checkpoints(request: Retain, is_wanted: Callable[[], bool]) -> int:
+def remove_old_checkpoints(request: Retain, should_continue: Callable[[], bool]) -> int:
     """Remove the checkpoints that a root no longer keeps; return how many.
 
     Publishing does not wait for this: to free the blocks of a large file can take a third of the
     time that it took to write the file.
 
     Args:
-        is_wanted: called before each removal. If it returns False, the other checkpoints stay.
+        should_continue: called before each removal. If it returns False, the other checkpoints
+            stay.
     """
     removed = apply_retention(
         open_store(request.root),
         decode_keep(request.keep),
         newest=request.step,
         damaged=frozenset(request.damaged),
-        is_wanted=is_wanted,
+        should_continue=should_continue,
     )
     return len(removed)

@@ -41,7 +41,7 @@ from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
 from shardwise.memory.registry import update_address
-from shardwise.memory.seal import Mappings
+from shardwise.memory.seal import MappedFiles
 
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
@@ -89,7 +89,7 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         home.info.unlink(missing_ok=True)
         _open_many_files()
         node = node_name(home)
-        mappings = Mappings()
+        mappings = MappedFiles()
         finish_removals(home)
         observer = Observer(home, node)
         performers = _performers(home, node, observer, mappings, options.tls)
@@ -107,7 +107,7 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
 
 
 def _performers(
-    home: Home, node: str, observer: Observer, mappings: Mappings, tls: Tls | None
+    home: Home, node: str, observer: Observer, mappings: MappedFiles, tls: Tls | None
 ) -> dict[type, Performer]:
     """Return the function that performs each kind of action."""
     leader, follower = Leader(node, tls), Follower(node, mappings, tls)

@@ -34,7 +34,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
 )
 from shardwise.memory.remote.nodes import Nodes
-from shardwise.memory.seal import Mappings, has_valid_checksums
+from shardwise.memory.seal import MappedFiles, has_valid_checksums
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
@@ -89,7 +89,7 @@ def protection_gaps(
 
 
 def protect_others(
-    place: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings
+    place: Place, request: Protect, nodes: Nodes, node: str, mappings: MappedFiles
 ) -> int:
     """Make the copies and parity that a node stores for others; return their bytes.
 
@@ -123,7 +123,7 @@ class _ProtectionFiles:
         request: Protect,
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
-        mappings: Mappings,
+        mappings: MappedFiles,
     ) -> None:
         self._place = place
         self._save_id = request.save_id

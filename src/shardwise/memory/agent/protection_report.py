@@ -45,14 +45,14 @@ class TensorStatus:
         nodes: the nodes that store its parts.
         survives: how many nodes can be lost, in any combination, without loss of the tensor; 0 if
             a part is not protected.
-        guards: the distinct protections of its parts.
+        protections: the distinct protections of its parts.
     """
 
     name: str
     bytes: int
     nodes: list[str]
     survives: int
-    guards: list[PartProtection]
+    protections: list[PartProtection]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatu
                 survives=min(
                     (0 if each is None else each.survives for each in protections), default=0
                 ),
-                guards=_distinct(protections),
+                protections=_distinct(protections),
             )
         )
     return found

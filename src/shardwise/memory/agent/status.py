@@ -89,7 +89,7 @@ class RunStatus:
         slots_used: the number of slots that are part of a snapshot.
         slots_free: the number of free slots.
         bytes_free: the bytes of the free slots.
-        behind: how far each stage lags behind.
+        lag: how far each stage lags behind the newest staged snapshot.
         snapshots: the snapshots, by ascending step.
         tensors: the protection of the requested tensors; None if none were requested.
     """
@@ -98,7 +98,7 @@ class RunStatus:
     slots_used: int
     slots_free: int
     bytes_free: int
-    behind: dict[str, StageLag]
+    lag: dict[str, StageLag]
     snapshots: list[SnapshotStatus]
     tensors: TensorsStatus | None = None
 
@@ -216,7 +216,7 @@ def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:
         slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
         slots_free=len(free),
         bytes_free=sum(free),
-        behind={stage: _lag_of_stage(snapshots, stage) for stage in STAGES},
+        lag={stage: _lag_of_stage(snapshots, stage) for stage in STAGES},
         snapshots=snapshots,
         tensors=None if tensors is None else report_tensors(run, tensors),
     )

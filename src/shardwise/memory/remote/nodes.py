@@ -15,7 +15,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.files import LARGEST_RECORD, Deadline, read_record, write_record
 from shardwise.memory.home import ABANDONED, Place
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, Done
+from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store.store import Buffer
 
@@ -128,8 +128,8 @@ class Nodes:
             kind: the type of the record.
             request: the name of the record that requested this one. While the node has the
                 request, the wait continues.
-            failed: the name of a `Done` record. If it exists, the awaited record will never
-                appear; the `Done` says why.
+            failed: the name of a `StageOutcome` record. If it exists, the awaited record will never
+                appear; the `StageOutcome` says why.
 
         Raises:
             StoreError: the node does not answer, the record does not appear, or the snapshot was
@@ -142,7 +142,7 @@ class Nodes:
                 record = self._poll_record(node, name, kind, deadline.left())
                 if record is not None:
                     return record
-                if failed and (failure := self._poll_record(node, failed, Done, 0.0)):
+                if failed and (failure := self._poll_record(node, failed, StageOutcome, 0.0)):
                     raise _NoRetryError(f"node {node}: {failure.failure}")
                 if request:
                     if not self._has(node, request):

@@ -14,7 +14,7 @@ from shardwise.memory import records
 from shardwise.memory.files import Deadline, read_record, write_record
 from shardwise.memory.home import Place
 from shardwise.memory.observe import read_outcome
-from shardwise.memory.records import Done
+from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import Copying
 
@@ -48,7 +48,7 @@ class PendingSave:
     logs_failures: bool
     deletes_older: bool = False
     copying: Copying | None = None
-    _outcomes: dict[str, Done] = field(default_factory=dict)
+    _outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     @property
     def is_durable(self) -> bool:
@@ -111,7 +111,7 @@ class PendingSave:
         except StoreError:
             return False
 
-    def outcome(self, stage: str) -> Done | None:
+    def outcome(self, stage: str) -> StageOutcome | None:
         """Return the outcome of a stage, or None if it has not ended.
 
         Raises:
@@ -120,7 +120,7 @@ class PendingSave:
         done = self._outcomes.get(stage) or self._read_outcome(stage)
         if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
             # A newer snapshot replaced this one, so these stages run for the newer one instead.
-            done = self._read_outcome(stage) or Done(save_id=self.save_id, stage=stage)
+            done = self._read_outcome(stage) or StageOutcome(save_id=self.save_id, stage=stage)
         if done is not None:
             self._outcomes[stage] = done  # the record is deleted with the memory of the run
         failure = self.staging_failure if done is None else done.failure
@@ -131,7 +131,7 @@ class PendingSave:
     def _describe_failure(self, stage: str) -> str:
         return f"step {self.place.step}: the stage {stage!r} of {self.place.path} failed"
 
-    def _read_outcome(self, stage: str) -> Done | None:
+    def _read_outcome(self, stage: str) -> StageOutcome | None:
         return read_outcome(self.place, stage, self.save_id)
 
     def _is_replaced(self) -> bool:
@@ -140,7 +140,7 @@ class PendingSave:
         names = self.place.list_names("") if commit is not None else []
         return commit is not None and not any(self.save_id in name for name in names)
 
-    def wait_for(self, stage: str, timeout: float | None) -> Done:
+    def wait_for(self, stage: str, timeout: float | None) -> StageOutcome:
         """Wait until a stage has ended, and return its outcome.
 
         Raises:
@@ -386,6 +386,8 @@ class PendingSaves:
         last.wait_for("commit", None)
         if leads:
             record = records.request_record("rescue", last.save_id)
-            write_record(last.place.path / record, Done(save_id=last.save_id, stage="rescue"))
+            write_record(
+                last.place.path / record, StageOutcome(save_id=last.save_id, stage="rescue")
+            )
         stages = ("commit", "protect", "persist")
         self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)

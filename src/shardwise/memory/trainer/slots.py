@@ -52,7 +52,7 @@ class PageLocker(Protocol):
 
 
 @dataclass(slots=True)
-class _Mapping:
+class _MappedFile:
     """A mapped file.
 
     Attributes:
@@ -103,7 +103,7 @@ class Slots:
         self._record_pattern = f"r{prefix[1:]}*.{record_stage}*.json"
         self._count = count
         self._page_locker = page_locker
-        self._mappings: dict[int, _Mapping] = {}
+        self._mappings: dict[int, _MappedFile] = {}
 
     def prepare(self, nbytes: int, *, device_bytes: int = 0, leave_free: int = 0) -> int:
         """Allocate missing slots, enlarge small slots, and return the number of bytes allocated.
@@ -244,7 +244,7 @@ class Slots:
         finally:
             os.close(fd)
 
-    def _map(self, path: Path, device_bytes: int) -> _Mapping:
+    def _map(self, path: Path, device_bytes: int) -> _MappedFile:
         """Map a file unless it is mapped already, and page-lock the memory if a device uses it."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -254,7 +254,7 @@ class Slots:
             if mapping is None or len(mapping.buffer) < size or mapping.mapped_bytes < device_bytes:
                 self._unmap(inode)
                 buffer = map_pages(fd, 0, size, writable=True, now=True)
-                mapping = self._mappings[inode] = _Mapping(buffer, _round_to_pages(size))
+                mapping = self._mappings[inode] = _MappedFile(buffer, _round_to_pages(size))
         finally:
             os.close(fd)
         if device_bytes and self._page_locker is not None and not mapping.lock_was_tried:

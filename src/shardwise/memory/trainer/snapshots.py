@@ -167,7 +167,7 @@ class Snapshots:
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
-        self._rank_lock.refuse_replaced()
+        self._rank_lock.raise_if_replaced()
         self._raise_failures()
         if self._supervisor is not None:
             self._supervisor.check()

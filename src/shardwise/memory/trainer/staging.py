@@ -21,7 +21,7 @@ from shardwise.memory.home import Home, Place, Run
 from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
 from shardwise.memory.reclaim import free_hopeless
-from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.agents import Membership
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, copy_range
@@ -291,7 +291,7 @@ class Staging:
         place, planned = part.place, part.planned
         if part.source is None:
             return
-        done = Done(save_id=planned.save_id, stage="stage", failure=failure)
+        done = StageOutcome(save_id=planned.save_id, stage="stage", failure=failure)
         try:
             write_record(place.path / records.failure_record(planned.key), done)
             if part.pending is not None:

@@ -47,13 +47,13 @@ class ItemArrays:
     """The arrays of n items.
 
     Attributes:
-        templates: distinct dtypes, shapes and strides; their files and starts have no meaning.
-        template: `(n,)`, the index of each array's template.
+        distinct: the distinct dtypes, shapes and strides; files and starts have no meaning here.
+        distinct_index: `(n,)`, the index of each array in `distinct`.
         start: `(n,)`, the offset of each array in its file, in bytes.
     """
 
-    templates: Sequence[StoredArray]
-    template: Int
+    distinct: Sequence[StoredArray]
+    distinct_index: Int
     start: Int
 
 
@@ -67,7 +67,7 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
         FormatError: an item is outside of its file, or is not a tensor saved by torch.save.
     """
     heads = _Heads()
-    template, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
+    distinct_index, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
 
     def find(index: int, head: bytes, file: ReadableFile) -> None:
         item, wanted = items[index], len(head)
@@ -81,11 +81,11 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
                 f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
                 "torch.save: copy .metadata and all other files from one save"
             )
-        template[index], array_start = found
+        distinct_index[index], array_start = found
         start[index] = item.offset + array_start
 
     _read_items(tree, names, items, _HEAD, find)
-    return ItemArrays(heads.templates, template, start)
+    return ItemArrays(heads.distinct, distinct_index, start)
 
 
 def read_values(
@@ -129,12 +129,12 @@ class _Heads:
     """The heads of items that were parsed so far. Many items have equal heads."""
 
     def __init__(self) -> None:
-        self.templates: list[StoredArray] = []
+        self.distinct: list[StoredArray] = []
         self._parsed: dict[bytes, tuple[int, int]] = {}
         self._lengths: tuple[int, ...] = ()
 
     def find_array(self, head: bytes, name: str) -> tuple[int, int] | None:
-        """Return the index of the array's template and the array's start, in bytes of the item.
+        """Return the index of the array in `distinct`, and its start in the item, in bytes.
 
         Return None if the head is incomplete.
         """
@@ -146,8 +146,8 @@ class _Heads:
         if parsed is None:
             return None
         array, storage_start = parsed
-        self.templates.append(array)
-        found = len(self.templates) - 1, storage_start + array.start
+        self.distinct.append(array)
+        found = len(self.distinct) - 1, storage_start + array.start
         self._parsed[head[:storage_start]] = found
         self._lengths = tuple({*self._lengths, storage_start})
         return found

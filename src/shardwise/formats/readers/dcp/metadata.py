@@ -88,7 +88,7 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
     """
     path = f"{tree}/{name}"
     root = unpickle(
-        tree.read(name), path, also_allowed=_METADATA_NAMES, limit_expansion=False
+        tree.read(name), path, also_allowed=_METADATA_NAMES, refuse_huge_values=False
     ).value
     try:
         return _parse_metadata(_fields_of(root, "Metadata"))

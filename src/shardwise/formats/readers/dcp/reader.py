@@ -112,9 +112,7 @@ def read_content(
     indices = {name: i for i, name in enumerate(names, first)}
     arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)
     chunks.check_arrays(metadata, arrays)
-    strides = padded_rows(
-        [template.stride for template in arrays.templates], chunks.offset.shape[1], 0
-    )
+    strides = padded_rows([each.stride for each in arrays.distinct], chunks.offset.shape[1], 0)
     file = np.array([indices[item.file] for item in chunks.items], np.int64)
     pieces = Pieces(chunks.tensor, file, arrays.start, chunks.offset, chunks.shape)
     file_indices = [indices[item.file] for item in values.values()]
@@ -124,7 +122,7 @@ def read_content(
         tuple(metadata.tensors),
         tuple(tensor.dtype for tensor in metadata.tensors.values()),
         tuple(tensor.shape for tensor in metadata.tensors.values()),
-        PieceTable(pieces, strides[arrays.template]),
+        PieceTable(pieces, strides[arrays.distinct_index]),
         dict(zip(values, contents, strict=True)),
         tuple(_describe_unused_items(metadata)),
     )
@@ -177,22 +175,22 @@ class Chunks:
         """
         if not self.names:
             return
-        templates = arrays.templates
+        distinct = arrays.distinct
         dtypes = [tensor.dtype for tensor in metadata.tensors.values()]
-        codes = {dtype: i for i, dtype in enumerate({*dtypes, *(t.dtype for t in templates)})}
+        codes = {dtype: i for i, dtype in enumerate({*dtypes, *(t.dtype for t in distinct)})}
         expected = np.array([codes[dtype] for dtype in dtypes], np.int64)[self.tensor]
-        found = np.array([codes[t.dtype] for t in templates], np.int64)[arrays.template]
+        found = np.array([codes[t.dtype] for t in distinct], np.int64)[arrays.distinct_index]
         dims = self.shape.shape[1]
-        if any(len(template.shape) > dims for template in templates):
+        if any(len(each.shape) > dims for each in distinct):
             raise FormatError(
                 f"{self._path}: a chunk has more dimensions than any tensor: the files are from "
                 "different saves"
             )
-        shapes = padded_rows([template.shape for template in templates], dims, 1)[arrays.template]
+        shapes = padded_rows([each.shape for each in distinct], dims, 1)[arrays.distinct_index]
         wrong = (expected != found) | (shapes != self.shape).any(axis=1)
         if wrong.any():
             row = int(np.argmax(wrong))
-            array: StoredArray = templates[int(arrays.template[row])]
+            array: StoredArray = distinct[int(arrays.distinct_index[row])]
             name = self.names[row]
             raise FormatError(
                 f"{self._path}: {name}: the chunk at {self.offset[row].tolist()} in "
