@@ -46,7 +46,7 @@ def save(
     allow_pickle: bool = False,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     group: dist.ProcessGroup | Group | None = None,
-    plans: PlanCache | None = None,
+    plan_cache: PlanCache | None = None,
     on_event: Sink | None = None,
 ) -> SaveReport:
     """Save a state as one checkpoint, which is durable on return. All ranks call this function.
@@ -69,7 +69,7 @@ def save(
         allow_pickle: pickle values that have no plain form. Then `load` needs the option too.
         staging_bytes: bound on the host memory used beyond the state, in bytes; at least 1 MiB.
         group: the ranks. Default: the default process group, or this process alone without one.
-        plans: a cache of plans of earlier saves, which this save reads and updates.
+        plan_cache: a cache of plans of earlier saves, which this save reads and updates.
         on_event: called with an `Event` after each stage.
 
     Raises:
@@ -94,7 +94,7 @@ def save(
         return SaveRequest(state=local, store=store, arena=arena, options=options)
 
     with pause_gc(), resolved_group(group) as ranks:
-        return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
+        return save_all(prepare, ranks, PlanCache() if plan_cache is None else plan_cache, recorder)
 
 
 @skip_compile

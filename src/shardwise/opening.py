@@ -324,7 +324,7 @@ def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
     )
     store, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
     stored = [file.name for file in foreign.files if file.content is None]
-    missing = (f"{name}: {file} is missing" for name, file in foreign.absent.items())
+    missing = (f"{name}: {file} is missing" for name, file in foreign.missing_files.items())
     return Opened(
         store,
         manifest,
@@ -332,5 +332,5 @@ def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
         stride,
         replicas,
         (*foreign.left_out, *missing),
-        ForeignDetails(means, foreign.absent, partial(read_checksums, tree, stored)),
+        ForeignDetails(means, foreign.missing_files, partial(read_checksums, tree, stored)),
     )

@@ -125,8 +125,8 @@ def failing(weight: torch.Tensor) -> dict[str, Any]:
     ("described", "said"),
     [
         (lambda _: {}, r"model\.weight: sharded_state_dict\(\) lacks this parameter"),
-        (copied, r"model\.weight: .*copies or transposes"),
-        (halved, r"model\.weight: .*copies or transposes it"),
+        (copied, r"model\.weight: .*returns copies or transposed"),
+        (halved, r"model\.weight: .*returns copies or transposed parts"),
         (lambda _: {"weight": object()}, r"model\.weight: .*has a object, which shardwise"),
     ],
 )

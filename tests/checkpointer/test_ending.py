@@ -71,7 +71,7 @@ def test_the_snapshot_that_is_persisted_is_of_its_step(tmp_path: Path, shm: Path
 def test_nothing_more_is_saved_where_that_would_be_wrong(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path / "asked", 30, at_end=False)
+    train(tmp_path / "asked", 30, save_at_end=False)
     train(tmp_path / "due", 40)
     with suppress(KeyError), sw.Checkpointer(tmp_path / "f", save_every=9, memory=None) as cp:
         cp.save(1, {"t": 1})

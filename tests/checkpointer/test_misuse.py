@@ -161,11 +161,13 @@ def test_ranks_that_do_not_save_the_same_steps_are_told(
 
 def with_an_end_of_its_own(path: str) -> None:
     """Each rank does what it likes after a signal."""
-    then: Literal["deliver", "return"] = "return" if dist.get_rank() else "deliver"
-    sw.Checkpointer(path, save_on=[signal.SIGUSR1], then=then, memory=None)
+    after_signal: Literal["deliver", "return"] = "return" if dist.get_rank() else "deliver"
+    sw.Checkpointer(path, save_on_signals=[signal.SIGUSR1], after_signal=after_signal, memory=None)
 
 
 def test_ranks_end_in_the_same_way(gang: Gang, tmp_path: Path) -> None:
     for outcome in gang.outcomes(with_an_end_of_its_own, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.MismatchError)
-        assert outcome.exception.problems == ["then: rank 0 has 'deliver', rank 1 has 'return'"]
+        assert outcome.exception.problems == [
+            "after_signal: rank 0 has 'deliver', rank 1 has 'return'"
+        ]

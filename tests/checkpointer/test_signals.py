@@ -20,7 +20,7 @@ BOTH = (signal.SIGTERM, signal.SIGUSR1)
 def train(root: Path, number: int, **options: Any) -> tuple[list[int], bool]:
     """Receive a signal before step 3, on the last rank; leave the loop when preempted."""
     last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
-    with sw.Checkpointer(root, save_every=100, save_on=BOTH, memory=None, **options) as cp:
+    with sw.Checkpointer(root, save_every=100, save_on_signals=BOTH, memory=None, **options) as cp:
         for step in range(1, 9):
             if step == 3 and last:
                 os.kill(os.getpid(), number)
@@ -33,7 +33,7 @@ def train(root: Path, number: int, **options: Any) -> tuple[list[int], bool]:
 def test_save_returns_and_all_ranks_know(gang: Gang, tmp_path: Path) -> None:
     for number in BOTH:
         root = tmp_path / str(int(number))
-        assert gang.run(train, root, number, then="return", world=2) == [([3], True)] * 2
+        assert gang.run(train, root, number, after_signal="return", world=2) == [([3], True)] * 2
 
 
 def fake_scontrol(directory: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -53,7 +53,7 @@ def test_slurm_is_asked_to_requeue(
 ) -> None:
     fake_scontrol(tmp_path, monkeypatch, code)
     caplog.set_level(logging.WARNING, "shardwise")
-    assert train(tmp_path / "root", signal.SIGUSR1, then="requeue") == ([3], True)
+    assert train(tmp_path / "root", signal.SIGUSR1, after_signal="requeue") == ([3], True)
     assert (tmp_path / "called").read_text() == "requeue 4711\n"
     assert ("not requeued: scontrol requeue 4711: no such job" in caplog.text) == bool(code)
 
@@ -63,7 +63,7 @@ def test_a_signal_after_the_last_save_ends_nothing_where_it_is_not_to_be_deliver
 ) -> None:
     before = [signal.getsignal(number) for number in BOTH]
     caplog.set_level(logging.WARNING, "shardwise")
-    with sw.Checkpointer(tmp_path, save_on=BOTH, then="return", memory=None) as cp:
+    with sw.Checkpointer(tmp_path, save_on_signals=BOTH, after_signal="return", memory=None) as cp:
         cp.save(1, {"t": 1})
         os.kill(os.getpid(), signal.SIGTERM)
     assert "SIGTERM arrived after the last save" in caplog.text
@@ -84,11 +84,15 @@ def test_the_signal_is_delivered_to_the_handler_of_before(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wrong", "error", "said"),
     [
-        ({"save_on": signal.SIGTERM}, TypeError, r"\[signal\.SIGTERM\]"),
-        ({"save_on": [signal.SIGKILL]}, ValueError, "save_on"),
-        ({"save_on": ["SIGTERM"]}, ValueError, "save_on"),
-        ({"save_on": BOTH, "then": "exit"}, ValueError, "'requeue'"),
-        ({"save_on": BOTH, "then": "requeue"}, ValueError, "SLURM_JOB_ID is not set"),
+        ({"save_on_signals": signal.SIGTERM}, TypeError, r"\[signal\.SIGTERM\]"),
+        ({"save_on_signals": [signal.SIGKILL]}, ValueError, "save_on_signals"),
+        ({"save_on_signals": ["SIGTERM"]}, ValueError, "save_on_signals"),
+        ({"save_on_signals": BOTH, "after_signal": "exit"}, ValueError, "'requeue'"),
+        (
+            {"save_on_signals": BOTH, "after_signal": "requeue"},
+            ValueError,
+            "SLURM_JOB_ID is not set",
+        ),
     ],
 )
 def test_wrong_options_are_refused(

@@ -96,7 +96,7 @@ def train_until_told_to_go(root: Path, told: int, when: str) -> None:
     fault = Fault(0 if within else None, tell, verbs=("write_at",))
     store = FaultyStore(LocalStore(root), fault)
     with sw.Checkpointer(
-        store, save_every=100, save_on=[signal.SIGTERM], memory=None
+        store, save_every=100, save_on_signals=[signal.SIGTERM], memory=None
     ) as checkpointer:
         for step in range(100, 200):
             if rank == told and when == "between" and step == 103:
@@ -120,7 +120,7 @@ def test_told_to_go_all_ranks_save_and_go(
 def handler_after(root: Path) -> bool:
     """Whether the handler of before is there again when the checkpointer is closed."""
     before = signal.getsignal(signal.SIGTERM)
-    with sw.Checkpointer(root, save_on=[signal.SIGTERM], memory=None):
+    with sw.Checkpointer(root, save_on_signals=[signal.SIGTERM], memory=None):
         during = signal.getsignal(signal.SIGTERM)
     return during != before and signal.getsignal(signal.SIGTERM) == before
 
@@ -131,7 +131,7 @@ def test_without_a_signal_nothing_stays(gang: Gang, place: Path) -> None:
 
 def too_late(root: Path) -> None:
     """On a rank: told to go after the last save."""
-    with sw.Checkpointer(root, save_on=[signal.SIGTERM], memory=None) as checkpointer:
+    with sw.Checkpointer(root, save_on_signals=[signal.SIGTERM], memory=None) as checkpointer:
         checkpointer.save(1, {"x": 1})
         os.kill(os.getpid(), signal.SIGTERM)
     raise AssertionError("the signal was swallowed")
@@ -144,8 +144,8 @@ def test_a_signal_after_the_last_save_is_not_swallowed(gang: Gang, place: Path) 
 
 def two_at_once(root: Path) -> None:
     """On a rank: two that are closed in the order in which they were made; then told to go."""
-    first = sw.Checkpointer(root / "a", save_on=[signal.SIGTERM], memory=None)
-    second = sw.Checkpointer(root / "b", save_on=[signal.SIGTERM], memory=None)
+    first = sw.Checkpointer(root / "a", save_on_signals=[signal.SIGTERM], memory=None)
+    second = sw.Checkpointer(root / "b", save_on_signals=[signal.SIGTERM], memory=None)
     first.close()
     second.close()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -73,7 +73,7 @@ def save(
         unsealed=() if sealed else (entry.name,),
         has_staged=True,
         pending=pending,
-        leads=leads,
+        has_pending_manifest=leads,
         epoch=epoch,
         stages={stage: Stage(states.get(stage, State.NOT_REQUESTED)) for stage in STAGES},
     )

@@ -172,7 +172,9 @@ def test_a_checkpointer_is_refused_in_a_forked_child_and_stays_the_parents(
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     state = {"model": model, "optimizer": optimizer}
     options = memory(shm, overlap=True) if is_in_memory else None
-    checkpointer = sw.Checkpointer(tmp_path / "root", memory=options, save_on=(signal.SIGTERM,))
+    checkpointer = sw.Checkpointer(
+        tmp_path / "root", memory=options, save_on_signals=(signal.SIGTERM,)
+    )
     handle = checkpointer.save(1, state)
     assert handle is not None
 

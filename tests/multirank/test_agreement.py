@@ -82,7 +82,7 @@ def save_repeatedly(path: str) -> list[tuple[bool, int, int]]:
     seen = []
 
     def save(name: str, state: dict[str, Any]) -> None:
-        report = sw.save(f"{path}/{name}", state, plans=plans)
+        report = sw.save(f"{path}/{name}", state, plan_cache=plans)
         seen.append((report.plan_cached, report.bytes_communicated, plans.hits))
 
     def tensors(value: float, count: int = 500) -> dict[str, Any]:

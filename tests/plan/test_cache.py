@@ -39,7 +39,7 @@ def saved_twice(folder: Path, first: Make, second: Make) -> list[list[sw.SaveRep
     def save(group: ThreadGroup) -> list[sw.SaveReport]:
         plans = PlanCache()
         reports = [
-            sw.save(folder / f"{i}", make(group.rank, i), group=group, plans=plans)
+            sw.save(folder / f"{i}", make(group.rank, i), group=group, plan_cache=plans)
             for i, make in enumerate([first, second])
         ]
         assert plans.hits == reports[1].plan_cached
@@ -133,7 +133,9 @@ def test_structures_that_were_planned_apart_are_planned_together(tmp_path: Path)
     def save(group: ThreadGroup) -> list[bool]:
         plans = PlanCache()
         return [
-            sw.save(tmp_path / f"{i}", of_rank(group.rank, i), group=group, plans=plans).plan_cached
+            sw.save(
+                tmp_path / f"{i}", of_rank(group.rank, i), group=group, plan_cache=plans
+            ).plan_cached
             for i in range(3)
         ]
 
@@ -162,7 +164,7 @@ def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> Non
     def save(group: ThreadGroup) -> None:
         plans = PlanCache()
         for i in range(2):
-            sw.save(tmp_path / f"{i}", counting(group.rank, i), group=group, plans=plans)
+            sw.save(tmp_path / f"{i}", counting(group.rank, i), group=group, plan_cache=plans)
 
     run_ranks(WORLD, save)
     assert [sw.open(tmp_path / f"{i}")["step"] for i in range(2)] == [100, 101]

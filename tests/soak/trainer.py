@@ -178,7 +178,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
         orders.root,
         keep=keep,
         save_every=EVERY,
-        at_end=False,
+        save_at_end=False,
         memory=memory,
         staging_bytes=orders.staging_bytes,
         timeout=TIMEOUT,

@@ -118,7 +118,7 @@ class EngineWeights(ModuleWeights):
         contents.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in contents.tensors]
         return contents
 
-    def rebuild(self) -> None:
+    def update_from_master_weights(self) -> None:
         """Compute the module's weights from the master weights. This is a collective."""
         adapter = adapter_of(self._engine.optimizer)
         if adapter is not None:

@@ -176,7 +176,7 @@ class MegatronWeights:
             with user_code(module_name, "load_state_dict(), given its extra state,"):
                 module.load_state_dict(states, strict=False)
 
-    def rebuild(self) -> None:
+    def update_from_master_weights(self) -> None:
         """Compute the model's weights from the loaded master weights. This is a collective."""
         tensor_ids = {
             id(each.tensor) for described in self._described for each in described.tensors

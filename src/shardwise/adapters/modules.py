@@ -71,7 +71,7 @@ class Weights(Protocol):
         """Set extra state, after the tensors are filled."""
         ...
 
-    def rebuild(self) -> None:
+    def update_from_master_weights(self) -> None:
         """Compute the module's weights from the loaded master weights. This is a collective."""
         ...
 
@@ -113,7 +113,7 @@ class ModuleBinding(Binding):
     def rebuild_weights(self) -> None:
         """Compute the module's weights from the loaded master weights."""
         with torch.no_grad():
-            self.weights.rebuild()
+            self.weights.update_from_master_weights()
 
     def _encode(self, contents: ModuleContents) -> LocalState:
         objects = {
@@ -196,7 +196,7 @@ class ModuleWeights:
                     with user_code(name, "set_extra_state()"):
                         part.set_extra_state(extra_state[name])
 
-    def rebuild(self) -> None:
+    def update_from_master_weights(self) -> None:
         """Do nothing: the modules hold their own weights."""
 
     def _state_dict_entries(self, index: int, module_name: str) -> Iterator[tuple[str, object]]:

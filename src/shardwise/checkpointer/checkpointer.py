@@ -30,7 +30,7 @@ from shardwise.checkpointer.settings import (
     open_root_store,
     prepare_root,
 )
-from shardwise.checkpointer.signals import Then
+from shardwise.checkpointer.signals import AfterSignal
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
@@ -66,16 +66,16 @@ class Checkpointer:
             `save` returns when the state is copied to shared memory, and the node's agent writes
             the copy to storage. None: `save` returns when the checkpoint is durable.
         start_from: the source that `restore` loads while the run has no checkpoint: the path of a
-            checkpoint (ours or foreign), the root of another run, or a function. All ranks call
+            checkpoint (also a foreign one), the root of another run, or a function. All ranks call
             the function with the state. It calls `sw.load` and returns the report.
-        at_end: at the end of the `with` block or in `close()`, save the last step that `save` was
-            called with, if the root does not have that step. Nothing is saved if an optimizer has
-            stepped since the call.
-        save_on: signals. After one of them arrives on any rank, the next `save` saves its step,
-            due or not, waits until the checkpoint is durable, and sets `preempted`.
-        then: the action after the save that a signal caused. `"deliver"`: the signal has its usual
-            effect on every rank. `"requeue"`: `scontrol requeue` runs for this Slurm job, and
-            `save` returns. `"return"`: `save` returns.
+        save_at_end: at the end of the `with` block or in `close()`, save the last step that `save`
+            was called with, if the root does not have that step. Nothing is saved if an optimizer
+            has stepped since the call.
+        save_on_signals: signals. After one of them arrives on any rank, the next `save` saves its
+            step, due or not, waits until the checkpoint is durable, and sets `preempted`.
+        after_signal: the action after the save that a signal caused. `"deliver"`: the signal has
+            its usual effect on every rank. `"requeue"`: `scontrol requeue` runs for this Slurm job,
+            and `save` returns. `"return"`: `save` returns.
         on_failure: what to do if storage fails during a save. `"raise"`: raise on all ranks.
             `"warn"`: log the error and return None from `save`.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
@@ -83,8 +83,8 @@ class Checkpointer:
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: `save_every` is not positive, an option has an unknown value, `save_on` is used
-            outside the main thread, or there is no Slurm job to requeue.
+        ValueError: `save_every` is not positive, an option has an unknown value, `save_on_signals`
+            is used outside the main thread, or there is no Slurm job to requeue.
         StateError: the root is a file.
         CheckpointExistsError: the root itself is a checkpoint, and `start_from` is not given.
         MismatchError: the options differ between ranks.
@@ -99,9 +99,9 @@ class Checkpointer:
         save_every: int = 1,
         memory: Memory | None = STAGING_ONLY,
         start_from: StartFrom | None = None,
-        at_end: bool = True,
-        save_on: Iterable[signal.Signals] = (),
-        then: Then = "deliver",
+        save_at_end: bool = True,
+        save_on_signals: Iterable[signal.Signals] = (),
+        after_signal: AfterSignal = "deliver",
         on_failure: Literal["raise", "warn"] = "raise",
         check_replicas: bool = False,
         allow_pickle: bool = False,
@@ -109,7 +109,7 @@ class Checkpointer:
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:
-        check_options(keep, memory, start_from, save_on, then, on_failure)
+        check_options(keep, memory, start_from, save_on_signals, after_signal, on_failure)
         self._root = open_root_store(root, for_agents=memory is not None)
         settings = Settings(
             root=self._root,
@@ -120,12 +120,12 @@ class Checkpointer:
             allow_pickle=allow_pickle,
             staging_bytes=staging_bytes,
             on_event=on_event,
-            at_end=at_end,
+            save_at_end=save_at_end,
             on_failure=on_failure,
         )
         self._settings = settings
         self._damaged: set[int] = set()
-        self._signals = install_signals(save_on, then)
+        self._signals = install_signals(save_on_signals, after_signal)
         self._closed = False
         self._process = os.getpid()
         self.last_restore: RestoreReport | None = None
@@ -157,12 +157,12 @@ class Checkpointer:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() == self._process:  # in a forked child, the parent closes everything
-            self._close(wait=kind is None, failed=kind is not None)
+            self._close(wait=error_type is None, failed=error_type is not None)
 
     def close(self, *, wait: bool = True) -> None:
         """Finish pending saves, then release the process group and the signal handlers.
@@ -229,13 +229,13 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal of `save_on` has caused a save. The value is the same on all ranks."""
+        """Whether a signal has caused a save. The value is the same on all ranks."""
         return self._signals is not None and self._signals.has_acted
 
     @property
-    def plans(self) -> PlanCache:
+    def plan_cache(self) -> PlanCache:
         """The cached plans of earlier saves, and how often they were reused."""
-        return self._saving.plans
+        return self._saving.plan_cache
 
     @skip_compile
     def save(

@@ -58,7 +58,7 @@ class Saving:
         damaged: steps that `restore` found to be damaged; a save replaces them.
 
     Attributes:
-        plans: the cached plans of earlier saves.
+        plan_cache: the plans of earlier saves.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Saving:
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
         self._has_stepped = False  # whether an optimizer has stepped since that call
-        self.plans = PlanCache()
+        self.plan_cache = PlanCache()
 
     def save(
         self,
@@ -100,7 +100,7 @@ class Saving:
         in_memory = self._snapshots is not None and self._settings.is_snapshot_step(step)
         if in_memory and not is_saved:
             handle = self._save_or_log(call, durable=False)
-        if self._settings.at_end and not is_saved:
+        if self._settings.save_at_end and not is_saved:
             self._unsaved_call = call
             if previous is None or previous.state is not state:
                 self._watch_optimizers(state)
@@ -156,7 +156,7 @@ class Saving:
             if self._group.rank == 0:
                 log.warning(
                     "step %d is not saved at the end: an optimizer has stepped since save(%d, …); "
-                    "call save after the last step, or pass at_end=False",
+                    "call save after the last step, or pass save_at_end=False",
                     *(call.step, call.step),
                 )
             return
@@ -216,9 +216,9 @@ class Saving:
                 self._fence_optimizer_steps(call.state)
                 damaged = tuple(sorted(self._damaged - {call.step}))
                 policy = StoragePolicy(durable, settings.keep, damaged)
-                handle = self._snapshots.save(make_save, policy, self.plans, recorder)
+                handle = self._snapshots.save(make_save, policy, self.plan_cache, recorder)
             else:
-                handle = SaveHandle(save_all(make_save, self._group, self.plans, recorder))
+                handle = SaveHandle(save_all(make_save, self._group, self.plan_cache, recorder))
         if handle is not None:
             self._damaged.discard(call.step)
             if self._snapshots is None:
@@ -235,7 +235,7 @@ class Saving:
             return self._make_save(state, self._settings.root, SaveOptions())
 
         with pause_gc():
-            return snapshots.prepare(make_save, self.plans, Recorder(self._settings.on_event))
+            return snapshots.prepare(make_save, self.plan_cache, Recorder(self._settings.on_event))
 
     def close(self) -> None:
         """Remove the hooks from optimizers."""

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import msgspec
 
 from shardwise import api
-from shardwise.checkpointer.signals import Signals, Then
+from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers_below
@@ -31,7 +31,7 @@ _SAME_ON_ALL_RANKS = (
     "save_every",
     "check_replicas",
     "staging_bytes",
-    "at_end",
+    "save_at_end",
     "on_failure",
 )
 _MAY_DIFFER_BETWEEN_NODES = ("dir", "interface", "domain", "tls", "start_agent", "budget")
@@ -50,7 +50,7 @@ class Settings:
     allow_pickle: bool
     staging_bytes: int
     on_event: Sink | None
-    at_end: bool
+    save_at_end: bool
     on_failure: Literal["raise", "warn"]
 
     def shared_options(self) -> dict[str, str]:
@@ -78,15 +78,15 @@ def check_options(
     keep: object,
     memory: object,
     start_from: object,
-    save_on: object,
-    then: object,
+    save_on_signals: object,
+    after_signal: object,
     on_failure: object,
 ) -> None:
     """Check the types of the options of a `Checkpointer`.
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: `then` or `on_failure` has an unknown value.
+        ValueError: `after_signal` or `on_failure` has an unknown value.
     """
     if keep is not None and not isinstance(keep, Keep):
         raise TypeError(f"keep={keep!r}: expected sw.Keep, for example sw.Keep(last=3)")
@@ -96,12 +96,15 @@ def check_options(
         callable(start_from) or isinstance(start_from, (str, os.PathLike, Store))
     ):
         raise TypeError(f"start_from={start_from!r}: expected a path, a store or a function")
-    if isinstance(save_on, (int, str)) or not isinstance(save_on, Iterable):
+    if isinstance(save_on_signals, (int, str)) or not isinstance(save_on_signals, Iterable):
         raise TypeError(
-            f"save_on={save_on!r}: expected a list of signals, for example [signal.SIGTERM]"
+            f"save_on_signals={save_on_signals!r}: expected a list of signals, for example "
+            "[signal.SIGTERM]"
         )
-    if then not in get_args(Then):
-        raise ValueError(f"then={then!r}: expected 'deliver', 'requeue' or 'return'")
+    if after_signal not in get_args(AfterSignal):
+        raise ValueError(
+            f"after_signal={after_signal!r}: expected 'deliver', 'requeue' or 'return'"
+        )
     if on_failure not in ("raise", "warn"):
         raise ValueError(f"on_failure={on_failure!r}: expected 'raise' or 'warn'")
 
@@ -125,22 +128,22 @@ def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
     return store
 
 
-def install_signals(save_on: Iterable[int], then: Then) -> Signals | None:
-    """Install handlers for the signals `save_on`; return None if `save_on` is empty.
+def install_signals(save_on_signals: Iterable[int], after_signal: AfterSignal) -> Signals | None:
+    """Install handlers for the signals `save_on_signals`; return None if there are none.
 
     Raises:
         ValueError: as for `Signals`, or there is no Slurm job to requeue.
     """
-    numbers = tuple(save_on)
+    numbers = tuple(save_on_signals)
     if not numbers:
         return None
     job = os.environ.get("SLURM_JOB_ID")
-    if then == "requeue" and not job:
+    if after_signal == "requeue" and not job:
         raise ValueError(
-            "then='requeue': SLURM_JOB_ID is not set, so this is not a Slurm job: use "
-            "then='deliver' or then='return'"
+            "after_signal='requeue': SLURM_JOB_ID is not set, so this is not a Slurm job: use "
+            "after_signal='deliver' or after_signal='return'"
         )
-    return Signals(numbers, then, job)
+    return Signals(numbers, after_signal, job)
 
 
 def prepare_root(
@@ -168,9 +171,12 @@ def prepare_root(
     root, in_memory = settings.root, settings.memory is not None
 
     def encode_options() -> bytes:
-        of_signals = {"save_on": "[]"}
+        of_signals = {"save_on_signals": "[]"}
         if signals is not None:
-            of_signals = {"save_on": str(signals.numbers), "then": repr(signals.then)}
+            of_signals = {
+                "save_on_signals": str(signals.numbers),
+                "after_signal": repr(signals.after_signal),
+            }
         return msgspec.msgpack.encode({**settings.shared_options(), **of_signals})
 
     def check_and_clean(options: list[bytes]) -> bytes:

@@ -14,8 +14,8 @@ from typing import Literal
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 
-Then = Literal["deliver", "requeue", "return"]
-"""The action after the save that a signal caused: see `Checkpointer(then=…)`."""
+AfterSignal = Literal["deliver", "requeue", "return"]
+"""The action after the save that a signal caused: see `Checkpointer(after_signal=…)`."""
 
 SLURM_TIMEOUT = 60.0  # seconds
 
@@ -27,8 +27,8 @@ class Signals:
 
     Args:
         numbers: the signals to handle.
-        then: the action after the save. `"deliver"`: raise the signal with its previous handler.
-            `"requeue"`: ask Slurm to run the job again. `"return"`: none.
+        after_signal: the action after the save. `"deliver"`: raise the signal with its previous
+            handler. `"requeue"`: ask Slurm to run the job again. `"return"`: none.
         job: the id of the Slurm job to requeue.
 
     Attributes:
@@ -38,14 +38,14 @@ class Signals:
         ValueError: a signal cannot be handled, or this is not the main thread.
     """
 
-    def __init__(self, numbers: Iterable[int], then: Then, job: str | None) -> None:
+    def __init__(self, numbers: Iterable[int], after_signal: AfterSignal, job: str | None) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "save_on: Python handles signals in the main thread only: create the Checkpointer "
-                "there, or omit save_on"
+                "save_on_signals: Python handles signals in the main thread only: create the "
+                "Checkpointer there, or omit save_on_signals"
             )
         self.has_acted = False
-        self.then = then
+        self.after_signal = after_signal
         self._job = job
         self._pending = 0
         self._process = os.getpid()
@@ -58,7 +58,9 @@ class Signals:
                 self._previous_handlers[number] = previous or signal.SIG_DFL
         except (OSError, TypeError, ValueError) as error:
             self._restore_handlers()
-            raise ValueError(f"save_on={numbers!r}: cannot handle a signal: {error}") from error
+            raise ValueError(
+                f"save_on_signals={numbers!r}: cannot handle a signal: {error}"
+            ) from error
 
     @property
     def numbers(self) -> list[int]:
@@ -76,25 +78,27 @@ class Signals:
     def act_on(self, number: int, group: Group) -> None:
         """Act on a signal after its save. All ranks call this together."""
         self.has_acted = True
-        if self.then == "deliver":
+        if self.after_signal == "deliver":
             self._pending = number
             self.stop()
             return
         self._pending = 0
-        if self.then == "requeue" and group.rank == 0 and self._job is not None:
+        if self.after_signal == "requeue" and group.rank == 0 and self._job is not None:
             _requeue(self._job)
 
     def stop(self) -> None:
         """Restore the previous handlers.
 
-        A signal that arrived after the last save is delivered if `then` is "deliver". Otherwise a
-        warning is logged.
+        A signal that arrived after the last save is delivered if `after_signal` is "deliver".
+        Otherwise a warning is logged.
         """
         self._stopped = True
         self._restore_handlers()
-        if self._pending and self.then != "deliver":
+        if self._pending and self.after_signal != "deliver":
             name = signal.Signals(self._pending).name
-            log.warning("%s arrived after the last save; ignored (then=%r)", name, self.then)
+            log.warning(
+                "%s arrived after the last save; ignored (after_signal=%r)", name, self.after_signal
+            )
         elif self._pending:
             self._deliver(self._pending)
 

@@ -177,14 +177,14 @@ def _find_damage(
                 continue
 
             def check(start: int, reader: DataReader = reader) -> list[ByteRange]:
-                stop = min(start + arena.chunk, reader.entry.checksums_at)
+                stop = min(start + arena.buffer_size, reader.entry.checksums_at)
                 with arena.buffer() as buffer:
                     ranges = list(_damaged_ranges(reader, start, stop, buffer))
                 advance(reader.entry.name, stop - start)
                 return ranges
 
             try:
-                chunk_starts = range(0, entry.checksums_at, arena.chunk)
+                chunk_starts = range(0, entry.checksums_at, arena.buffer_size)
                 ranges = [each for part in pool.map(check, chunk_starts) for each in part]
             finally:
                 reader.close()

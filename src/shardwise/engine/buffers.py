@@ -15,8 +15,8 @@ from shardwise.store.store import Buffer
 
 DEFAULT_STAGING_BYTES = 64 << 20
 THREADS = 4
-LARGEST_CHUNK = 8 << 20
-SMALLEST_CHUNK = 1 << 20
+LARGEST_BUFFER = 8 << 20
+SMALLEST_BUFFER = 1 << 20
 LARGEST_READ = 2 << 20  # small enough to stay in the CPU cache until it is verified and copied
 LARGE_PAGE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE; Linux 6.1 and later
@@ -36,7 +36,7 @@ class Arena:
 
     Attributes:
         threads: the number of threads that move bytes at a time.
-        chunk: the size of a buffer, in bytes.
+        buffer_size: the size of each buffer, in bytes.
         read_size: the longest single read from a local file, in bytes.
 
     Raises:
@@ -45,21 +45,21 @@ class Arena:
 
     def __init__(self, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         check_staging_bytes(staging_bytes)
-        self.threads = max(1, min(THREADS, staging_bytes // SMALLEST_CHUNK))
-        share = min(LARGEST_CHUNK, staging_bytes // self.threads)
-        self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
-        self.read_size = min(self.chunk, LARGEST_READ)
+        self.threads = max(1, min(THREADS, staging_bytes // SMALLEST_BUFFER))
+        share = min(LARGEST_BUFFER, staging_bytes // self.threads)
+        self.buffer_size = share // SMALLEST_BUFFER * SMALLEST_BUFFER
+        self.read_size = min(self.buffer_size, LARGEST_READ)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
-            self._free.put(aligned_buffer(self.chunk))
+            self._free.put(aligned_buffer(self.buffer_size))
 
-    def reads(self, nbytes: int) -> int:
+    def max_concurrent_reads(self, nbytes: int) -> int:
         """Return how many reads of `nbytes` bytes fit into the buffers at the same time."""
-        return max(1, min(2 * self.threads, self.threads * self.chunk // nbytes))
+        return max(1, min(2 * self.threads, self.threads * self.buffer_size // nbytes))
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:
-        """Lend a buffer of `chunk` bytes while the block runs."""
+        """Lend a buffer of `buffer_size` bytes while the block runs."""
         buffer = self._free.get()
         try:
             yield buffer
@@ -73,9 +73,9 @@ def check_staging_bytes(staging_bytes: int) -> None:
     Raises:
         ValueError: `staging_bytes` is less than 1 MiB.
     """
-    if staging_bytes < SMALLEST_CHUNK:
+    if staging_bytes < SMALLEST_BUFFER:
         raise ValueError(
-            f"staging_bytes={staging_bytes}: expected at least {SMALLEST_CHUNK} bytes (1 MiB)"
+            f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
         )
 
 
@@ -87,7 +87,9 @@ def aligned_buffer(size: int) -> Buffer:
     return np.frombuffer(memory, np.uint8)[:size]
 
 
-def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool = False) -> Buffer:
+def map_pages(
+    fd: int, low: int, high: int, *, writable: bool = False, populate: bool = False
+) -> Buffer:
     """Map a range of a file into memory, in large pages where possible.
 
     A large page replaces 512 small pages, which makes it several times cheaper to map a file
@@ -97,7 +99,7 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
         fd: the file.
         low, high: the range in bytes; `low` is a multiple of `LARGE_PAGE`.
         writable: map the bytes for writing too.
-        now: load all pages immediately, instead of each page at its first use.
+        populate: load all pages immediately, instead of each page at its first use.
 
     Raises:
         OSError: the bytes cannot be mapped.
@@ -109,7 +111,7 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
     start = -reserved.ctypes.data % LARGE_PAGE
     pages = reserved[start : start + high - low]
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    flags = mmap.MAP_SHARED | _FIXED | (mmap.MAP_POPULATE if now else 0)
+    flags = mmap.MAP_SHARED | _FIXED | (mmap.MAP_POPULATE if populate else 0)
     address = pages.ctypes.data
     if _libc.mmap(address, high - low, access, flags, fd, low) != address:
         code = ctypes.get_errno()

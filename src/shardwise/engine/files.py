@@ -144,7 +144,7 @@ def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) ->
     file = store.create(key, layout.size)
     try:
         with ThreadPoolExecutor(arena.threads, "shardwise-write") as pool:
-            chunks = range(0, layout.checksums_at, arena.chunk)
+            chunks = range(0, layout.checksums_at, arena.buffer_size)
             target = _Target(file, store.alignment, arena, checksums, tail)
             writes = [pool.submit(_write_chunk, source, low, target) for low in chunks]
             try:
@@ -183,7 +183,7 @@ class _Target:
 
 
 def _write_chunk(source: FileSource, low: int, target: _Target) -> None:
-    high = min(low + target.arena.chunk, source.layout.checksums_at)
+    high = min(low + target.arena.buffer_size, source.layout.checksums_at)
     with target.arena.buffer() as buffer:
         for start in range(low, high, COPY_CHUNK_BYTES):
             stop = min(start + COPY_CHUNK_BYTES, high)

@@ -323,7 +323,7 @@ def fill_with_node_ranks(
         return fill_alone(planned, opened, arena, verify=verify, ranks_on_node=len(node_ranks))
     longest_read = int((shared.high - shared.low).max())
     slot_bytes = BLOCK * block_count(longest_read + opened.bytes_past_end)
-    slots = min(arena.reads(slot_bytes), int(np.bincount(shared.reader).max()))
+    slots = min(arena.max_concurrent_reads(slot_bytes), int(np.bincount(shared.reader).max()))
     buffers = node_ranks.map_buffers(shared, slots, slot_bytes, opened.manifest.files)
     try:
         files = shared.file[shared.wanted[:, node_ranks.index]]

@@ -161,7 +161,7 @@ class NodeRanks:
                 raise RankError(
                     OPERATION, {member.rank: "it has planned other reads than this rank"}
                 )
-            memory.append(map_pages(fd, 0, layout.size(index), writable=True, now=True))
+            memory.append(map_pages(fd, 0, layout.size(index), writable=True, populate=True))
         return SharedBuffers(reads, self.index, self.ranks, memory, layout, doorbells, self._wait)
 
     def _wait(self, poll: Callable[[], T | None], late_ranks: LateRanks) -> T:

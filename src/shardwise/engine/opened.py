@@ -129,7 +129,7 @@ class Opened:
         """
         store = self.store if isinstance(self.store, MappedStore) else None
         sizes = [
-            arena.read_size if store is None or store.is_mapped(file.name) else arena.chunk
+            arena.read_size if store is None or store.is_mapped(file.name) else arena.buffer_size
             for file in self.manifest.files
         ]
         return np.array(sizes, np.int64) - (BLOCK if self.bytes_past_end else 0)

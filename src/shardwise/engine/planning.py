@@ -165,7 +165,7 @@ def plan_together(
     prepare: Callable[[], SaveRequest],
     admit: Callable[[SaveRequest, list[bytes]], str],
     group: Group,
-    plans: PlanCache,
+    plan_cache: PlanCache,
     recorder: Recorder,
     *,
     choose_peers: ChoosePeers | None = None,
@@ -178,7 +178,7 @@ def plan_together(
         admit: runs on rank 0, with its own request and the messages of all ranks. Returns an id
             for the save, or "" to skip the save.
         group: the ranks.
-        plans: plans of earlier saves, which this save reads and updates.
+        plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
         choose_peers: runs on rank 0. Default: no rank has peers.
         check_room: runs on rank 0, with its own request and the tensor bytes of the save. Raises
@@ -195,11 +195,11 @@ def plan_together(
         with recorder.stage("describe"):
             local = _describe_save(prepare())
         with recorder.stage("plan"):
-            return local, local.encode_message(plans)
+            return local, local.encode_message(plan_cache)
 
     def make_reply(local: _DescribedSave, messages: list[bytes]) -> list[bytes]:
         agreements = _agree(messages, partial(admit, local.save), choose_peers)
-        cached = plans.get(agreements[0].plan) if agreements[0].is_cached else None
+        cached = plan_cache.get(agreements[0].plan) if agreements[0].is_cached else None
         if cached is not None and cached.manifest is not None and check_room is not None:
             check_room(local.save, cached.manifest.bytes_stored)
         return [msgspec.msgpack.encode(each) for each in agreements]
@@ -210,11 +210,11 @@ def plan_together(
         return None
     with recorder.stage("plan"):
         objects = _share_values(local.values, agreement, group)
-        plan = plans.get(agreement.plan) if agreement.is_cached else None
-        plans.count(is_hit=plan is not None)
+        plan = plan_cache.get(agreement.plan) if agreement.is_cached else None
+        plan_cache.count(is_hit=plan is not None)
         if plan is None:
             plan = _plan_anew(local, agreement, group, check_room)
-            plans.put(agreement.plan, plan)
+            plan_cache.put(agreement.plan, plan)
     return local.with_plan(plan, agreement, objects, group)
 
 
@@ -251,12 +251,12 @@ class _DescribedSave:
             objects=objects,
         )
 
-    def encode_message(self, plans: PlanCache) -> bytes:
+    def encode_message(self, plan_cache: PlanCache) -> bytes:
         """Return this rank's message to rank 0."""
         values_digest = self.values.digest()
         save = self.save
         message = _PlanMessage(
-            save.terms, self.fingerprint, plans.keys(), values_digest, save.message
+            save.terms, self.fingerprint, plan_cache.keys(), values_digest, save.message
         )
         return msgspec.msgpack.encode(message)
 

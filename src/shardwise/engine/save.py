@@ -68,14 +68,14 @@ class SaveReport:
 
 
 def save_all(
-    prepare: Callable[[], SaveRequest], group: Group, plans: PlanCache, recorder: Recorder
+    prepare: Callable[[], SaveRequest], group: Group, plan_cache: PlanCache, recorder: Recorder
 ) -> SaveReport:
     """Save the local states of all ranks as one checkpoint. All ranks call this function together.
 
     Args:
         prepare: makes this rank's request. A failure on one rank is raised on all ranks.
         group: the ranks.
-        plans: plans of earlier saves, which this save reads and updates.
+        plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
 
     Raises:
@@ -87,7 +87,7 @@ def save_all(
             prepare,
             lambda save, _: _lock_place(save, cleanup),
             group,
-            plans,
+            plan_cache,
             recorder,
             check_room=lambda save, nbytes: refuse_if_full(save.store, nbytes),
         )

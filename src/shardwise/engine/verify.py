@@ -137,10 +137,10 @@ def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
                     low: int, reader: DataReader = reader, end: int = entry.checksums_at
                 ) -> None:
                     with arena.buffer() as buffer:
-                        reader.read(low, min(low + arena.chunk, end), buffer)
+                        reader.read(low, min(low + arena.buffer_size, end), buffer)
 
                 try:
-                    for _ in pool.map(check, range(0, entry.checksums_at, arena.chunk)):
+                    for _ in pool.map(check, range(0, entry.checksums_at, arena.buffer_size)):
                         pass
                 finally:
                     reader.close()
@@ -214,7 +214,9 @@ def _damaged_ranges(
 
     def checksum_of(start: int, size: int) -> int:
         checksum = 0
-        step = arena.chunk - BLOCK  # a read is rounded up to whole blocks, and must fit the buffer
+        step = (
+            arena.buffer_size - BLOCK
+        )  # a read is rounded up to whole blocks, and must fit the buffer
         with arena.buffer() as buffer:
             for low in range(start, start + size, step):
                 high = min(low + step, start + size)

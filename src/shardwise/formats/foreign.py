@@ -76,8 +76,8 @@ class Foreign:
         step: the training step, if known.
         world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
         left_out: a line for each thing that was not read, with the reason.
-        absent: files that this format usually has but this checkpoint lacks, by the name of their
-            content in the state: `{"optimizer": "optimizer.pt"}`.
+        missing_files: files that this format usually has but this checkpoint lacks. The key is the
+            name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
     """
 
     format: str
@@ -91,7 +91,7 @@ class Foreign:
     step: int | None = None
     world_size: int = 1
     left_out: tuple[str, ...] = ()
-    absent: Mapping[str, str] = field(default_factory=dict)
+    missing_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     left_out: tuple[str, ...]
-    absent: dict[str, str]
+    missing_files: dict[str, str]
 
 
 def encode_index(foreign: Foreign) -> bytes:
@@ -75,7 +75,7 @@ def encode_index(foreign: Foreign) -> bytes:
         foreign.step,
         foreign.world_size,
         foreign.left_out,
-        dict(foreign.absent),
+        dict(foreign.missing_files),
     )
     body = msgspec.msgpack.encode(index)
     return MAGIC + crc32(body).to_bytes(4, "little") + body
@@ -126,7 +126,7 @@ def _decode_index(data: bytes) -> Foreign:
         step=index.step,
         world_size=index.world_size,
         left_out=index.left_out,
-        absent=index.absent,
+        missing_files=index.missing_files,
     )
 
 

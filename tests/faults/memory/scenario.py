@@ -82,7 +82,7 @@ class Cluster:
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
         memory = sw.Memory(**given)
-        return sw.Checkpointer(self.root, save_every=self.every, memory=memory, at_end=False)
+        return sw.Checkpointer(self.root, save_every=self.every, memory=memory, save_at_end=False)
 
 
 class Logged(logging.Handler):

@@ -237,7 +237,7 @@ def save_steps(root: Path, shm: Path, first: int, last: int) -> None:
     """A rank alone restores and saves steps."""
     memory = sw.Memory(dir=str(shm), when_full="wait", wait=20.0)
     state = {"t": sw.PerRank(first - 1)}
-    with sw.Checkpointer(root, save_every=1000, memory=memory, at_end=False) as cp:
+    with sw.Checkpointer(root, save_every=1000, memory=memory, save_at_end=False) as cp:
         assert cp.restore(state) == (first - 1 or None)
         for step in range(first, last + 1):
             handle = cp.save(step, {"t": sw.PerRank(step)})

@@ -96,11 +96,11 @@ def read(tree: FileTree) -> Foreign:
         format=FORMAT,
         step=step if type(step) is int and step >= 0 else None,
         world_size=max(count_ranks(leaves.files), random_states),
-        absent=_find_absent(tree),
+        missing_files=_find_missing_files(tree),
     )
 
 
-def _find_absent(tree: FileTree) -> dict[str, str]:
+def _find_missing_files(tree: FileTree) -> dict[str, str]:
     """Return missing files that were probably written, judging by the others."""
     kinds = {
         match[1]
@@ -109,18 +109,18 @@ def _find_absent(tree: FileTree) -> dict[str, str]:
         if match is not None
     }
     trainer = TRAINER_STATE in tree.sizes or "scheduler.pt" in tree.sizes
-    absent = {}
+    missing_files = {}
     if FSDP_MODEL not in kinds and not huggingface.recognise(tree):
-        absent["model"] = "the file of the model's weights (as model.safetensors)"
+        missing_files["model"] = "the file of the model's weights (as model.safetensors)"
     if OPTIMIZER not in kinds:
         folder = f"{FSDP_MODEL}_0/{METADATA}" in tree.sizes
         file = "optimizer.pt" if trainer else "optimizer.bin"
-        absent[OPTIMIZER] = f"{OPTIMIZER}_0/{METADATA}" if folder else file
+        missing_files[OPTIMIZER] = f"{OPTIMIZER}_0/{METADATA}" if folder else file
     elif trainer and SCHEDULER not in kinds:
-        absent[SCHEDULER] = "scheduler.pt"
+        missing_files[SCHEDULER] = "scheduler.pt"
     if trainer and TRAINER_STATE not in tree.sizes:
-        absent["trainer_state"] = TRAINER_STATE
-    return absent
+        missing_files["trainer_state"] = TRAINER_STATE
+    return missing_files
 
 
 def _list_parts(tree: FileTree) -> Iterator[partial[NestedLeaves]]:

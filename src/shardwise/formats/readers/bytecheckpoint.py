@@ -67,7 +67,7 @@ def read(tree: FileTree) -> Foreign:
         build_foreign(leaves, FORMAT),
         step=int(step[1]) if step else None,
         world_size=max(count_ranks(leaves.files), len(ranks)),
-        absent={part: f"{part}/{METADATA}" for part in missing},
+        missing_files={part: f"{part}/{METADATA}" for part in missing},
     )
 
 

@@ -253,7 +253,7 @@ class Slots:
             mapping = self._mappings.get(inode)
             if mapping is None or len(mapping.buffer) < size or mapping.mapped_bytes < device_bytes:
                 self._unmap(inode)
-                buffer = map_pages(fd, 0, size, writable=True, now=True)
+                buffer = map_pages(fd, 0, size, writable=True, populate=True)
                 mapping = self._mappings[inode] = _MappedFile(buffer, _round_to_pages(size))
         finally:
             os.close(fd)

@@ -112,7 +112,7 @@ class Snapshots:
         self,
         make_save: Callable[[], SaveRequest],
         policy: StoragePolicy,
-        plans: PlanCache,
+        plan_cache: PlanCache,
         recorder: Recorder,
     ) -> SaveHandle | None:
         """Stage a snapshot for the agents, and return its handle; None if it was skipped.
@@ -120,7 +120,7 @@ class Snapshots:
         Args:
             make_save: returns this rank's save; its store is the place of the step in storage.
             policy: what happens to the snapshot in storage.
-            plans: plans of earlier saves.
+            plan_cache: plans of earlier saves.
             recorder: measures the stages.
 
         Raises:
@@ -156,7 +156,13 @@ class Snapshots:
 
         form = self._rings.form
         planned = plan_together(
-            request, admit, self._group, plans, recorder, choose_peers=form, check_room=check_room
+            request,
+            admit,
+            self._group,
+            plan_cache,
+            recorder,
+            choose_peers=form,
+            check_room=check_room,
         )
         if planned is None:
             self.skipped += 1
@@ -179,7 +185,7 @@ class Snapshots:
         return info
 
     def prepare(
-        self, make_save: Callable[[], SaveRequest], plans: PlanCache, recorder: Recorder
+        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
@@ -188,7 +194,7 @@ class Snapshots:
         """
         form, group = self._rings.form, self._group
         planned = plan_together(
-            make_save, lambda *_: new_save_id(), group, plans, recorder, choose_peers=form
+            make_save, lambda *_: new_save_id(), group, plan_cache, recorder, choose_peers=form
         )
         if planned is None:
             raise RuntimeError("allocating slots: a plan was neither admitted nor refused")

@@ -53,13 +53,13 @@ def read(tree: FileTree) -> Foreign:
     content = read_content(tree, metadata)
     leaves = leaves_of(content, metadata)
     keys = {str(path[0]) for path in (*(path for path, _, _ in leaves.tensors), *leaves.values)}
-    absent = {}
+    missing_files = {}
     if "state_dict" in keys and all(map(_LIGHTNING_KEY.fullmatch, keys)):
-        absent = dict.fromkeys(
+        missing_files = dict.fromkeys(
             ("model", "optimizer", "scheduler"), "meta.pt, which Lightning writes,"
         )
     foreign = build_foreign(leaves, FORMAT)
-    return replace(foreign, world_size=count_ranks(content.files), absent=absent)
+    return replace(foreign, world_size=count_ranks(content.files), missing_files=missing_files)
 
 
 @dataclass(frozen=True, slots=True)
