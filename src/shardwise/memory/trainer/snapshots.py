@@ -143,8 +143,9 @@ class Snapshots:
         def admit(save: SaveRequest, requests: list[bytes]) -> str:
             if policy.durable:
                 refuse_existing(save)
-            kind = tuple[bool, AgentInfo]
-            decoded = [msgspec.msgpack.decode(each, type=kind) for each in requests]
+            decoded = [
+                msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in requests
+            ]
             self.membership.nodes = list({info.node: info for _, info in decoded}.values())
             if self._options.when_full == "skip" and not all(has_slot for has_slot, _ in decoded):
                 return ""
@@ -154,15 +155,9 @@ class Snapshots:
             if policy.durable:
                 refuse_if_full(self._root, nbytes)
 
-        form = self._rings.form
+        group, form = self._group, self._rings.form
         planned = plan_together(
-            request,
-            admit,
-            self._group,
-            plan_cache,
-            recorder,
-            choose_peers=form,
-            check_room=check_room,
+            request, admit, group, plan_cache, recorder, choose_peers=form, check_room=check_room
         )
         if planned is None:
             self.skipped += 1
