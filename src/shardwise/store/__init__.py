@@ -4,6 +4,7 @@ from shardwise.store.local import LocalStore, local_path
 from shardwise.store.store import (
     BoundedStore,
     Files,
+    FileStatus,
     MappedFile,
     MappedStore,
     ReadableFile,
@@ -15,6 +16,7 @@ from shardwise.store.url import open_absolute, open_store, opens_by_name
 
 __all__ = [
     "BoundedStore",
+    "FileStatus",
     "Files",
     "LocalStore",
     "MappedFile",

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.store.store import Buffer
+from shardwise.store.names import check_name, check_name_to_write
+from shardwise.store.store import Buffer, FileStatus
 
 ALIGNMENT = 4096
-LONGEST_NAME = 255
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class LocalStore:
@@ -37,14 +35,63 @@ class LocalStore:
     def __str__(self) -> str:
         return str(self.path)
 
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self.path.name
+
+    @property
+    def parent(self) -> LocalStore | None:
+        """The directory above; None for the root of the file system."""
+        return None if self.path.parent == self.path else LocalStore(self.path.parent)
+
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""
         return LocalStore(self._path_to_read(name))
+
+    def exists(self) -> bool:
+        """Return whether the path exists. Links are followed."""
+        return self.path.exists()
+
+    def is_file(self) -> bool:
+        """Return whether the path is a regular file. Links are followed."""
+        return self.path.is_file()
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """Return the regular files below, by relative path. Links to files are followed."""
+        if self.path.is_file():
+            return {self.path.name: _status_of(self.path)}
+        found: dict[str, FileStatus] = {}
+        if not self.path.exists():
+            return found
+        for folder, _, names in os.walk(self.path, onerror=_raise_error):
+            prefix = os.path.relpath(folder, self.path) + "/"
+            for name in names:
+                path = Path(folder, name)
+                if path.is_file():
+                    found[name if prefix == "./" else prefix + name] = _status_of(path)
+            if len(found) > limit:
+                raise StoreError(
+                    f"{self.path}: the directory contains more than the supported {limit} files; "
+                    "open the directory of one checkpoint"
+                )
+        return dict(sorted(found.items()))
+
+    def open_below(self, path: str, size: int | None = None) -> _LocalReader:
+        """Open a regular file. Links are followed, for example in caches of published models."""
+        return _LocalReader((self.path / path).resolve())
 
     def create(self, key: str, size: int) -> _LocalWriter:
         """Create a file of `size` bytes."""
         self._create_directory()
         return _LocalWriter(self._path_to_write(key), size)
+
+    def create_atomic(self, key: str, size: int) -> _LocalWriter:
+        """Create a file under a temporary name, and rename it when it is committed."""
+        temporary = self._path_to_write(f"{key}.part")
+        self._create_directory()
+        temporary.unlink(missing_ok=True)
+        return _LocalWriter(temporary, size, self._path_to_write(key))
 
     def open(self, key: str) -> _LocalReader:
         """Open a regular file. Symbolic links are refused."""
@@ -162,24 +209,11 @@ class LocalStore:
                 _sync(each.parent)
 
     def _path_to_read(self, name: str) -> Path:
-        # Other programs use other names, such as `epoch=0-step=10.ckpt`.
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise StoreError(
-                f"{name!r} is not a valid name of a file below {self.path}: expected one component "
-                "of a path"
-            )
-        if len(os.fsencode(name)) > LONGEST_NAME:
-            raise StoreError(
-                f"{name[:60]!r}... below {self.path}: the name is longer than {LONGEST_NAME} bytes"
-            )
+        check_name(name, str(self.path))
         return self.path / name
 
     def _path_to_write(self, name: str) -> Path:
-        if not _NAME.fullmatch(name) or name in (".", ".."):
-            raise StoreError(
-                f"{name!r} is not a valid name for a file that shardwise writes below {self.path}: "
-                "use ASCII letters, digits, '.', '_' and '-', at most 255 of them"
-            )
+        check_name_to_write(name, str(self.path))
         return self.path / name
 
 
@@ -196,8 +230,28 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
+def _status_of(path: Path) -> FileStatus:
+    status = path.stat()
+    return FileStatus(status.st_size, str(status.st_mtime_ns))
+
+
+def _raise_error(error: OSError) -> None:
+    """Raise the error of a directory that cannot be listed, which `os.walk` ignores by default."""
+    raise error
+
+
 class _LocalWriter:
-    def __init__(self, path: Path, size: int) -> None:
+    """A file that is being written.
+
+    Args:
+        path: the path, at which no file exists.
+        size: the size in bytes.
+        final_path: the path to rename the file to when it is committed; None to keep its path.
+    """
+
+    def __init__(self, path: Path, size: int, final_path: Path | None = None) -> None:
+        self._path = path
+        self._final_path = final_path
         self._size = size
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -228,6 +282,9 @@ class _LocalWriter:
     def commit(self) -> None:
         os.ftruncate(self._fd, self._size)
         os.fsync(self._fd)
+        if self._final_path is not None:
+            os.replace(self._path, self._final_path)
+            _sync(self._path.parent)
 
     def close(self) -> None:
         os.close(self._fd)

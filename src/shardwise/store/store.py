@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What a store knows about a file without opening it.
+
+    Attributes:
+        size: the size in bytes.
+        version: a text that changes when the content changes, such as the time of the last
+            modification, or the entity tag of an object.
+    """
+
+    size: int
+    version: str
 
 
 class WritableFile(Protocol):
@@ -109,8 +124,55 @@ class Store(Files, Protocol):
         """The alignment in bytes that `write_at` needs for offsets, lengths and memory."""
         ...
 
+    @property
+    def name(self) -> str:
+        """The last component of the path; "" at the top."""
+        ...
+
+    @property
+    def parent(self) -> Store | None:
+        """The store one level above; None at the top."""
+        ...
+
     def at(self, name: str) -> Store:
         """Return the store one level below. It need not exist yet."""
+        ...
+
+    def exists(self) -> bool:
+        """Return whether there is a file or directory at this place.
+
+        Stores without directories return whether there are files at this place or below.
+        """
+        ...
+
+    def is_file(self) -> bool:
+        """Return whether this place is one file. Links are followed."""
+        ...
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """Return the files at all levels below, by relative path with `/`, sorted by path.
+
+        Links to files are followed. If the place is one file, the result has this file by its name.
+
+        Args:
+            limit: the largest supported number of files.
+
+        Raises:
+            StoreError: there are more files.
+            OSError: a directory cannot be listed.
+        """
+        ...
+
+    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
+        """Open a file at any level below for reading. Links are followed.
+
+        Args:
+            path: the relative path with `/`; "" opens the place itself, if it is one file.
+            size: the size of the file, if it is known from `walk`. This can save a request.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
         ...
 
     def create(self, key: str, size: int) -> WritableFile:
@@ -119,6 +181,10 @@ class Store(Files, Protocol):
         Raises:
             FileExistsError: the file exists.
         """
+        ...
+
+    def create_atomic(self, key: str, size: int) -> WritableFile:
+        """Create or replace a file, which appears under its name only when it is committed."""
         ...
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:

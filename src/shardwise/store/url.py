@@ -56,3 +56,28 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     if match.group(1) == "file" and rest.startswith("/"):
         return LocalStore(rest)
     raise StoreError(f"{path!r}: unknown scheme {match.group(0)}: use a directory, or file:///path")
+
+
+def resolve_links(store: Store) -> Store:
+    """Return the store at the place that symbolic links lead to.
+
+    The paths of two such stores are equal if they are the same place.
+    """
+    return LocalStore(store.path.resolve()) if type(store) is LocalStore else store
+
+
+def store_below(store: Store, path: str) -> Store:
+    """Return the store at a relative path with `/`."""
+    for name in path.split("/"):
+        store = store.at(name)
+    return store
+
+
+def find_obstacle(store: Store) -> str:
+    """Return why no directory can be created at a place: "/data/run is a file"; "" if it can be."""
+    if type(store) is not LocalStore:
+        return f"{store} is a file" if store.is_file() else ""
+    existing = next(each for each in (store.path, *store.path.parents) if os.path.lexists(each))
+    if existing.is_dir():
+        return ""
+    return f"{existing} is {'a file' if existing.exists() else 'a dangling symbolic link'}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from shardwise.store.local import LocalStore
-from shardwise.store.store import Buffer, ReadableFile, Store, WritableFile
+from shardwise.store.store import Buffer, FileStatus, ReadableFile, Store, WritableFile
 
 Action = Callable[[str], None]
 
@@ -91,14 +91,50 @@ class FaultyStore:
         """As for the wrapped store."""
         return self._store.reading_grace
 
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self._store.name
+
+    @property
+    def parent(self) -> FaultyStore | None:
+        """The store one level above, with the same fault."""
+        parent = self._store.parent
+        return None if parent is None else FaultyStore(parent, self._fault)
+
     def at(self, name: str) -> FaultyStore:
         """Return the store one level below, with the same fault."""
         return FaultyStore(self._store.at(name), self._fault)
+
+    def exists(self) -> bool:
+        """Return whether there is a file or directory."""
+        self._fault.count_operation("exists", "")
+        return self._store.exists()
+
+    def is_file(self) -> bool:
+        """Return whether the place is one file."""
+        self._fault.count_operation("is_file", "")
+        return self._store.is_file()
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """Return the files at all levels below."""
+        self._fault.count_operation("walk", "")
+        return self._store.walk(limit)
+
+    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
+        """Open a file at any level below."""
+        self._fault.count_operation("open", path)
+        return _FaultyReader(self._store.open_below(path, size), path, self._fault)
 
     def create(self, key: str, size: int) -> WritableFile:
         """Begin a new file."""
         self._fault.count_operation("create", key)
         return _FaultyWriter(self._store.create(key, size), key, self._fault)
+
+    def create_atomic(self, key: str, size: int) -> WritableFile:
+        """Begin a file that appears when it is committed."""
+        self._fault.count_operation("create", key)
+        return _FaultyWriter(self._store.create_atomic(key, size), key, self._fault)
 
     def open(self, key: str) -> ReadableFile:
         """Open a file."""

@@ -237,6 +237,66 @@ class StoreSuite:
             below.remove()
         assert below.list() == [KEY]
 
+    def test_a_place_knows_its_name_and_the_place_above(self, store: Store) -> None:
+        """`parent` undoes `at`."""
+        below = store.at("one").at("two")
+        assert (below.name, below.parent and below.parent.name) == ("two", "one")
+        assert str(below.parent) == str(store.at("one"))
+
+    def test_files_at_all_levels_are_found_and_opened(self, store: Store) -> None:
+        """Sizes are those of the files, and versions change when a file is replaced."""
+        assert store.walk(10) == {}
+        write_file(store, "top", content(5))
+        write_file(store.at("a").at("b"), "deep", content(7000, 1))
+        write_file(store.at("a"), "mid", content(0))
+        found = store.walk(10)
+        sizes = {path: status.size for path, status in found.items()}
+        assert list(sizes.items()) == [("a/b/deep", 7000), ("a/mid", 0), ("top", 5)]
+        for size in (None, 7000):
+            file = store.open_below("a/b/deep", size)
+            buffer = aligned_buffer(7000)
+            assert (file.size, file.read_at(0, buffer)) == (7000, 7000)
+            assert np.array_equal(buffer, content(7000, 1))
+            file.close()
+        store.at("a").delete("mid")
+        write_file(store.at("a"), "mid", content(1))
+        assert store.walk(10)["a/mid"].version != found["a/mid"].version
+        assert store.walk(10)["top"] == found["top"]
+        with pytest.raises(StoreError, match="2 files"):
+            store.walk(2)
+        with pytest.raises(FileNotFoundError):
+            store.open_below("a/b/missing").read_at(0, aligned_buffer(1))
+
+    def test_a_place_that_is_one_file_says_so(self, store: Store) -> None:
+        """A directory and a place with nothing at it are not files."""
+        place = store.at("one")
+        assert (place.exists(), place.is_file(), store.is_file()) == (False, False, False)
+        write_file(store, "one", content(50))
+        assert (place.exists(), place.is_file(), store.exists(), store.is_file()) == (
+            *(True, True),
+            *(True, False),
+        )
+        assert {path: status.size for path, status in place.walk(1).items()} == {"one": 50}
+        file = place.open_below("")
+        buffer = aligned_buffer(50)
+        assert file.read_at(0, buffer) == 50
+        assert np.array_equal(buffer, content(50))
+        file.close()
+
+    def test_an_atomic_file_appears_when_it_is_committed(self, store: Store) -> None:
+        """Until then, an earlier file stays; a file that is not committed never appears."""
+        for seed in range(2):
+            data = content(3 * store.alignment + 1, seed)
+            before = store.walk(10).get(KEY)
+            for commits in (False, True):
+                file = store.create_atomic(KEY, len(data))
+                file.write_at(0, padded(data, store.alignment))
+                assert store.walk(10).get(KEY) == before
+                if commits:
+                    file.commit()
+                file.close()
+            assert read_file(store, KEY) == data.tobytes()
+
     def test_one_holds_exclusively_or_many_share(self, store: Store) -> None:
         """A lock that is not available is reported at once."""
         with store.hold("lock", shared=False) as first:
@@ -265,6 +325,8 @@ class StoreSuite:
     def test_files_are_written_under_plain_names_only(self, store: Store, key: str) -> None:
         with pytest.raises(StoreError):
             store.create(key, 1)
+        with pytest.raises(StoreError):
+            store.create_atomic(key, 1)
         with pytest.raises(StoreError):
             store.publish(key, b"", replace=True)
         with pytest.raises(StoreError):

@@ -18,7 +18,7 @@ from shardwise.memory.redundancy.placement import decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import map_file
-from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
+from shardwise.store import FileStatus, LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer
 
 WAIT = 10.0
@@ -148,9 +148,34 @@ class AssembledStore:
             return self._local.read(key, limit=limit)
         return self._nodes.read(nodes[0], key, limit=limit)
 
+    @property
+    def name(self) -> str:
+        """The run and the step."""
+        return self._name
+
+    @property
+    def parent(self) -> None:
+        """None: a snapshot is not below another store."""
+
+    def exists(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_file(self) -> bool:
+        """Return False."""
+        return False
+
     def list(self) -> list[str]:
         """Return the names of the files."""
         return sorted(self._assembly.holders)
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """Return the data files. Their content never changes."""
+        return {name: FileStatus(size, "") for name, size in sorted(self._assembly.sizes.items())}
+
+    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
+        """Open a file."""
+        return self.open(path)
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
@@ -177,6 +202,10 @@ class AssembledStore:
         raise self._refusal()
 
     def create(self, key: str, size: int) -> WritableFile:
+        """Refuse: the store is read-only."""
+        raise self._refusal()
+
+    def create_atomic(self, key: str, size: int) -> WritableFile:
         """Refuse: the store is read-only."""
         raise self._refusal()
 
