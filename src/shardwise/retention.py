@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -313,7 +314,7 @@ def remove_checkpoint(store: Store, *, at_once: bool = True) -> bool:
         if not locked:
             return False
         if not at_once:
-            mark_as_removed(store)
+            mark_as_removed(store, time.time())
         store.delete(MANIFEST)
     if not at_once:
         return True

@@ -81,12 +81,15 @@ def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
     map_in_threads(clean, directories)
 
 
-def mark_as_removed(store: Store) -> None:
-    """Record in a directory that its checkpoint is removed now, so that its files stay for a while.
+def mark_as_removed(store: Store, removed_at: float) -> None:
+    """Record in a directory that its checkpoint is removed, so that its files stay for a while.
 
     Processes that cannot lock the checkpoint may still read the files.
+
+    Args:
+        removed_at: the present time, in seconds since 1970.
     """
-    store.publish(REMOVED, msgspec.json.encode(_Removed(time.time())), replace=True)
+    store.publish(REMOVED, msgspec.json.encode(_Removed(removed_at)), replace=True)
 
 
 def map_in_threads(work: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:

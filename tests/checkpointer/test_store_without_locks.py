@@ -1,0 +1,225 @@
+"""Checkpointers whose root is a store without locks, directories and renames."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.engine import leftovers
+from shardwise.engine.commit import publish_manifest
+from shardwise.engine.group import SoloGroup
+from shardwise.errors import StoreError
+from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
+from shardwise.memory.lineage import lineage_of, resume_from
+from shardwise.memory.registry import Registry
+from shardwise.retention import committed_steps
+from tests.memory.test_registry import HERE
+from tests.memory.test_server import RUN
+from tests.memory_store import MemoryStore, Server
+
+SAVE_ID = "0123456789abcdef"
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def root(server: Server) -> MemoryStore:
+    return MemoryStore(server, "bucket/run/")
+
+
+def opened(root: MemoryStore, **options: object) -> sw.Checkpointer:
+    return sw.Checkpointer(root, memory=None, **options)  # type: ignore[arg-type]
+
+
+def value_of(place: MemoryStore) -> float:
+    state = {"t": torch.zeros(3)}
+    sw.load(place, state)
+    return float(state["t"][0])
+
+
+def save_steps(root: MemoryStore, *steps: int, **options: object) -> None:
+    with opened(root, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"t": torch.full((3,), float(step))})
+
+
+def test_steps_are_saved_kept_restored_and_nothing_else_stays(
+    server: Server, root: MemoryStore
+) -> None:
+    save_steps(root, 1, 2, 3, 4, keep=sw.Keep(last=2))
+    state = {"t": torch.zeros(3)}
+    with opened(root) as checkpointer:
+        assert checkpointer.steps() == [3, 4]
+        assert checkpointer.restore(state) == 4
+        assert state["t"].tolist() == [4.0] * 3
+    names = sorted(path.removeprefix("bucket/run/") for path in server.objects)
+    assert [name.split("/")[0] for name in names] == ["step-00000003"] * 2 + ["step-00000004"] * 2
+    other = MemoryStore(server, "bucket/other/")
+    with opened(other, start_from=root) as checkpointer:
+        assert checkpointer.restore(state) == 4
+
+
+def test_of_eight_writers_of_a_step_one_wins_and_the_others_are_told(
+    server: Server, root: MemoryStore
+) -> None:
+    start = threading.Barrier(8)
+
+    def attempt(value: int) -> str:
+        start.wait()
+        try:
+            sw.save(root.at("it"), {"t": torch.full((3,), float(value))}, group=SoloGroup())
+        except sw.CheckpointExistsError:
+            return "told"
+        return "won"
+
+    with ThreadPoolExecutor(8) as pool:
+        ended = list(pool.map(attempt, range(8)))
+    assert sorted(ended) == ["told"] * 7 + ["won"]
+    assert value_of(root.at("it")) == ended.index("won")
+    leftovers.remove_leftovers(root.at("it"))
+    assert len(root.at("it").list()) == 2
+
+
+def test_files_of_a_killed_save_go_once_its_lock_has_expired(
+    server: Server, root: MemoryStore
+) -> None:
+    save_steps(root, 1)
+    killed = root.at(step_directory(2))
+    killed.publish(data_file(0, SAVE_ID), b"x", replace=False)
+    lease = f"{lock_file(SAVE_ID)}.exclusive-{SAVE_ID}.lease"
+    killed.publish(lock_file(SAVE_ID), b"", replace=False)
+    killed.publish(lease, b"", replace=False)
+    with opened(root):
+        assert len(killed.list()) == 2, "it may still run"
+    server.now += server.lease + 1
+    with opened(root) as checkpointer:
+        assert killed.list() == []
+        assert checkpointer.steps() == [1]
+    assert not [path for path in server.objects if "00000002" in path]
+
+
+def test_a_checkpoint_that_is_being_read_stays(server: Server, root: MemoryStore) -> None:
+    save_steps(root, 1)
+    with root.at(step_directory(1)).hold(MANIFEST, shared=True) as held:
+        assert held
+        save_steps(root, 2, keep=sw.Keep(last=1))
+        assert committed_steps(root) == [1, 2]
+    save_steps(root, 3, keep=sw.Keep(last=1))
+    assert committed_steps(root) == [3]
+
+
+def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
+    server: Server, root: MemoryStore
+) -> None:
+    server.grace = 600.0
+    save_steps(root, 1)
+    first = root.at(step_directory(1))
+    tensor = sw.open(first)["t"]
+    save_steps(root, 2, keep=sw.Keep(last=1))
+    assert committed_steps(root) == [2]
+    assert isinstance(tensor, sw.SavedTensor)
+    assert tensor[...].tolist() == [1.0] * 3
+    assert REMOVED in first.list()
+    leftovers.mark_as_removed(first, time.time() - 590)
+    save_steps(root, 3, keep=sw.Keep(last=1))
+    assert first.list()
+    leftovers.mark_as_removed(first, time.time() - 601)
+    save_steps(root, 4, keep=sw.Keep(last=1))
+    assert first.list() == []
+    assert root.at(step_directory(2)).list()
+    for step in (2, 3):
+        leftovers.mark_as_removed(root.at(step_directory(step)), time.time() - 601)
+    with opened(root) as checkpointer:
+        assert checkpointer.steps() == [4]
+    assert root.list() == [step_directory(4)]
+
+
+def test_a_removed_step_can_be_saved_again(server: Server, root: MemoryStore) -> None:
+    server.grace = 600.0
+    save_steps(root, 1, 2, keep=sw.Keep(last=1))
+    save_steps(root, 1)
+    assert committed_steps(root) == [1, 2]
+    assert value_of(root.at(step_directory(1))) == 1.0
+
+
+def test_thousands_of_steps_are_listed_in_few_requests(server: Server, root: MemoryStore) -> None:
+    for step in range(1, 2001):
+        place = root.at(step_directory(step))
+        place.publish(MANIFEST, b"{}", replace=False)
+        place.publish(data_file(0, SAVE_ID), b"", replace=False)
+    server.requests.clear()
+    assert len(committed_steps(root)) == 2000
+    assert sum(server.requests.values()) == 1
+    with opened(root):
+        assert sum(server.requests.values()) < 2010, "at most one request for each step"
+
+
+def test_a_bucket_without_permission_to_delete_loses_nothing(
+    server: Server, root: MemoryStore
+) -> None:
+    server.refused = {"delete"}
+    save_steps(root, 1)
+    with opened(root, keep=sw.Keep(last=1)) as checkpointer:
+        with pytest.raises(PermissionError, match="delete .* access denied"):
+            checkpointer.save(2, {"t": torch.full((3,), 2.0)})
+        assert checkpointer.steps() == [1, 2]
+    assert [value_of(root.at(step_directory(step))) for step in (1, 2)] == [1.0, 2.0]
+
+
+def test_a_bucket_without_permission_to_write_can_be_restored_from(
+    server: Server, root: MemoryStore
+) -> None:
+    save_steps(root, 1)
+    server.refused = {"put", "delete"}
+    state = {"t": torch.zeros(3)}
+    with opened(root) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    assert state["t"].tolist() == [1.0] * 3
+
+
+def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: MemoryStore) -> None:
+    place = root.at("it")
+    name = data_file(0, SAVE_ID)
+    place.publish(name, b"x", replace=False)
+    with pytest.raises(StoreError, match="another process removed files of it: r00001-"):
+        publish_manifest(place, b"{}", [name, data_file(1, SAVE_ID)], replace=False)
+
+    times = iter([0.0, 11.0])
+
+    def removed_meanwhile() -> float:
+        now = next(times)
+        if now:
+            place.delete(name)
+        return now
+
+    with pytest.raises(StoreError, match="another process removed files"):
+        publish_manifest(place, b"{}", [name], replace=False, clock=removed_meanwhile)
+    assert place.list() == []
+
+
+def test_a_run_and_its_nodes_are_recorded_as_objects(server: Server, root: MemoryStore) -> None:
+    lineage = lineage_of(root)
+    assert lineage_of(root) == lineage
+    assert resume_from(root, lineage.run, 7).epoch == 1
+    registry = Registry(root, RUN)
+    registry.write_entry(HERE, 0)
+    assert [info.url for info in registry.read().infos] == [HERE.url]
+    assert HERE.token.encode() not in b"".join(data for data, _ in server.objects.values())
+    registry.remove_entry(HERE.node)
+    assert registry.read().infos == []
+
+
+def test_agents_need_a_root_that_they_can_open(root: MemoryStore, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="pass a path or URL, or save synchronously"):
+        sw.Checkpointer(root, memory=sw.Memory(dir=str(tmp_path)))
+    assert not os.listdir(tmp_path)

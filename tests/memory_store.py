@@ -1,0 +1,189 @@
+"""A store of objects in the memory of one process, without locks of its own, as object stores are.
+
+A file exists once it is complete, and locks are leases. Requests are counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.errors import StoreError
+from shardwise.store import ReadableFile, Store, WritableFile, leases
+from shardwise.store.store import Buffer
+
+
+@dataclass
+class Server:
+    """The objects, by path, with the time at which each was written.
+
+    Attributes:
+        now: the server's clock, in seconds.
+        refused: verbs that are not permitted.
+        requests: how often each verb was called.
+        lease: how many seconds a lock counts after its holder was last heard of.
+        grace: how long files of removed checkpoints stay.
+    """
+
+    now: float = 1e9
+    refused: set[str] = field(default_factory=set)
+    requests: Counter[str] = field(default_factory=Counter)
+    lease: float = 60.0
+    grace: float = 0.0
+    objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, verb: str, path: str) -> None:
+        self.requests[verb] += 1
+        if verb in self.refused:
+            raise PermissionError(f"{verb} {path}: access denied")
+
+
+class MemoryStore(Store):
+    """The objects below a prefix of a server."""
+
+    alignment = 1
+
+    def __init__(self, server: Server, prefix: str = "") -> None:
+        self.server = server
+        self._prefix = prefix
+
+    def __str__(self) -> str:
+        return f"memory://{self._prefix}"
+
+    @property
+    def lock_expiry(self) -> float:
+        return self.server.lease
+
+    @property
+    def reading_grace(self) -> float:
+        return self.server.grace
+
+    def at(self, name: str) -> MemoryStore:
+        return MemoryStore(self.server, f"{self._prefix}{name}/")
+
+    def create(self, key: str, size: int) -> WritableFile:
+        return _Upload(self, key, size)
+
+    def open(self, key: str) -> ReadableFile:
+        return _Object(self._get(key))
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        path = self._prefix + key
+        self.server.count("put", path)
+        with self.server.lock:
+            if not replace and path in self.server.objects:
+                raise FileExistsError(path)
+            self.server.objects[path] = bytes(data), self.server.now
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        data = self._get(key)
+        if len(data) > limit:
+            raise StoreError(f"{key} has {len(data)} bytes")
+        return data
+
+    def stores_with(self, key: str) -> set[str]:
+        self.server.count("list", self._prefix)
+        return {
+            name[: -len(key) - 1]
+            for name in self._paths()
+            if name.endswith(f"/{key}") and name.count("/") == 1
+        }
+
+    def list(self) -> list[str]:  # type: ignore[valid-type]
+        self.server.count("list", self._prefix)
+        names = {name.split("/")[0] for name in self._paths()}
+        return sorted(name for name in names if not leases.is_lease(name))
+
+    def delete(self, key: str) -> None:
+        self.server.count("delete", self._prefix + key)
+        with self.server.lock:
+            self.server.objects.pop(self._prefix + key, None)
+
+    def remove(self) -> None:
+        """Do nothing: a prefix without objects does not exist."""
+
+    def sync(self) -> None:
+        """Do nothing: what was written is durable."""
+
+    def is_writable(self) -> bool:
+        return "put" not in self.server.refused
+
+    def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
+        times = leases.LeaseTimes(lease=self.server.lease, pause=0.001)
+        return leases.hold(_Leases(self), key, shared=shared, times=times)
+
+    def _get(self, key: str) -> bytes:
+        self.server.count("get", self._prefix + key)
+        with self.server.lock:
+            try:
+                return self.server.objects[self._prefix + key][0]
+            except KeyError:
+                raise FileNotFoundError(self._prefix + key) from None
+
+    def _paths(self) -> set[str]:
+        with self.server.lock:
+            paths = set(self.server.objects)
+        return {each[len(self._prefix) :] for each in paths if each.startswith(self._prefix)}
+
+
+@dataclass(frozen=True)
+class _Leases:
+    store: MemoryStore
+
+    def touch(self, name: str) -> None:
+        self.store.publish(name, b"", replace=True)
+
+    def create_empty(self, name: str) -> None:
+        try:
+            self.store.publish(name, b"", replace=False)
+        except FileExistsError:
+            pass
+
+    def modified(self, prefix: str) -> Mapping[str, float]:
+        server, path = self.store.server, self.store._prefix
+        server.count("list", path)
+        with server.lock:
+            return {
+                name[len(path) :]: time
+                for name, (_, time) in server.objects.items()
+                if name.startswith(path + prefix) and "/" not in name[len(path) :]
+            }
+
+    def delete(self, name: str) -> None:
+        self.store.delete(name)
+
+
+class _Upload:
+    def __init__(self, store: MemoryStore, key: str, size: int) -> None:
+        self._store, self._key = store, key
+        self._data = np.zeros(size, np.uint8)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        count = min(len(data), len(self._data) - offset)
+        self._data[offset : offset + count] = data[:count]
+
+    def commit(self) -> None:
+        self._store.publish(self._key, self._data.tobytes(), replace=False)
+
+    def close(self) -> None:
+        """Do nothing: without `commit`, there is no file."""
+
+
+class _Object:
+    def __init__(self, data: bytes) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self.size = len(data)
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        part = self._data[offset : offset + len(out)]
+        out[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Do nothing."""
