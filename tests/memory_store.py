@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,10 +140,8 @@ class _Leases:
         self.store.publish(name, b"", replace=True)
 
     def create_empty(self, name: str) -> None:
-        try:
+        with suppress(FileExistsError):
             self.store.publish(name, b"", replace=False)
-        except FileExistsError:
-            pass
 
     def modified(self, prefix: str) -> Mapping[str, float]:
         server, path = self.store.server, self.store._prefix

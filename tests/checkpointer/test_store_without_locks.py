@@ -170,7 +170,7 @@ def test_a_bucket_without_permission_to_delete_loses_nothing(
     server.refused = {"delete"}
     save_steps(root, 1)
     with opened(root, keep=sw.Keep(last=1)) as checkpointer:
-        with pytest.raises(PermissionError, match="delete .* access denied"):
+        with pytest.raises(PermissionError, match=r"delete .* access denied"):
             checkpointer.save(2, {"t": torch.full((3,), 2.0)})
         assert checkpointer.steps() == [1, 2]
     assert [value_of(root.at(step_directory(step))) for step in (1, 2)] == [1.0, 2.0]
