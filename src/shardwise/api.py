@@ -115,6 +115,7 @@ def load(
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
     index: Index | None = None,
+    read_once: bool | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
@@ -139,6 +140,7 @@ def load(
         resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format, index: as for `open`.
+        read_once: one node reads what several need, and sends it on. Default: if that is faster.
         staging_bytes, group, on_event: as for `save`.
 
     Raises:
@@ -149,10 +151,9 @@ def load(
         StoreError, OSError: the storage failed on this rank.
         RankError: another rank failed.
     """
-    options = LoadOptions(
-        strict=strict, only=only, skip=skip, rename=rename, cast=cast, resize=resize or {},
-        verify=verify, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
-    )  # fmt: skip
+    options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
+        resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
+        staging_bytes=staging_bytes)  # fmt: skip
     reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:

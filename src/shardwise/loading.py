@@ -18,12 +18,8 @@ from shardwise.adapters import (
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena, check_staging_bytes
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.load import (
-    LoadReport,
-    fill_with_node_ranks,
-    plan_reads,
-    plan_with_node_ranks,
-)
+from shardwise.engine.load import LoadReport, plan_reads
+from shardwise.engine.load_together import fill_together, plan_together
 from shardwise.engine.match import Matched, agree_on_match, match_targets
 from shardwise.engine.name_parameters import GROUPS, name_parameters
 from shardwise.engine.opened import Opened, read_per_rank
@@ -54,6 +50,7 @@ class LoadOptions:
     resize: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True
     allow_pickle: bool = False
+    read_once: bool | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
 
     def check(self) -> None:
@@ -72,6 +69,7 @@ class LoadOptions:
         """The options that must be equal on all ranks, formatted for error messages."""
         return (
             f"strict={self.strict}, cast={self.cast}, verify={self.verify}, "
+            f"read_once={self.read_once}, "
             f"staging_bytes={self.staging_bytes}, resize={self.resize}"
         )
 
@@ -113,27 +111,27 @@ def load_state(
             check_sample_together(opened, saved, found.leaves, arena, recorder, group)
         with recorder.stage("plan"):
             plan_own = partial(plan_reads, found.leaves, saved, opened, arena)
-            planned, node_ranks = plan_with_node_ranks(plan_own, opened, arena, group, cleanup)
+            plan = plan_together(
+                plan_own, opened, arena, group, cleanup, read_once=options.read_once
+            )
 
-        def read() -> int:
+        def read() -> tuple[int, int]:
             with recorder.stage("read"):
-                nbytes = fill_with_node_ranks(
-                    planned, node_ranks, opened, arena, cleanup, verify=verify
-                )
+                nbytes = fill_together(plan, opened, arena, cleanup, verify=verify)
             with recorder.stage("restore"):
                 _restore_values(bindings, found, saved, opened, group, verify=verify)
             return nbytes
 
-        bytes_read = run_on_all(group, "loading", read)
+        moved = run_on_all(group, "loading", read)
         for binding in bindings:
             binding.rebuild_weights()
-    return _report(opened, planned.plan, bytes_read, found, unexpected, bindings, recorder)
+    return _report(opened, plan.own.plan, moved, found, unexpected, bindings, recorder)
 
 
 def _report(
     opened: Opened,
     plan: LoadPlan,
-    bytes_read: int,
+    moved: tuple[int, int],
     found: Matched,
     unexpected: tuple[str, ...],
     bindings: Sequence[Binding],
@@ -143,7 +141,8 @@ def _report(
         path=str(opened.store),
         step=opened.manifest.step,
         bytes_needed=plan.bytes_needed,
-        bytes_read=bytes_read,
+        bytes_read=moved[0],
+        bytes_received=moved[1],
         files=len(set(plan.spans.file.tolist())),
         missing=tuple(found.missing),
         unexpected=unexpected,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import datareader, shared_buffers
-from shardwise.engine import load as engine_load
-from shardwise.plan.load import SharedReads, Spans, share_reads
+from shardwise.engine import datareader, load_together, shared_buffers
+from shardwise.plan.ranges import Ranges
+from shardwise.plan.share import ReadsOfNode, SharedReads, share_reads
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 64, 4096
@@ -150,11 +150,13 @@ def change_what_is_passed_on() -> AbstractContextManager[object]:
 
 def plan_other_reads() -> AbstractContextManager[object]:
     """This rank divides what is read together in another way."""
-    return patch.object(engine_load, "share_reads", _in_small_reads)
+    return patch.object(load_together, "share_reads", _in_small_reads)
 
 
-def _in_small_reads(spans: list[Spans], *, largest_read: object) -> SharedReads:
-    return share_reads(spans, largest_read=65536)
+def _in_small_reads(
+    ranges: list[Ranges], *, largest_read: object, between_nodes: ReadsOfNode | None
+) -> SharedReads:
+    return share_reads(ranges, largest_read=65536, between_nodes=between_nodes)
 
 
 def stop_reading() -> AbstractContextManager[object]:

@@ -15,11 +15,10 @@ from shardwise.manifest.pieces import Pieces
 from shardwise.plan.load import (
     LoadPlan,
     Source,
-    Spans,
-    fraction_saved,
     plan_load,
-    share_reads,
 )
+from shardwise.plan.ranges import Ranges
+from shardwise.plan.share import fraction_saved, share_reads
 
 BLOCK = 64
 DIMS = 3
@@ -234,13 +233,12 @@ def test_files_may_have_longest_reads_of_their_own() -> None:
         assert (spans.high - spans.low)[spans.file == file].max() == longest[file]
 
 
-def spans_of(wanted: set[tuple[int, int]]) -> Spans:
-    """One span for each wanted (file, block)."""
+def ranges_of(wanted: set[tuple[int, int]]) -> Ranges:
+    """One range for each wanted (file, block)."""
     rows = sorted(wanted)
     file = np.array([f for f, _ in rows], np.int64)
     low = np.array([b * BLOCK for _, b in rows], np.int64)
-    none = np.zeros(0, np.int64)
-    return Spans(file, low, low + BLOCK, none, none)
+    return Ranges(file, low, low + BLOCK)
 
 
 blocks = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 20)), max_size=30)
@@ -250,7 +248,7 @@ blocks = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 20)), max_size=30)
 def test_every_wanted_block_is_read_once_by_a_rank_that_wants_it(
     wanted: list[set[tuple[int, int]]], largest: int
 ) -> None:
-    shared = share_reads([spans_of(each) for each in wanted], largest_read=largest * BLOCK)
+    shared = share_reads([ranges_of(each) for each in wanted], largest_read=largest * BLOCK)
     read: dict[tuple[int, int], int] = {}
     for i in range(len(shared)):
         assert 0 < shared.high[i] - shared.low[i] <= largest * BLOCK
@@ -266,13 +264,13 @@ def test_every_wanted_block_is_read_once_by_a_rank_that_wants_it(
 
 def test_what_all_want_is_divided_evenly() -> None:
     everything = {(file, block) for file in range(2) for block in range(64)}
-    spans = [spans_of(everything)] * 4
-    shared = share_reads(spans, largest_read=4 * BLOCK)
+    ranges = [ranges_of(everything)] * 4
+    shared = share_reads(ranges, largest_read=4 * BLOCK)
     loads = np.bincount(shared.reader, weights=shared.high - shared.low)
     assert loads.max() == loads.min()
-    assert fraction_saved(spans, shared) == 0.75
+    assert fraction_saved(ranges, shared) == 0.75
 
 
 def test_what_nobody_shares_saves_nothing() -> None:
-    spans = [spans_of({(0, 1), (0, 2)}), spans_of({(0, 3), (1, 1)})]
-    assert fraction_saved(spans, share_reads(spans, largest_read=BLOCK)) == 0.0
+    ranges = [ranges_of({(0, 1), (0, 2)}), ranges_of({(0, 3), (1, 1)})]
+    assert fraction_saved(ranges, share_reads(ranges, largest_read=BLOCK)) == 0.0

@@ -98,14 +98,14 @@ class DataReader:
         return None
 
     def checksum(self, data: Buffer) -> int:
-        """Return the checksum to pass with these bytes to another rank of the node.
+        """Return the checksum to pass with these bytes to other ranks.
 
         If the file itself has checksums, the other rank verifies those, and the result is 0.
         """
         return crc32(data) if self._verifies and not self._has_checksums else 0
 
     def verify_shared(self, low: int, high: int, buffer: Buffer, checksum: int) -> Buffer:
-        """Verify bytes `low:high`, which another rank has read into shared memory.
+        """Verify bytes `low:high`, which another rank has read, in shared memory.
 
         Args:
             low, high: as for `read`.
@@ -118,8 +118,8 @@ class DataReader:
         data = buffer[: self._end_of_read(high) - low]
         if self.checksum(data) != checksum:
             raise CorruptionError(
-                f"{self._label}: bytes {low}:{high} were changed in shared memory after they were "
-                "read"
+                f"{self._label}: bytes {low}:{high} were changed after they were read, in shared "
+                "memory or between nodes"
             )
         return self.verify(low, data)
 

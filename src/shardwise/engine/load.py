@@ -1,23 +1,20 @@
-"""Fill tensors from a checkpoint: plan the reads, and read alone or with the ranks of the node."""
+"""Fill tensors from a checkpoint: plan the reads of this rank, and read alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
-from shardwise.engine.group import Group
-from shardwise.engine.node_ranks import NodeRanks, find_node_ranks
 from shardwise.engine.opened import Opened
-from shardwise.engine.read import read_alone, read_together
+from shardwise.engine.read import read_alone
 from shardwise.engine.tensors import (
     SpanCopier,
     TargetFragment,
@@ -28,24 +25,12 @@ from shardwise.engine.tensors import (
 from shardwise.errors import MismatchError
 from shardwise.events import size
 from shardwise.layout import Box
-from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import padded_rows
-from shardwise.plan.load import (
-    LoadPlan,
-    Spans,
-    assign_transfers,
-    fraction_saved,
-    plan_load,
-    share_reads,
-    wanted_columns,
-)
+from shardwise.plan.load import LoadPlan, Spans, plan_load, wanted_columns
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.store import MappedStore
-
-WORTH_SHARING = 0.05
-"""The smallest fraction of bytes to save for which the ranks of a node read together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +41,9 @@ class LoadReport:
         path: the path of the checkpoint.
         step: the step of the checkpoint, if it has one.
         bytes_needed: the size of the elements that this rank needed.
-        bytes_read: bytes that this rank read for them, in whole checksum blocks.
+        bytes_read: bytes that this rank read from storage, in whole checksum blocks. If ranks share
+            their reads, other ranks use these bytes too.
+        bytes_received: bytes that this rank received from other nodes, for the ranks of its node.
         files: the number of data files that this rank read from.
         missing: names of the state that the checkpoint lacks; unchanged (`strict=False` only).
         unexpected: names of the checkpoint that no rank asked for (`strict=False` only).
@@ -68,6 +55,7 @@ class LoadReport:
     step: int | None
     bytes_needed: int
     bytes_read: int
+    bytes_received: int
     files: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -78,9 +66,12 @@ class LoadReport:
         step = "" if self.step is None else f" step {self.step}"
         missing = f"; {len(self.missing)} name(s) missing" if self.missing else ""
         unexpected = f"; {len(self.unexpected)} name(s) left over" if self.unexpected else ""
+        read = size(self.bytes_read)
+        if self.bytes_received:
+            read += f" and received {size(self.bytes_received)} from other nodes"
         return (
             f"loaded{step} from {self.path}: {size(self.bytes_needed)}, for which this rank read "
-            f"{size(self.bytes_read)}, in {self.seconds['total']:.2f} s{missing}{unexpected}"
+            f"{read}, in {self.seconds['total']:.2f} s{missing}{unexpected}"
         )
 
 
@@ -229,9 +220,9 @@ def fill_alone(
     """
     spans = planned.plan.spans
     with ExitStack() as cleanup:
-        readers = _open_readers(spans.file, opened, cleanup, verify=verify)
+        readers = open_readers(spans.file, opened, cleanup, verify=verify)
         threads = arena.threads
-        if _are_mapped(spans, opened):  # then only the processors limit the speed
+        if are_mapped(spans, opened):  # then only the processors limit the speed
             threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
         read_alone(spans, planned.copier(spans, opened), readers, arena, threads)
     planned.finish()
@@ -259,86 +250,7 @@ def read_boxes(
     return out
 
 
-class _LoadMessage(msgspec.Struct, array_like=True):
-    """A rank's message to the other ranks of its node, from which all plan the same shared reads.
-
-    Attributes:
-        are_mapped: whether all files that the rank reads are mapped into its memory.
-        spans: the byte ranges that the rank needs, encoded.
-        largest_reads: the longest read of each file that the rank can make, in bytes, as int64.
-    """
-
-    are_mapped: bool
-    spans: bytes
-    largest_reads: bytes
-
-
-def plan_with_node_ranks(
-    plan: Callable[[], PlannedLoad], opened: Opened, arena: Arena, group: Group, cleanup: ExitStack
-) -> tuple[PlannedLoad, NodeRanks]:
-    """Plan this rank's reads, and find the ranks of its node. All ranks call this together.
-
-    Args:
-        plan: plans this rank's reads. A failure on one rank is raised on all ranks.
-        cleanup: closed when all ranks have finished.
-
-    Raises:
-        ShardwiseError: as for `exchange`.
-    """
-
-    def make_message() -> tuple[PlannedLoad, bytes]:
-        planned = plan()
-        spans, largest = planned.plan.spans, opened.largest_reads(arena)
-        message = _LoadMessage(_are_mapped(spans, opened), _encode_spans(spans), largest.tobytes())
-        return planned, msgspec.msgpack.encode(message)
-
-    return find_node_ranks(group, make_message, cleanup)
-
-
-def fill_with_node_ranks(
-    planned: PlannedLoad,
-    node_ranks: NodeRanks,
-    opened: Opened,
-    arena: Arena,
-    cleanup: ExitStack,
-    *,
-    verify: bool,
-) -> int:
-    """Read and fill the tensors. Bytes that several ranks of the node need are read once.
-
-    Returns:
-        The number of bytes that this rank read.
-
-    Raises:
-        CorruptionError: bytes differ from those that were saved; the target is partly written.
-        RankError: another rank of the node could not read its share.
-        LostRankError: another rank of the node died, or did not answer in time.
-    """
-    messages = [msgspec.msgpack.decode(each, type=_LoadMessage) for each in node_ranks.messages]
-    spans_of_ranks = [_decode_spans(each.spans) for each in messages]
-    largest_reads = [np.frombuffer(each.largest_reads, np.int64) for each in messages]
-    shared = share_reads(spans_of_ranks, largest_read=np.minimum.reduce(largest_reads))
-    alone = len(node_ranks) == 1 or all(each.are_mapped for each in messages)
-    if alone or fraction_saved(spans_of_ranks, shared) < WORTH_SHARING:
-        return fill_alone(planned, opened, arena, verify=verify, ranks_on_node=len(node_ranks))
-    longest_read = int((shared.high - shared.low).max())
-    slot_bytes = BLOCK * block_count(longest_read + opened.bytes_past_end)
-    slots = min(arena.max_concurrent_reads(slot_bytes), int(np.bincount(shared.reader).max()))
-    buffers = node_ranks.map_buffers(shared, slots, slot_bytes, opened.manifest.files)
-    try:
-        files = shared.file[shared.wanted[:, node_ranks.index]]
-        readers = _open_readers(files, opened, cleanup, verify=verify)
-    except BaseException:
-        buffers.mark_failed()
-        raise
-    spans = assign_transfers(planned.plan.transfers, shared.file, shared.low, shared.high)
-    read_together(spans, planned.copier(spans, opened), readers, buffers, arena.threads)
-    planned.finish()
-    is_own = shared.reader == node_ranks.index
-    return int((shared.high - shared.low)[is_own].sum())
-
-
-def _are_mapped(spans: Spans, opened: Opened) -> bool:
+def are_mapped(spans: Spans, opened: Opened) -> bool:
     """Return whether all files of the spans are mapped into this rank's memory."""
     store, entries = opened.store, opened.manifest.files
     return isinstance(store, MappedStore) and all(
@@ -346,21 +258,16 @@ def _are_mapped(spans: Spans, opened: Opened) -> bool:
     )
 
 
-def _open_readers(
+def open_readers(
     files: npt.NDArray[np.int64], opened: Opened, cleanup: ExitStack, *, verify: bool
 ) -> dict[int, DataReader]:
+    """Open the readers of some files, which are given by their indices in the manifest.
+
+    Raises:
+        CorruptionError: as for `DataReader`.
+    """
     readers: dict[int, DataReader] = {}
     for index in np.unique(files).tolist():
         readers[index] = opened.reader(index, verify=verify)
         cleanup.callback(readers[index].close)
     return readers
-
-
-def _encode_spans(spans: Spans) -> bytes:
-    return np.stack([spans.file, spans.low, spans.high]).tobytes()
-
-
-def _decode_spans(message: bytes) -> Spans:
-    file, low, high = np.frombuffer(message, np.int64).reshape(3, -1)
-    no_rows = np.zeros(0, np.int64)
-    return Spans(file, low, high, no_rows, no_rows)

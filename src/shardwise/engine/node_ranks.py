@@ -18,22 +18,23 @@ import msgspec
 import numpy as np
 
 from shardwise.engine.buffers import allocate_pages, map_pages
-from shardwise.engine.exchange import LocalValue, exchange_with_local_value
-from shardwise.engine.group import Group
-from shardwise.engine.shared_buffers import (
+from shardwise.engine.doorbell import (
     OPERATION,
-    BufferLayout,
     Doorbell,
     LateRanks,
-    SharedBuffers,
     T,
     open_doorbell,
     ring_doorbell,
 )
+from shardwise.engine.exchange import LocalValue, exchange_with_local_value
+from shardwise.engine.group import Group
+from shardwise.engine.shared_buffers import BufferLayout, SharedBuffers, rings_of
 from shardwise.errors import LostRankError, RankError
 from shardwise.manifest.manifest import FileEntry
-from shardwise.plan.load import SharedReads
+from shardwise.plan.share import SharedReads
 
+PLAN_HEAD_SIZE = 8
+"""The size of the length before a plan, in bytes."""
 DIGEST_SIZE = 16
 """The size of the digest at the beginning of a buffer, in bytes."""
 
@@ -45,15 +46,17 @@ class _Member(msgspec.Struct, array_like=True):
         rank: the rank in the group.
         node: the name of the node.
         process: the process id.
-        message, buffer, doorbell: file descriptors in that process.
+        message, plan, buffer, doorbell, link_doorbell: file descriptors in that process.
     """
 
     rank: int
     node: str
     process: int
     message: int
+    plan: int
     buffer: int
     doorbell: int
+    link_doorbell: int
 
 
 def find_node_ranks(
@@ -73,15 +76,24 @@ def find_node_ranks(
     Raises:
         ShardwiseError: as for `exchange`.
     """
-    message_fd, buffer_fd = (
-        _create_memory(f"shardwise-{name}", cleanup) for name in ("message", "buffer")
+    message_fd, plan_fd, buffer_fd = (
+        _create_memory(f"shardwise-{name}", cleanup) for name in ("message", "plan", "buffer")
     )
-    doorbell = Doorbell(cleanup)
-    me = _Member(group.rank, _node_name(), os.getpid(), message_fd, buffer_fd, doorbell.fd)
+    doorbell, link_doorbell = Doorbell(cleanup), Doorbell(cleanup)
+    me = _Member(
+        group.rank,
+        _node_name(),
+        os.getpid(),
+        message_fd,
+        plan_fd,
+        buffer_fd,
+        doorbell.fd,
+        link_doorbell.fd,
+    )
 
     def make_message() -> tuple[LocalValue, bytes]:
         kept, data = make_node_message()
-        os.write(message_fd, data)
+        _write_all(message_fd, data, 0)
         return kept, msgspec.msgpack.encode(me)
 
     def make_reply(_: LocalValue, messages: list[bytes]) -> list[bytes]:
@@ -93,7 +105,7 @@ def find_node_ranks(
 
     kept, reply = exchange_with_local_value(group, "planning a load", make_message, make_reply)
     members = msgspec.msgpack.decode(reply, type=list[_Member])
-    return kept, NodeRanks(members, group, buffer_fd, doorbell, cleanup)
+    return kept, NodeRanks(members, group, doorbell, link_doorbell, cleanup)
 
 
 class NodeRanks:
@@ -103,19 +115,20 @@ class NodeRanks:
         index: the index of this rank among the ranks of the node.
         ranks: the rank in the group of each of them.
         messages: the message of each of them.
+        link_doorbell: wakes the thread of this rank that exchanges bytes with other nodes.
     """
 
     def __init__(
         self,
         members: Sequence[_Member],
         group: Group,
-        buffer_fd: int,
         doorbell: Doorbell,
+        link_doorbell: Doorbell,
         cleanup: ExitStack,
     ) -> None:
         self._members = members
-        self._buffer_fd = buffer_fd
         self._doorbell = doorbell
+        self.link_doorbell = link_doorbell
         self._cleanup = cleanup
         self._timeout = group.timeout.total_seconds()
         self.ranks = [member.rank for member in members]
@@ -140,15 +153,16 @@ class NodeRanks:
             RankError: another rank has computed other reads.
             LostRankError: another rank died, or did not answer in time.
         """
-        counts = np.bincount(reads.reader, minlength=len(self)).tolist()
-        layout = BufferLayout(counts, slots, slot_bytes)
+        rings = len(self) * (2 if reads.crosses_nodes else 1)
+        counts = np.bincount(rings_of(reads, len(self)), minlength=rings).tolist()
+        layout = BufferLayout(counts, len(self), slots, slot_bytes)
         digest = _digest(reads, layout, files)
-        size = layout.size(self.index)
-        os.ftruncate(self._buffer_fd, size)
-        allocate_pages(self._buffer_fd, size)
-        os.pwrite(self._buffer_fd, digest, 0)
-        doorbells = [open_doorbell(m.process, m.doorbell, self._cleanup) for m in self._members]
-        for doorbell in doorbells:
+        buffer_fd, size = self._members[self.index].buffer, layout.size(self.index)
+        os.ftruncate(buffer_fd, size)
+        allocate_pages(buffer_fd, size)
+        os.pwrite(buffer_fd, digest, 0)
+        doorbells = self._open_doorbells(links=reads.crosses_nodes)
+        for doorbell, *_ in doorbells:
             ring_doorbell(doorbell)
         memory = []
         for index, member in enumerate(self._members):
@@ -164,10 +178,48 @@ class NodeRanks:
             memory.append(map_pages(fd, 0, layout.size(index), writable=True, populate=True))
         return SharedBuffers(reads, self.index, self.ranks, memory, layout, doorbells, self._wait)
 
-    def _wait(self, poll: Callable[[], T | None], late_ranks: LateRanks) -> T:
-        return self._doorbell.wait(poll, self._check_alive, self._timeout, late_ranks)
+    def share_plan(self, plan: bytes | None) -> bytes:
+        """Return the plan that the first rank of the node received, on all ranks of the node.
 
-    def _check_alive(self) -> None:
+        Args:
+            plan: the plan; None on the other ranks.
+
+        Raises:
+            LostRankError: the first rank died, or did not answer in time.
+        """
+        first = self._members[0]
+        if plan is not None:
+            _write_all(first.plan, plan, PLAN_HEAD_SIZE)
+            os.pwrite(first.plan, len(plan).to_bytes(PLAN_HEAD_SIZE, "little"), 0)
+            for doorbell, *_ in self._open_doorbells(links=False):
+                ring_doorbell(doorbell)
+            return plan
+        fd = _open_memory(first, first.plan, self._cleanup)
+        size = self._wait(
+            lambda: int.from_bytes(os.pread(fd, PLAN_HEAD_SIZE, 0), "little") or None,
+            partial(dict, {first.rank: "it did not pass on the plan"}),
+        )
+        return os.pread(fd, size, PLAN_HEAD_SIZE)
+
+    def _open_doorbells(self, *, links: bool) -> list[list[int]]:
+        """Open the doorbells of all ranks; also the doorbells of their links, if `links`."""
+        return [
+            [
+                open_doorbell(member.process, fd, self._cleanup)
+                for fd in (member.doorbell, member.link_doorbell)[: 1 + links]
+            ]
+            for member in self._members
+        ]
+
+    def _wait(self, poll: Callable[[], T | None], late_ranks: LateRanks) -> T:
+        return self._doorbell.wait(poll, self.check_alive, self._timeout, late_ranks)
+
+    def check_alive(self) -> None:
+        """Check that the processes of all ranks of the node run.
+
+        Raises:
+            LostRankError: a process has ended.
+        """
         for member in self._members:
             if not Path(f"/proc/{member.process}").exists():
                 raise LostRankError(OPERATION, {member.rank: "its process has ended"})
@@ -187,6 +239,12 @@ def _open_memory(member: _Member, fd: int, cleanup: ExitStack) -> int:
     return own_fd
 
 
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
 def _read_all(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
 
@@ -194,7 +252,7 @@ def _read_all(fd: int) -> bytes:
 def _digest(reads: SharedReads, layout: BufferLayout, files: Sequence[FileEntry]) -> bytes:
     """Return a digest of the reads, the files that they refer to, and the layout of buffers."""
     digest = hashlib.blake2b(digest_size=DIGEST_SIZE)
-    for column in (reads.file, reads.low, reads.high, reads.reader, reads.wanted):
+    for column in reads.columns():
         digest.update(str((column.dtype.str, column.shape)).encode())
         digest.update(np.ascontiguousarray(column).data)
     digest.update(repr((layout.slots, layout.slot_bytes)).encode())

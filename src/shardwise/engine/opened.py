@@ -134,6 +134,15 @@ class Opened:
         ]
         return np.array(sizes, np.int64) - (BLOCK if self.bytes_past_end else 0)
 
+    def ends_of_reads(self, file: Int, high: Int) -> Int:
+        """Return the end of the bytes that each read returns; see `DataReader`.
+
+        Args:
+            file, high: the file of each read, and the end of its range.
+        """
+        sizes = np.array([each.size for each in self.manifest.files], np.int64)
+        return high if self.foreign is None else np.minimum(high + LARGEST_ELEMENT, sizes[file])
+
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
         """Return the names of the tensors that have bytes in a range of a file.
 

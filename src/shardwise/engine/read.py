@@ -51,19 +51,25 @@ def read_alone(
 
 
 def read_together(
-    spans: Spans, copier: SpanCopier, readers: Readers, buffers: SharedBuffers, threads: int
+    spans: Spans,
+    copier: SpanCopier,
+    readers: Readers,
+    buffers: SharedBuffers,
+    threads: int,
+    exchange: Callable[[], None] | None = None,
 ) -> None:
     """Read the spans that the ranks of this node share, and copy what this rank needs.
 
-    Each rank reads a share of the spans. Bytes that another rank has read are verified again before
-    they are copied.
+    Each rank reads a share of the spans. Bytes that another rank has read, or that come from
+    another node, are verified again before they are copied.
 
     Args:
         spans: the spans of all ranks of the node.
         copier: copies the boxes of each span that this rank needs.
-        readers: the readers of all files that this rank needs, by the file's index.
+        readers: the readers of all files that this rank reads or needs, by the file's index.
         buffers: the shared memory through which ranks pass bytes to each other.
         threads: the number of threads.
+        exchange: runs in a further thread, and exchanges bytes with other nodes.
 
     Raises:
         CorruptionError: as for `read_alone`.
@@ -78,8 +84,9 @@ def read_together(
             buffers.publish(span, readers[int(spans.file[span])].checksum(data))
         else:
             data = _receive(spans, span, readers, buffers, slot)
-        copier.copy(span, data)
-        buffers.mark_used(span)
+        if buffers.is_wanted(span):
+            copier.copy(span, data)
+            buffers.mark_used(span)
 
     def work() -> None:
         try:
@@ -89,7 +96,7 @@ def read_together(
             buffers.mark_failed()
             raise
 
-    _run_in_threads(work, threads)
+    _run_in_threads(work, threads, exchange)
 
 
 def _receive(
@@ -100,13 +107,17 @@ def _receive(
     try:
         return readers[file].verify_shared(low, high, slot, buffers.checksum(span))
     except CorruptionError as error:
-        raise CorruptionError(f"{error}; rank {buffers.reader_of(span)} had read them") from error
+        how = "passed them on" if buffers.is_received(span) else "had read them"
+        raise CorruptionError(f"{error}; rank {buffers.reader_of(span)} {how}") from error
 
 
-def _run_in_threads(work: Callable[[], None], threads: int) -> None:
-    """Run `work` in `threads` threads, one of which is the calling thread."""
-    with ThreadPoolExecutor(max(1, threads - 1), "shardwise-read") as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
+def _run_in_threads(
+    work: Callable[[], None], threads: int, further: Callable[[], None] | None = None
+) -> None:
+    """Run `work` in `threads` threads, one of which is the calling thread; `further` in another."""
+    jobs = [work] * (threads - 1) + ([further] if further is not None else [])
+    with ThreadPoolExecutor(max(1, len(jobs)), "shardwise-read") as pool:
+        others = [pool.submit(job) for job in jobs]
         work()
         for future in others:
             future.result()

@@ -1,0 +1,160 @@
+"""Connections between ranks of different nodes, for the data that a load passes on.
+
+Each rank listens on a port of its own. Rank 0 sends the addresses, and a secret token with which
+each connection begins, over the process group. The data is neither encrypted nor compressed, as in
+the process group itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+from shardwise.errors import LostRankError
+
+OPERATION = "passing on data between nodes"
+TOKEN_SIZE = 16
+"""The size of the token with which a connection begins, in bytes."""
+MEASURED_BYTES = 8 << 20
+"""The bytes that each rank sends to measure the network."""
+BACKLOG = 4096
+"""Connections that may wait until this rank accepts them; the kernel may allow fewer."""
+_SIZE = 8
+_HELLO = struct.Struct(f"<{TOKEN_SIZE}sq")
+
+Address = tuple[str, int]
+Connections = dict[int, socket.socket]
+
+
+def listen(host: str, cleanup: ExitStack) -> socket.socket:
+    """Listen on a free port of this host.
+
+    Raises:
+        OSError: the address does not belong to this host.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    cleanup.callback(listener.close)
+    return listener
+
+
+def connect(
+    rank: int,
+    targets: Mapping[int, Address],
+    sources: Iterable[int],
+    listener: socket.socket,
+    token: bytes,
+    timeout: float,
+    cleanup: ExitStack,
+) -> tuple[Connections, Connections]:
+    """Connect to some ranks, and accept the connections of others.
+
+    Args:
+        rank: this rank.
+        targets: the addresses of the ranks to connect to.
+        sources: the ranks that connect to this rank.
+        listener: from `listen`.
+        token: the secret that all ranks know.
+        timeout: the longest wait, in seconds.
+        cleanup: closes the connections.
+
+    Returns:
+        The connections to `targets` and from `sources`.
+
+    Raises:
+        LostRankError: a rank cannot be reached, or did not connect in time.
+    """
+    deadline = time.monotonic() + timeout
+    outgoing: Connections = {}
+    for target, address in targets.items():
+        with _naming(target, address):
+            made = socket.create_connection(address, _remaining(deadline))
+            outgoing[target] = cleanup.enter_context(made)
+            made.sendall(_HELLO.pack(token, rank))
+    missing = set(sources)
+    incoming: Connections = {}
+    while missing:
+        try:
+            listener.settimeout(_remaining(deadline))
+            accepted = cleanup.enter_context(listener.accept()[0])
+        except OSError as error:
+            late = dict.fromkeys(sorted(missing), f"did not connect within {timeout:.0f} s")
+            raise LostRankError(OPERATION, late) from error
+        with suppress(OSError):
+            accepted.settimeout(_remaining(deadline))
+            sent, source = _HELLO.unpack(receive_exactly(accepted, _HELLO.size))
+            if hmac.compare_digest(sent, token) and source in missing:
+                missing.remove(source)
+                incoming[source] = accepted
+    for connection in (*outgoing.values(), *incoming.values()):
+        connection.settimeout(timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return outgoing, incoming
+
+
+@contextmanager
+def _naming(rank: int, address: Address) -> Iterator[None]:
+    """Name the rank in an error of a connection."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"it cannot be reached at {address[0]}:{address[1]}: {error}"
+        raise LostRankError(OPERATION, {rank: reason}) from error
+
+
+def _remaining(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Return the next bytes of a connection.
+
+    Raises:
+        OSError: the connection ended, or timed out.
+    """
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise ConnectionError("the connection was closed")
+        view = view[received:]
+    return bytes(data)
+
+
+def measure_network(outgoing: Iterable[socket.socket], incoming: Iterable[socket.socket]) -> float:
+    """Send some bytes over each connection, and measure how fast this rank receives.
+
+    Returns:
+        The bytes per second of all incoming connections together; 0 if there are none.
+
+    Raises:
+        OSError: a connection ended, or timed out.
+    """
+    targets = list(outgoing)
+
+    def send() -> None:
+        data = bytes(MEASURED_BYTES // len(targets))
+        for target in targets:
+            target.sendall(len(data).to_bytes(_SIZE, "little") + data)
+
+    received, seconds = 0, 0.0
+    with ThreadPoolExecutor(1, "shardwise-measure") as pool:
+        sent = pool.submit(send) if targets else None
+        for source in incoming:
+            size = int.from_bytes(receive_exactly(source, _SIZE), "little")
+            if size > MEASURED_BYTES:
+                raise ConnectionError(f"the other end wants to send {size} bytes")
+            start = time.perf_counter()
+            receive_exactly(source, size)
+            seconds += time.perf_counter() - start
+            received += size
+        if sent is not None:
+            sent.result()
+    return received / max(seconds, 1e-6)

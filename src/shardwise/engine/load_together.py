@@ -1,0 +1,216 @@
+"""Fill tensors on all ranks: bytes that several ranks need are read from storage by one of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.engine.buffers import Arena
+from shardwise.engine.group import Group
+from shardwise.engine.load import PlannedLoad, are_mapped, fill_alone, open_readers
+from shardwise.engine.node_ranks import NodeRanks, find_node_ranks
+from shardwise.engine.opened import Opened
+from shardwise.engine.read import read_together
+from shardwise.engine.read_once import SharedWithNodes, agree_on_reading_once
+from shardwise.errors import StoreError
+from shardwise.manifest.checksums import BLOCK, block_count
+from shardwise.plan.load import Spans, assign_transfers
+from shardwise.plan.ranges import Ranges
+from shardwise.plan.share import SharedReads, fraction_saved, share_reads
+from shardwise.store import MappedStore
+
+WORTH_SHARING = 0.05
+"""The smallest fraction of bytes to save for which the ranks of a node read together."""
+MOST_MEASURED = 4 << 20
+"""The most bytes that a rank reads to measure the storage."""
+FRACTION_MEASURED = 0.005
+"""The most bytes that a rank reads to measure the storage, as a fraction of its reads."""
+
+
+class _LoadMessage(msgspec.Struct, array_like=True):
+    """A rank's message to the other ranks of its node, from which all plan the same shared reads.
+
+    Attributes:
+        are_mapped: whether all files that the rank reads are mapped into its memory.
+        spans: the byte ranges that the rank needs, encoded.
+        largest_reads: the longest read of each file that the rank can make, in bytes, as int64.
+    """
+
+    are_mapped: bool
+    spans: bytes
+    largest_reads: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What this rank reads, and the ranks with which it shares reads.
+
+    Attributes:
+        own: the tensors to fill on this rank.
+        node_ranks: the ranks of this node.
+        wanted: the byte ranges that each rank of this node wants.
+        largest_read: the longest read of each file that all ranks of this node can make, in bytes.
+        all_mapped: whether all files are mapped into the memory of all ranks of this node.
+        between_nodes: what this node shares with other nodes; None if it shares nothing.
+    """
+
+    own: PlannedLoad
+    node_ranks: NodeRanks
+    wanted: list[Ranges]
+    largest_read: npt.NDArray[np.int64]
+    all_mapped: bool
+    between_nodes: SharedWithNodes | None
+
+
+def plan_together(
+    plan: Callable[[], PlannedLoad],
+    opened: Opened,
+    arena: Arena,
+    group: Group,
+    cleanup: ExitStack,
+    *,
+    read_once: bool | None,
+) -> ReadPlan:
+    """Plan this rank's reads, and what it shares with other ranks. All ranks call this together.
+
+    Args:
+        plan: plans this rank's reads. A failure on one rank is raised on all ranks.
+        cleanup: closed when all ranks have finished.
+        read_once: whether nodes share reads; see `agree_on_reading_once`.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+
+    def make_message() -> tuple[PlannedLoad, bytes]:
+        planned = plan()
+        spans, largest = planned.plan.spans, opened.largest_reads(arena)
+        message = _LoadMessage(are_mapped(spans, opened), _encode_ranges(spans), largest.tobytes())
+        return planned, msgspec.msgpack.encode(message)
+
+    planned, node_ranks = find_node_ranks(group, make_message, cleanup)
+    messages = [msgspec.msgpack.decode(each, type=_LoadMessage) for each in node_ranks.messages]
+    wanted = [_decode_ranges(each.spans) for each in messages]
+    largest_read = np.minimum.reduce([np.frombuffer(m.largest_reads, np.int64) for m in messages])
+    all_mapped = all(each.are_mapped for each in messages)
+    in_memory = isinstance(opened.store, MappedStore)  # of nodes, which have most of it already
+    between = None
+    if read_once is not False and len(node_ranks) < group.size:
+        between = agree_on_reading_once(
+            group,
+            node_ranks,
+            None if in_memory else wanted,
+            largest_read,
+            partial(_measure_store, opened, arena),
+            cleanup,
+            read_once=read_once,
+        )
+    return ReadPlan(planned, node_ranks, wanted, largest_read, all_mapped, between)
+
+
+def fill_together(
+    plan: ReadPlan, opened: Opened, arena: Arena, cleanup: ExitStack, *, verify: bool
+) -> tuple[int, int]:
+    """Read and fill the tensors. Bytes that several ranks need are read once.
+
+    Returns:
+        The number of bytes that this rank read, and that it received from other nodes.
+
+    Raises:
+        CorruptionError: bytes differ from those that were saved; the target is partly written.
+        RankError: another rank could not read its share.
+        LostRankError: another rank died, or did not answer in time.
+    """
+    planned, node_ranks, between = plan.own, plan.node_ranks, plan.between_nodes
+    shared = share_reads(
+        plan.wanted,
+        largest_read=plan.largest_read,
+        between_nodes=None if between is None else between.reads,
+    )
+    alone = len(node_ranks) == 1 or plan.all_mapped
+    if not shared.crosses_nodes and (alone or fraction_saved(plan.wanted, shared) < WORTH_SHARING):
+        nbytes = fill_alone(planned, opened, arena, verify=verify, ranks_on_node=len(node_ranks))
+        return nbytes, 0
+    try:
+        _read(plan, shared, opened, arena, cleanup, verify=verify)
+    except BaseException:
+        if between is not None:
+            between.links.report_failure()
+        raise
+    planned.finish()
+    index = node_ranks.index
+    return shared.bytes_of(index, received=False), shared.bytes_of(index, received=True)
+
+
+def _read(
+    plan: ReadPlan,
+    shared: SharedReads,
+    opened: Opened,
+    arena: Arena,
+    cleanup: ExitStack,
+    *,
+    verify: bool,
+) -> None:
+    index, transfers = plan.node_ranks.index, plan.own.plan.transfers
+    longest_read = int((shared.high - shared.low).max())
+    slot_bytes = BLOCK * block_count(longest_read + opened.bytes_past_end)
+    slots = min(arena.max_concurrent_reads(slot_bytes), int(np.bincount(shared.reader).max()))
+    buffers = plan.node_ranks.map_buffers(shared, slots, slot_bytes, opened.manifest.files)
+    try:
+        is_needed = shared.wanted[:, index] | ((shared.reader == index) & ~shared.is_received)
+        readers = open_readers(shared.file[is_needed], opened, cleanup, verify=verify)
+    except BaseException:
+        buffers.mark_failed()
+        raise
+    spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
+    exchange = None
+    if plan.between_nodes is not None:
+        nbytes = opened.ends_of_reads(shared.file, shared.high) - shared.low
+        exchange = partial(plan.between_nodes.links.run, shared, nbytes.tolist(), buffers)
+    copier = plan.own.copier(spans, opened)
+    read_together(spans, copier, readers, buffers, arena.threads, exchange)
+
+
+def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
+    """Measure how many bytes per second this rank reads from storage, by a part of its reads.
+
+    Returns:
+        The rate; 0 if there is nothing to read, or if a file cannot be read. The load itself then
+        reports the reason.
+    """
+    nbytes = min(MOST_MEASURED, int(reads.nbytes * FRACTION_MEASURED)) // arena.threads
+    count = max(nbytes // BLOCK, 1) * BLOCK
+    rows = list(range(min(arena.threads, len(reads))))
+
+    def read(row: int) -> int:
+        file = opened.store.open(opened.manifest.files[int(reads.file[row])].name)
+        try:
+            low, high = int(reads.low[row]), int(reads.high[row])
+            with arena.buffer() as buffer:
+                return file.read_at(low, buffer[: min(count, high - low)])
+        finally:
+            file.close()
+
+    start = time.perf_counter()
+    try:
+        with ThreadPoolExecutor(max(1, len(rows)), "shardwise-measure") as pool:
+            total = sum(pool.map(read, rows))
+    except (OSError, StoreError):
+        return 0.0
+    return total / (time.perf_counter() - start)
+
+
+def _encode_ranges(spans: Spans) -> bytes:
+    return np.stack([spans.file, spans.low, spans.high]).tobytes()
+
+
+def _decode_ranges(message: bytes) -> Ranges:
+    return Ranges(*np.frombuffer(message, np.int64).reshape(3, -1))

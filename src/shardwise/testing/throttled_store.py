@@ -1,0 +1,78 @@
+"""A local store that is as slow as a remote one, and counts the bytes that are read from it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from pathlib import Path
+
+from shardwise.store.local import LocalStore, _LocalReader
+from shardwise.store.store import Buffer
+
+_METER = struct.Struct("<dQ")  # when the last read so far ends, and the bytes of all reads
+
+
+class Meter:
+    """A limit on the bytes per second that all processes of this machine read together.
+
+    The processes divide the rate as the clients of a remote store would: each read takes the time
+    that its bytes need at this rate, after the reads that began earlier.
+
+    Args:
+        path: a file through which the processes share the meter; it is created if it is missing.
+        rate: bytes per second.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rate: float) -> None:
+        self.path = Path(path)
+        self.rate = rate
+
+    def wait(self, count: int) -> None:
+        """Count some bytes, and sleep until they may have been read."""
+        with open(self._open(), "r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            end, total = self._read(file.fileno())
+            end = max(end, time.monotonic()) + count / self.rate
+            os.pwrite(file.fileno(), _METER.pack(end, total + count), 0)
+        time.sleep(max(0.0, end - time.monotonic()))
+
+    def bytes_read(self) -> int:
+        """Return how many bytes all processes have read so far."""
+        with open(self._open(), "rb", buffering=0) as file:
+            return self._read(file.fileno())[1]
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _read(self, fd: int) -> tuple[float, int]:
+        data = os.pread(fd, _METER.size, 0).ljust(_METER.size, b"\0")
+        end, total = _METER.unpack(data)
+        return end, total
+
+
+class ThrottledStore(LocalStore):
+    """A local store whose files are read at the rate of a meter."""
+
+    def __init__(self, path: str | os.PathLike[str], meter: Meter) -> None:
+        super().__init__(path)
+        self._meter = meter
+
+    def at(self, name: str) -> ThrottledStore:
+        """Return the store one level below, with the same meter."""
+        return ThrottledStore(super().at(name).path, self._meter)
+
+    def open(self, key: str) -> _ThrottledReader:
+        """Open a regular file."""
+        return _ThrottledReader(self._path_to_read(key), self._meter)
+
+
+class _ThrottledReader(_LocalReader):
+    def __init__(self, path: Path, meter: Meter) -> None:
+        super().__init__(path)
+        self._meter = meter
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        self._meter.wait(len(out))
+        return super().read_at(offset, out)

@@ -1,0 +1,427 @@
+"""What several nodes want is read from storage once, also when ranks fail in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.engine import connections, datareader, links, node_ranks, read_once
+from shardwise.manifest.checksums import BLOCK
+from shardwise.testing import Gang
+from shardwise.testing.throttled_store import Meter, ThrottledStore
+from tests.breadth import mostly_long
+
+ROWS, COLUMNS = 64, 4096
+TENSORS = 16
+NBYTES = TENSORS * ROWS * COLUMNS * 4
+FAST = 20e9
+STAGING = 4 << 20
+Fault = Callable[[], AbstractContextManager[object]]
+Part = Callable[[int, int], sw.Box]
+
+
+def reference(i: int) -> torch.Tensor:
+    """Values that tell where they belong."""
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + i
+
+
+def whole(rank: int, world: int) -> sw.Box:
+    return sw.Box((0, 0), (ROWS, COLUMNS))
+
+
+def columns(rank: int, world: int) -> sw.Box:
+    return sw.Box((0, COLUMNS // world * rank), (ROWS, COLUMNS // world))
+
+
+def rows(rank: int, world: int) -> sw.Box:
+    return sw.Box((ROWS // world * rank, 0), (ROWS // world, COLUMNS))
+
+
+def overlapping_rows(rank: int, world: int) -> sw.Box:
+    """Each rank wants most of the rows of the rank before it, and rows that nobody else wants."""
+    first = max(ROWS // world * rank - 5, 0)
+    return sw.Box((first, 0), (ROWS // world * (rank + 1) - first, COLUMNS))
+
+
+def state_of(part: Part) -> tuple[sw.Box, dict[str, object]]:
+    box = part(dist.get_rank(), dist.get_world_size())
+    shape = (ROWS, COLUMNS)
+    return box, {
+        f"t{i}": sw.Shards(shape, torch.float32, [(box, torch.zeros(box.shape))])
+        for i in range(TENSORS)
+    }
+
+
+def save_rows(path: str) -> None:
+    box, state = state_of(rows)
+    for i in range(TENSORS):
+        _fragment(state, i).copy_(reference(i)[box.slices()])
+    sw.save(path, state)
+
+
+def _fragment(state: dict[str, object], i: int) -> torch.Tensor:
+    shards = state[f"t{i}"]
+    assert isinstance(shards, sw.Shards)
+    return shards.fragments[0].data
+
+
+def on_nodes(per_node: int) -> AbstractContextManager[object]:
+    """Let this process take part as if every `per_node` ranks ran on a node of their own."""
+    name = f"node {dist.get_rank() // per_node}"
+    return patch.object(node_ranks, "_node_name", lambda: name)
+
+
+def load_parts(
+    path: str,
+    part: Part,
+    per_node: int = 1,
+    *,
+    once: bool | None = True,
+    prefix: str = "",
+    rate: float = FAST,
+    fault: tuple[int, Fault] | None = None,
+) -> tuple[int, int, int]:
+    """Load a part of every tensor. Bytes that this rank and all ranks read, and those received."""
+    box, state = state_of(part)
+    meter = Meter(f"{path}.meter", rate)
+    before = meter.bytes_read()
+    threads = set(threading.enumerate())
+    files = len(os.listdir("/proc/self/fd"))
+    dist.barrier()
+    with ExitStack() as stack:
+        stack.enter_context(on_nodes(per_node))
+        if fault is not None and dist.get_rank() == fault[0]:
+            stack.enter_context(fault[1]())
+        place = ThrottledStore(path, meter) if Path(path).is_dir() else path
+        report = sw.load(
+            place,
+            state,
+            read_once=once,
+            staging_bytes=STAGING,
+            rename=lambda name: prefix + name,
+        )
+    for i in range(TENSORS):
+        assert torch.equal(_fragment(state, i), reference(i)[box.slices()])
+    dist.barrier()
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files
+    return report.bytes_read, meter.bytes_read() - before, report.bytes_received
+
+
+@pytest.fixture(scope="module")
+def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of 16 MiB, divided by rows among four ranks."""
+    path = str(tmp_path_factory.mktemp("once") / "checkpoint")
+    gang.run(save_rows, path, world=4)
+    return path
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3)])
+def test_replicas_on_nodes_read_the_state_once(
+    gang: Gang, saved: str, world: int, per_node: int
+) -> None:
+    loads = gang.run(load_parts, saved, whole, per_node, world=world)
+    own = [read for read, _, _ in loads]
+    nodes = -(-world // per_node)
+    assert NBYTES <= sum(own) <= NBYTES + 4 * BLOCK
+    assert sum(received for _, _, received in loads) == (nodes - 1) * sum(own)
+    assert NBYTES <= loads[0][1] <= 1.02 * NBYTES  # with manifest and checksums
+    assert max(own) <= 1.2 * NBYTES / world
+
+
+@pytest.mark.parametrize("part", [columns, overlapping_rows])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 1), (4, 2), (4, 3)])
+def test_what_only_some_nodes_want_is_read_once(
+    gang: Gang, saved: str, part: Part, world: int, per_node: int
+) -> None:
+    loads = gang.run(load_parts, saved, part, per_node, world=world)
+    assert sum(read for read, _, _ in loads) <= NBYTES + 3 * TENSORS * BLOCK
+    assert sum(received for _, _, received in loads) > 0
+
+
+def test_what_nobody_shares_is_read_alone(gang: Gang, saved: str) -> None:
+    loads = gang.run(load_parts, saved, rows, world=2)
+    assert [received for _, _, received in loads] == [0, 0]
+
+
+def test_nodes_read_alone_on_request(gang: Gang, saved: str) -> None:
+    loads = gang.run(load_parts, saved, whole, once=False, world=2)
+    assert [received for _, _, received in loads] == [0, 0]
+    assert all(read >= NBYTES for read, _, _ in loads)
+
+
+def load_measured(path: str, rate: float) -> int:
+    with patch.object(read_once, "WORTH_MEASURING", 1):
+        return load_parts(path, whole, once=None, rate=rate)[2]
+
+
+@pytest.mark.parametrize(("rate", "shares"), [(50e6, True), (FAST, False)])
+def test_the_slower_of_storage_and_network_decides(
+    gang: Gang, saved: str, rate: float, shares: bool
+) -> None:
+    """The network of this machine is faster than 50 MB/s; that of the test is made slower."""
+    call = load_measured if shares else load_with_slow_network
+    received = gang.run(call, saved, rate, world=2)
+    assert [each > 0 for each in received] == [shares] * 2
+
+
+def load_with_slow_network(path: str, rate: float) -> int:
+    with patch.object(read_once, "measure_network", lambda *_: 1e6):
+        return load_measured(path, rate)
+
+
+def test_small_states_are_not_measured(gang: Gang, saved: str) -> None:
+    loads = gang.run(load_parts, saved, whole, once=None, world=2)
+    assert [received for _, _, received in loads] == [0, 0]
+
+
+def save_foreign(path: Path) -> str:
+    """The same tensors in a file without checksums."""
+    torch.save({f"t{i}": reference(i) for i in range(TENSORS)}, path)
+    return str(path)
+
+
+def test_foreign_checkpoints_are_read_once(gang: Gang, tmp_path: Path) -> None:
+    path = save_foreign(tmp_path / "tensors.pt")
+    loads = gang.run(load_parts, path, whole, prefix="model.", world=3)
+    assert sum(read for read, _, _ in loads) <= NBYTES + TENSORS * BLOCK
+    assert all(received > 0 for _, _, received in loads)
+
+
+def edge_state(fill: bool) -> dict[str, object]:
+    """Empty tensors, scalars, ties, and small tensors that share blocks."""
+    torch.manual_seed(1)
+    tied = torch.randn(300, 70)
+    state: dict[str, object] = {
+        "empty": torch.zeros(0, 5),
+        "scalar": torch.tensor(3.5),
+        "tied": tied,
+        "same": tied,
+        "half": torch.randn(1000, 33).to(torch.bfloat16),
+        "small": {str(i): torch.randn(i + 1) for i in range(200)},
+        "large": torch.randn(700, 1001),
+        "epoch": 7,
+        "rank": sw.PerRank(dist.get_rank()),
+    }
+    return state if fill else _zeroed(state)
+
+
+def _zeroed(state: dict[str, object]) -> dict[str, object]:
+    made: dict[int, torch.Tensor] = {}
+    found: dict[str, object] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found[name] = _zeroed(value)
+        elif isinstance(value, torch.Tensor):
+            found[name] = made.setdefault(id(value), torch.zeros_like(value))
+        else:
+            found[name] = sw.PerRank(-1) if isinstance(value, sw.PerRank) else 0
+    return found
+
+
+def load_edges(path: str, per_node: int) -> None:
+    sw.save(path, edge_state(fill=True))
+    loaded = {}
+    for once in (True, False):
+        state = edge_state(fill=False)
+        with on_nodes(per_node):
+            report = sw.load(path, state, read_once=once, staging_bytes=1 << 20)
+        assert bool(report.bytes_received) == once
+        loaded[once] = state
+    _compare(loaded[True], loaded[False])
+    _compare(loaded[True], edge_state(fill=True))
+
+
+def _compare(one: dict[str, object], other: dict[str, object]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, dict):
+            _compare(value, other[name])  # type: ignore[arg-type]
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[name]), name  # type: ignore[arg-type]
+        elif not isinstance(value, sw.PerRank):
+            assert value == other[name], name
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node"), mostly_long([(2, 1), (4, 1), (4, 2), (3, 2)], [(2, 1), (4, 2)])
+)
+def test_states_with_edges_equal_a_direct_load(
+    gang: Gang, tmp_path: Path, world: int, per_node: int
+) -> None:
+    gang.run(load_edges, str(tmp_path / "edges"), per_node, world=world)
+
+
+# Faults
+
+
+def change_what_is_received() -> AbstractContextManager[object]:
+    """Bytes change on the way from another node."""
+    publish = links.SharedBuffers.publish
+
+    def changed(self: links.SharedBuffers, read: int, checksum: int) -> None:
+        if not self.is_own(read):
+            self.slot(read)[100] ^= 1
+        publish(self, read, checksum)
+
+    return patch.object(links.SharedBuffers, "publish", changed)
+
+
+def die_in_mid_load() -> AbstractContextManager[object]:
+    """This rank is killed once it has read a few spans."""
+    calls = iter(range(1000))
+    read = datareader.DataReader.read
+
+    def killing(self: datareader.DataReader, *args: object) -> object:
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, *args)  # type: ignore[arg-type]
+
+    return patch.object(datareader.DataReader, "read", killing)
+
+
+def fail_to_read() -> AbstractContextManager[object]:
+    """The store of this rank fails after a few reads."""
+    calls = iter(range(1000))
+    read = ThrottledStore.open
+
+    def failing(self: ThrottledStore, key: str) -> object:
+        if next(calls) == 2:
+            raise sw.StoreError("the store answered 503")
+        return read(self, key)
+
+    return patch.object(ThrottledStore, "open", failing)
+
+
+def stop_reading() -> AbstractContextManager[object]:
+    """This rank never ends a read in time."""
+    return patch.object(datareader.DataReader, "read", lambda *_: time.sleep(6))
+
+
+def refuse_connections() -> AbstractContextManager[object]:
+    """This rank cannot connect to other nodes."""
+
+    def refusing(*_: object, **__: object) -> object:
+        raise ConnectionRefusedError("refused by the test")
+
+    return patch.object(connections.socket, "create_connection", refusing)
+
+
+def load_with_fault(path: str, per_node: int, fault: tuple[int, Fault], prefix: str) -> None:
+    load_parts(path, whole, per_node, fault=fault, prefix=prefix)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_other_nodes_pass_on_is_verified(
+    gang: Gang, saved: str, tmp_path: Path, foreign: bool
+) -> None:
+    path = save_foreign(tmp_path / "tensors.pt") if foreign else saved
+    fault = 1, change_what_is_received
+    outcomes = gang.outcomes(load_with_fault, path, 1, fault, "model." if foreign else "", world=3)
+    errors = [outcome.exception for outcome in outcomes]
+    found = [str(error) for error in errors if isinstance(error, sw.CorruptionError)]
+    assert found  # on rank 1, or on rank 2, to which it passed the bytes on
+    assert all("passed them on" in each for each in found)
+    assert all(isinstance(error, sw.RankError | sw.CorruptionError) for error in errors)
+    gang.run(load_parts, saved, whole, world=3)
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_damage_is_an_error_on_every_rank(
+    gang: Gang, saved: str, tmp_path: Path, per_node: int
+) -> None:
+    copy = tmp_path / "damaged"
+    copy.mkdir()
+    for file in Path(saved).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    victim = next(iter(sorted(copy.glob("r00002-*"))))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    start = time.monotonic()
+    outcomes = gang.outcomes(load_parts, str(copy), whole, per_node, world=4)
+    assert time.monotonic() - start < 15
+    kinds = {type(outcome.exception).__name__ for outcome in outcomes}
+    assert "CorruptionError" in kinds
+    assert kinds <= {"CorruptionError", "RankError", "LostRankError"}
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_node: int) -> None:
+    start = time.monotonic()
+    outcomes = gang.outcomes(
+        load_with_fault, saved, per_node, (1, die_in_mid_load), "", world=4, group_timeout=4.0
+    )
+    assert time.monotonic() - start < 15
+    assert outcomes[1].kind == "died"
+    for rank in (0, 2, 3):
+        assert isinstance(outcomes[rank].exception, sw.RankError)
+    gang.run(load_parts, saved, whole, world=2)
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
+    gang: Gang, saved: str, per_node: int
+) -> None:
+    start = time.monotonic()
+    outcomes = gang.outcomes(load_with_fault, saved, per_node, (2, fail_to_read), "", world=4)
+    assert time.monotonic() - start < 15
+    assert "503" in str(outcomes[2].exception)
+    for rank in (0, 1, 3):
+        assert isinstance(outcomes[rank].exception, sw.RankError)
+
+
+def test_waiting_for_a_rank_of_another_node_ends(gang: Gang, saved: str) -> None:
+    start = time.monotonic()
+    outcomes = gang.outcomes(
+        load_with_fault, saved, 1, (2, stop_reading), "", world=3, timeout=30.0, group_timeout=2.0
+    )
+    assert time.monotonic() - start < 20
+    for rank in (0, 1):
+        assert isinstance(outcomes[rank].exception, sw.RankError)
+        assert "2 s" in str(outcomes[rank].exception)
+
+
+def load_refused(path: str, once: bool | None) -> int:
+    fault = 1, refuse_connections
+    with patch.object(read_once, "WORTH_MEASURING", 1):
+        return load_parts(path, whole, once=once, fault=fault)[2]
+
+
+def test_nodes_that_cannot_connect_read_alone(gang: Gang, saved: str) -> None:
+    with patch.object(read_once, "CONNECT_SECONDS", 2.0):
+        assert gang.run(load_refused, saved, None, world=2, group_timeout=3.0) == [0, 0]
+
+
+def test_nodes_that_cannot_connect_fail_if_reading_once_is_required(gang: Gang, saved: str) -> None:
+    outcomes = gang.outcomes(load_refused, saved, True, world=2, group_timeout=3.0)
+    assert "cannot be reached" in str(outcomes[1].exception)
+    assert isinstance(outcomes[0].exception, sw.RankError)
+
+
+def test_processes_without_the_token_are_not_accepted() -> None:
+    with ExitStack() as cleanup:
+        listener = connections.listen("127.0.0.1", cleanup)
+        address = listener.getsockname()[:2]
+        token = b"s" * connections.TOKEN_SIZE
+
+        intruders = []
+        for wrong, source in ((b"x" * connections.TOKEN_SIZE, 1), (token, 2), (token, 1)):
+            outgoing, _ = connections.connect(
+                source, {0: address}, [], listener, wrong, 5.0, cleanup
+            )
+            intruders.append(outgoing[0])
+        _, incoming = connections.connect(0, {}, [1], listener, token, 5.0, cleanup)
+        assert list(incoming) == [1]
+        assert incoming[1].getpeername() == intruders[-1].getsockname()
