@@ -178,7 +178,7 @@ def agree_on_reading_once(
     if not plan:
         return None
 
-    def connect_and_measure() -> tuple[SharedWithNodes, bytes]:
+    def connect_nodes() -> tuple[SharedWithNodes, bytes]:
         shared, measured = _connect(group, node_ranks, plan, listener, cleanup)
         if measured.failure is not None and read_once:
             raise LostRankError(OPERATION, {group.rank: measured.failure})
@@ -187,8 +187,7 @@ def agree_on_reading_once(
             measured.store = measure_store(shared.reads.ranges.take(own))
         return shared, msgspec.msgpack.encode(measured)
 
-    step = "connecting the nodes"
-    shared, decision = exchange_with_local_value(group, step, connect_and_measure, lead.decide)
+    shared, decision = exchange_with_local_value(group, "connecting", connect_nodes, lead.decide)
     return shared if decision else None
 
 
