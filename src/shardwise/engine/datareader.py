@@ -47,7 +47,9 @@ class DataReader:
                 f"{self._label} is missing, but the manifest lists it: copy it too"
             ) from error
         except StoreError as error:
-            raise CorruptionError(f"{self._label} cannot be opened: {error}") from error
+            raise CorruptionError(
+                f"{self._label} cannot be opened: {error}; copy it again from an intact source"
+            ) from error
         self._mapped = self._file if isinstance(self._file, MappedFile) else None
         self._table: BlockTable | None = None
         self._verifies = verify

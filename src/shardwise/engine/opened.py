@@ -271,6 +271,7 @@ def read_per_rank(
         except msgspec.DecodeError as error:
             raise FormatError(
                 f"{opened.store}: {files[rank].name} has invalid per-rank values: {error}"
+                "; copy the file again from an intact source, or load another checkpoint"
             ) from error
         finally:
             reader.close()

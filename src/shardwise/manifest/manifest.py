@@ -193,7 +193,7 @@ def decode_manifest(data: bytes) -> Manifest:
             )
         return msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"the manifest is malformed: {error}") from error
+        raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
 
 
 def _add_checksum(body: bytes) -> bytes:
@@ -210,9 +210,15 @@ def _verify_checksum(data: bytes, label: str) -> bytes:
     """Verify the checksum at the end of a manifest, and return the bytes before it."""
     body, marker, tail = data.rpartition(b'"crc32":')
     if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
-        raise FormatError(f"{label} is truncated: the checksum at its end is missing")
+        raise FormatError(
+            f"{label} is truncated: the checksum at its end is missing"
+            "; copy it again from an intact source, or load another checkpoint"
+        )
     if len(tail) > 12 or int(tail[:-2]) != crc32(body):
-        raise FormatError(f"{label} was altered: its checksum does not match")
+        raise FormatError(
+            f"{label} was altered: its checksum does not match"
+            "; copy it again from an intact source, or load another checkpoint"
+        )
     return body
 
 

@@ -150,7 +150,7 @@ class _Cursor:
 def _encode(value: Any, cursor: _Cursor) -> JsonValue:
     if cursor.depth > DEEPEST:
         raise StateError(
-            f"{cursor.name}: nested more than {DEEPEST} levels deep, or contains itself"
+            f"{cursor.name}: nested more than {DEEPEST} levels deep, or contains itself: flatten it"
         )
     value_type = type(value)
     if value is None or value_type is bool:

@@ -85,7 +85,9 @@ class RngState:
             _set_states(state_dict)
         except _INVALID_STATE_ERRORS as error:
             _set_states(before)
-            raise StateError(f"invalid state of random number generators: {error}") from error
+            raise StateError(
+                f"invalid state of random number generators: {error}; leave it out with skip="
+            ) from error
 
 
 def _set_states(state: dict[str, Any]) -> None:

@@ -128,7 +128,9 @@ def pickle_for_torch(value: object, name: str) -> TorchPickle:
     except StateError as error:
         raise StateError(f"{name}: {error}") from error
     except RecursionError as error:
-        raise StateError(f"{name}: nested too deeply to be pickled") from error
+        raise StateError(
+            f"{name}: nested too deeply to be pickled: leave it out with skip="
+        ) from error
     return TorchPickle(file.getvalue(), pickler.storages)
 
 

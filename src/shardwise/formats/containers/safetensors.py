@@ -62,6 +62,7 @@ def read_header(file_range: FileRange) -> Header:
     if size > LARGEST_HEADER:
         raise FormatError(
             f"{file_range.label}: not a safetensors file: its header would have {size} bytes"
+            ": copy the file again from an intact source"
         )
     entries, metadata = _decode_header(file_range, file_range.read(8, size))
     data = file_range.within(8 + size, file_range.size - 8 - size, "the arrays")

@@ -121,7 +121,10 @@ def _read(
         return TorchFileContents(
             *read_legacy(file_range, allowed, skip_unknown), file_range.file_index
         )
-    raise FormatError(f"{file_range.label}: not a file of torch.save, or damaged")
+    raise FormatError(
+        f"{file_range.label}: not a file of torch.save, or damaged"
+        ": copy the file again from an intact source"
+    )
 
 
 def _names_of_unresolved(value: object, name: str) -> Iterator[str]:
@@ -154,6 +157,7 @@ def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> t
     if len(names) != 1:
         raise FormatError(
             f"{file_range.label}: not a file of torch.save: a zip archive without data.pkl"
+            "; copy the file again from an intact source"
         )
     data = entries[names[0]]
     if data.size > LARGEST_PICKLE:
@@ -302,7 +306,10 @@ def _parse_legacy(
 ) -> tuple[Any, tuple[str, ...]]:
     pickles = _read_pickles_in_order(data, file_range.label)
     if next(pickles).value != LEGACY_MAGIC or next(pickles).value != LEGACY_PROTOCOL:
-        raise FormatError(f"{file_range.label}: written by an unknown version of torch.save")
+        raise FormatError(
+            f"{file_range.label}: written by an unknown version of torch.save"
+            ": load it with torch, and save it again"
+        )
     system = next(pickles)
     if not isinstance(system.value, dict) or system.value.get("little_endian") is not True:
         raise FormatError(

@@ -115,6 +115,7 @@ def _find_arrays(arrays: ChunkArrays, tree: FileTree, chunks: Chunks) -> ItemArr
         if array is None:
             raise FormatError(
                 f"{tree}: {name} at {list(offset)}: the metadata has no dtype and strides"
+                ": copy all files of one save"
             )
         distinct_index.append(distinct.setdefault(array, len(distinct)))
         start.append(item.offset + array.start)

@@ -116,7 +116,10 @@ def _read_index(tree: FileTree, name: str) -> dict[str, str]:
     try:
         index = msgspec.json.decode(tree.read(name, limit=_LARGEST_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{tree}/{name}: not an index of weights: {error}") from error
+        raise FormatError(
+            f"{tree}/{name}: not an index of weights: {error}"
+            ": copy the file again from an intact source"
+        ) from error
     for file in set(index.weight_map.values()):
         if not file.endswith((SAFETENSORS, PICKLED)):
             raise FormatError(
@@ -138,6 +141,7 @@ def _read_shard(tree: FileTree, name: str, index: int) -> _Shard:
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
             f"{tree}: {name}: expected a state_dict of a module, found {type(value).__name__}"
+            ": copy the file again from an intact source"
         )
     arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
     return _Shard(arrays, {key: "not a tensor" for key in value if key not in arrays})
@@ -264,7 +268,10 @@ def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndAr
     try:
         offsets = msgspec.json.decode(text, type=dict[str, _SavedOffsets])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise FormatError(f"{path}: its {_OFFSETS_KEY} is malformed: {error}") from error
+        raise FormatError(
+            f"{path}: its {_OFFSETS_KEY} is malformed: {error}"
+            ": copy the file again from an intact source"
+        ) from error
     for name, array in header.arrays.items():
         saved = offsets.get(name)
         if saved is None or len(saved.saved_offsets) != len(array.shape):
@@ -286,6 +293,7 @@ def _dtype_and_shape(label: str, shards: list[_OffsetAndArray]) -> tuple[str, tu
         raise FormatError(
             f"{label}: its shards have different dtypes or numbers of dimensions: the files are "
             "from different saves"
+            ": copy all files of one save"
         )
     ends = [[o + n for o, n in zip(offset, array.shape, strict=True)] for offset, array in shards]
     return shards[0][1].dtype, tuple(map(max, zip(*ends, strict=True)))

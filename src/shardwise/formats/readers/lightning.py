@@ -61,7 +61,10 @@ def read(tree: FileTree) -> Foreign:
 def _read_dict(tree: FileTree, name: str, index: int) -> dict[Any, Any]:
     value = read_value(tree, name, index)
     if not isinstance(value, dict):
-        raise FormatError(f"{tree}: {name}: expected a dict, found {type(value).__name__}")
+        raise FormatError(
+            f"{tree}: {name}: expected a dict, found {type(value).__name__}"
+            ": copy the file again from an intact source"
+        )
     return value
 
 

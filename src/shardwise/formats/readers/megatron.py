@@ -210,6 +210,7 @@ def unstack_layers(content: DcpContent, path: str) -> DcpContent:
             raise FormatError(
                 f"{path}: {name}: it has {shape[0]} layers, but there are only {len(pieces)} "
                 f"pieces: {METADATA} is damaged"
+                ": copy the file again from an intact source"
             )
         names += [f"{match[1]}.{layer}.{match[2]}" for layer in range(shape[0])]
         dtypes += [dtype] * shape[0]

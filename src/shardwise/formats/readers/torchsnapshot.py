@@ -88,7 +88,10 @@ def read(tree: FileTree) -> Foreign:
         rank, _, rest = key.partition("/")
         parts = rest.split("/")
         if not rank.isdigit() or not rest or len(parts) > MOST_PARTS:
-            raise FormatError(f"{path}: {key[:200]!r} is not a path below a rank")
+            raise FormatError(
+                f"{path}: {key[:200]!r} is not a path below a rank"
+                ": copy the manifest again from an intact source"
+            )
         try:
             snapshot.add_entry(int(rank), tuple(map(unquote, parts)), entry)
         except FormatError as error:
@@ -145,11 +148,15 @@ class _Snapshot:
         if not shards or any(len(s.offsets) != len(s.sizes) for s in shards):
             raise FormatError(
                 "the tensor has no shards, or a shard whose offsets and sizes differ in length"
+                ": copy the manifest again from an intact source"
             )
         ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=True))) for s in shards]
         dtype, known_shape = self._tensors.get(path, (_parse_dtype(shards[0].tensor), ends[0]))
         if any(len(end) != len(known_shape) for end in ends):
-            raise FormatError("the tensor has shards with different numbers of dimensions")
+            raise FormatError(
+                "the tensor has shards with different numbers of dimensions"
+                ": copy the manifest again from an intact source"
+            )
         shape = entry.shape or tuple(map(max, zip(known_shape, *ends, strict=True)))
         self._tensors[path] = dtype, shape
         for shard in shards:
@@ -254,7 +261,10 @@ class _Snapshot:
 
 def _tensor_of(entry: _Entry) -> _Tensor:
     if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
-        raise FormatError("the entry of the tensor has no location, serializer, dtype or shape")
+        raise FormatError(
+            "the entry of the tensor has no location, serializer, dtype or shape"
+            ": copy the manifest again from an intact source"
+        )
     return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
 
 

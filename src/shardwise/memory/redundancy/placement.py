@@ -270,7 +270,9 @@ def decode_protection(data: bytes) -> Protection:
     try:
         return msgspec.json.decode(data, type=Protection)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"the protection of a snapshot is malformed: {error}") from error
+        raise FormatError(
+            f"the protection of a snapshot is malformed: {error}; restore an older step"
+        ) from error
 
 
 def groups_of_node(protection: Protection, node: str) -> list[tuple[ProtectionGroup, int]]:

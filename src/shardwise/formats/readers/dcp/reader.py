@@ -197,6 +197,7 @@ class Chunks:
                 f"{self.items[row].file} is {array.dtype} of shape {list(array.shape)}, but "
                 f".metadata says {metadata.tensors[name].dtype} of shape "
                 f"{self.shape[row].tolist()}: the files are from different saves"
+                ": copy all files of one save"
             )
 
 
@@ -209,6 +210,7 @@ def _find_item(
         raise FormatError(
             f"{path}: {name}{chunk}: the metadata does not say where it is: the file "
             "is damaged, or from an incomplete save"
+            ": copy all files of one save"
         )
     return Item(folder + item.file, item.offset, item.length) if folder else item
 

@@ -78,6 +78,7 @@ def add_shards(
         raise FormatError(
             f"{name}: ranks differ in its dtype or shape: {', '.join(sorted(kinds))}. The files "
             "are from different saves"
+            ": copy all files of one save"
         )
     tensors = ensure_tensor(builder, name, dtype, placement)
     for rank, (array, boxes) in enumerate(zip(arrays, placement.parts, strict=True)):
@@ -115,6 +116,7 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
             raise FormatError(
                 "tensor-parallel ranks have different parameters or optimizer state in a group, "
                 f"for example {example[:200]}: their files are from different saves"
+                ": copy all files of one save"
             )
     placements = [
         place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
@@ -167,6 +169,7 @@ def _ensure_tensors(
                 f"{name}: pipeline stages have it in different shapes, "
                 f"{list(builder.entry(name).shape)} and {list(placement.shape)}: their files are "
                 "from different saves"
+                ": copy all files of one save"
             )
     return indices, replicated
 
@@ -268,6 +271,7 @@ def add_frozen_slices(
             raise FormatError(
                 f"{state.path}: its frozen parameters differ from those in {states[0].path}: the "
                 "files are from different saves"
+                ": copy all files of one save"
             )
     for name in names:
         shape = states[0].frozen_shapes[name]
@@ -293,11 +297,13 @@ def _frozen_array(name: str, shape: tuple[int, ...], states: Sequence[ModelState
             raise FormatError(
                 f"{state.path}: {name}: the file lacks the rank's slice of this frozen parameter: "
                 "the files are damaged, or from different saves"
+                ": copy all files of one save"
             )
         if slices and array.dtype != slices[0].dtype:
             raise FormatError(
                 f"{state.path}: {name}: the slice of this frozen parameter is {array.dtype}, but "
                 f"{slices[0].dtype} in {states[0].path}: the files are from different saves"
+                ": copy all files of one save"
             )
         slices.append(array)
     file: Int = np.array([array.file for array in slices], np.int64)

@@ -161,6 +161,7 @@ def add_modules(
             raise FormatError(
                 f"the modules of tensor-parallel ranks 0 and {rank} have different names "
                 f"({names[0][:200]}): their files are from different saves"
+                ": copy all files of one save"
             )
     ties = first.find_ties()
     has_lower_precision = False

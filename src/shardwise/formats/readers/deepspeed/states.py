@@ -344,7 +344,7 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
     for name, shape in shapes.items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise FormatError(
-                f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: the file is damaged"
+                f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: copy the file again"
             )
         if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > _MOST_DIMENSIONS:
             raise FormatError(
@@ -364,6 +364,7 @@ def _parse_slices(slices: Mapping[str, object], path: str) -> dict[str, tuple[in
             raise FormatError(
                 f"{path}: param_slice_mappings: {name[:200]} has no valid start and numel: "
                 "the file is damaged"
+                ": copy the file again from an intact source"
             )
         parsed[name] = (start, length)
     return parsed
@@ -384,7 +385,7 @@ def _require_count(
     if len(items) != len(masters):
         raise FormatError(
             f"{path}: the file has {kind} of {len(items)} groups, but weights of {len(masters)}: "
-            "the file is damaged, or of an unsupported version of DeepSpeed"
+            "copy the file again from an intact source, or save with a supported DeepSpeed"
         )
     return tuple(items)
 

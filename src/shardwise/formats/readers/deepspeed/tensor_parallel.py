@@ -290,6 +290,7 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
         ):
             raise FormatError(
                 f"{path}: parameter_with_sub_params: an entry has no valid shape and partition_dim"
+                ": copy the file again from an intact source"
             )
         sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], label)
         for pattern in _list_at(fields, "patterns", path):
@@ -311,6 +312,7 @@ def _list_at(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
     if not isinstance(listed, (list, tuple)):
         raise FormatError(
             f"{path}: universal_checkpoint_info: {key} is not a list, but {type(listed).__name__}"
+            ": copy the file again from an intact source"
         )
     return listed
 
@@ -325,11 +327,15 @@ def _compile(pattern: object, label: str) -> re.Pattern[str]:
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
         raise FormatError(
             f"{label}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
+            ": load the checkpoint with DeepSpeed, and save it again"
         )
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise FormatError(f"{label}: {pattern[:80]!r} is not a valid pattern: {error}") from error
+        raise FormatError(
+            f"{label}: {pattern[:80]!r} is not a valid pattern: {error}"
+            "; copy the file again from an intact source"
+        ) from error
 
 
 def _require_widths(values: object, label: str) -> tuple[int, ...]:

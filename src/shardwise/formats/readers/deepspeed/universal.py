@@ -158,6 +158,7 @@ def _add_parameters(
                 raise FormatError(
                     f"{path}: its shape is {list(array.shape)}, but its parameter has shape "
                     f"{list(shapes[name])}: the file is of another model, or damaged"
+                    ": copy all files of one save"
                 )
             tensor = tensor_name(name, MASTER if key == WEIGHTS_KEY else key)
             add_shards(builder, tensor, [array], place_whole(tensor, [array.shape]))
@@ -185,7 +186,10 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
     settings = dict(value) if isinstance(value, Mapping) else {}
     listed = settings.get("param_groups")
     if not isinstance(listed, (list, tuple)):
-        raise FormatError(f"{path}: not a file of hyperparameters: it has no list param_groups")
+        raise FormatError(
+            f"{path}: not a file of hyperparameters: it has no list param_groups"
+            "; copy the file again from an intact source"
+        )
     state = settings.get("optimizer_state_dict", {"state": {}, "param_groups": list(listed)})
     optimizer = parse_torch_optimizer(state, path)
     param_groups: list[ParamGroup] = []
@@ -195,6 +199,7 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
             raise FormatError(
                 f"{path}: it has {len(optimizer.states)} groups, but the model has {len(shapes)}: "
                 "the file is of another model"
+                ": copy all files of one save"
             )
         rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
         for group, group_state, index in rows:

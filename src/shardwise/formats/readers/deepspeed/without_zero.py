@@ -67,6 +67,7 @@ def add_undivided_optimizer(
     if unknown:
         raise FormatError(
             f"{first.path}: `members` names {unknown[0][:200]!r}, but there is no such parameter"
+            ": copy all files of one save"
         )
     if first.is_flat:
         shards = [list(rank.to_flat_groups(group_names, parameters)) for rank in ranks]
@@ -110,6 +111,7 @@ class _UndividedOptimizer:
             raise FormatError(
                 f"{path}: the optimizer has {len(self.masters)} weights and {len(self.states)} "
                 "states: the file is damaged, or of an unsupported version of DeepSpeed"
+                ": copy it again from an intact source, or save again with a supported version"
             )
 
     def infer_group_names(self, parameters: Mapping[str, Shape]) -> list[list[str]] | None:
@@ -183,6 +185,7 @@ def _add_parameters(
                 raise FormatError(
                     f"{missing.path}: {tensor} is missing, which {first.path} has: the files are "
                     "from different saves"
+                    ": copy all files of one save"
                 )
             if value.shape == ():
                 add_scalars(builder, [name], key, arrays if key == STEP else arrays[:1])

@@ -112,6 +112,7 @@ def ranges_of_partitions(sizes: Int, paddings: Int, ranks: int, partition: int) 
         raise FormatError(
             f"{ranks} partitions of {partition} elements are too short for parameters of {end[-1]} "
             "elements: the files are from different saves"
+            ": copy all files of one save"
         )
     parameter = np.flatnonzero(sizes)
     begin, end = begin[parameter], end[parameter]
@@ -183,6 +184,7 @@ def find_flat_groups(
             raise FormatError(
                 f"{state.path}: the file has {len(state.masters)} parameter groups, and the model "
                 f"has {len(shapes)}: the files are from different saves"
+                ": copy all files of one save"
             )
     for index, group_shapes in enumerate(shapes):
         count = first.partition_counts[index] or len(states)
@@ -216,6 +218,7 @@ def _count_experts(shapes: Shapes, path: str) -> dict[str, int]:
             raise FormatError(
                 f"{path}: {name}: this parameter is divided among only a part of the ranks, and "
                 "does not belong to one of DeepSpeed's experts: such checkpoints are not supported"
+                "; load it with DeepSpeed, and save it with sw.save"
             )
         counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
     return counts
@@ -253,6 +256,7 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
             raise FormatError(
                 f"{first.path}: the weights of parameter group {index} have fewer elements than "
                 "its parameters: the files are damaged, or from different saves"
+                ": copy all files of one save"
             )
         else:
             left_out.append(
@@ -288,6 +292,7 @@ def _find_ranges(
         raise FormatError(
             f"{first.path}: parameter group {index} has {len(paddings)} paddings of {len(sizes)} "
             "parameters: the files are from different saves"
+            ": copy all files of one save"
         )
     # DeepSpeed cuts a rank's partition short where only padding follows. The longest array of any
     # rank and key has the full length, unless the whole group lies in the first partition.
@@ -315,6 +320,7 @@ def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
         raise FormatError(
             f"{label}: the ranks have different dtypes, {', '.join(sorted(dtypes))}: the files are "
             "from different saves"
+            ": copy all files of one save"
         )
     file: Int = np.array([part.file for part in parts], np.int64)
     return FlatArray(dtypes.pop(), file, np.array([part.start for part in parts], np.int64))
@@ -341,4 +347,5 @@ def _check_recorded_slices(
         raise FormatError(
             f"{states[0].path}: its param_slice_mappings of group {index} contradict its "
             "param_shapes: files of ranks were renamed, or are from different saves"
+            ": copy all files of one save"
         )

@@ -103,6 +103,7 @@ def find_files(tree: FileTree) -> IterationFiles:
         raise FormatError(
             f"{tree}: the names of the ranks' directories have different counts of numbers: "
             f"{' and '.join(examples.values())} are from different saves"
+            ": copy all files of one save"
         )
     folder = f"{iteration}/" if iteration else ""
     others = [name for name in tree.sizes if name.startswith(folder) and name not in matches]
@@ -359,6 +360,7 @@ def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
         raise FormatError(
             f"{path}: ranks have different numbers of chunks of the model: {examples}: their files "
             "are from different saves"
+            ": copy all files of one save"
         )
     gates = {count for rank in ranks for count in _count_gates(rank)} or {1}
     if len(gates) > 1:
@@ -387,6 +389,7 @@ def _count_gates(rank: Rank) -> set[int]:
                     raise FormatError(
                         f"{rank.path}: {name}: expected matrices, found the shapes "
                         f"{list(array.shape)} and {list(other.shape)}: the file is damaged"
+                        ": copy it again from an intact source"
                     )
                 counts.add(array.shape[0] // other.shape[1])
     return counts

@@ -278,6 +278,7 @@ def _add_param_groups(
                         f"{name}: ranks have different hyperparameters, "
                         f"{settings_by_name[name][:200]} and {settings[:200]}: their files are "
                         "from different saves"
+                        ": copy all files of one save"
                     )
             groups.append(ParamGroup(tuple(member_names), hyperparameters))
         for parameter, values in optimizer.numbers.items():
@@ -288,6 +289,7 @@ def _add_param_groups(
                     raise FormatError(
                         f"{tensor}: {numbers[tensor]} on one rank and {value} on another: their "
                         "files are from different saves"
+                        ": copy all files of one save"
                     )
     for tensor, value in numbers.items():
         builder.add_number(tensor, value)
