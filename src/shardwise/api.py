@@ -146,7 +146,7 @@ def load(
     Raises:
         CheckpointNotFoundError, FormatError: as for `open`.
         MismatchError: names, shapes or dtypes do not fit, or copies differ. Nothing was written.
-        CorruptionError: bytes differ from those that were saved. The state is partly written.
+        CorruptionError: bytes differ from the saved bytes. The state is partly written.
         StateError, ValueError: a plain value cannot be restored, or an option is invalid.
         StoreError, OSError: the storage failed on this rank.
         RankError: another rank failed.
@@ -180,7 +180,7 @@ def open(  # noqa: A001 - shardwise.open
 
     Args:
         place: a directory or store with a checkpoint, also a foreign one, or the root of a run.
-        step: which checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
+        step: the checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
         verify: check the checksum of every byte that is read. Foreign checkpoints have no such
             checksums. If they store a tensor several times, a sample of the copies is compared.
         spec: a specification of how to assemble the tensors; see `shardwise.spec`.

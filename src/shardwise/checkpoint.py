@@ -126,7 +126,7 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: the checkpoint has no names below this key. The message suggests similar keys.
             StateError: the key is an optimizer's, whose state is stored by parameter name, or its
                 value is not a dict.
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         if key in self:
             value = self[key]
@@ -154,7 +154,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises:
             StateError: a value was saved as pickle, or `only` or `skip` is not a list.
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         selection = Selection.from_patterns(only, skip)
         found = self._read([name for name in self if selection.selects(name)])
@@ -216,7 +216,7 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             KeyError: there is no tensor of this name. The message suggests similar names.
             StateError: the box is not inside of the tensor, or `out` has another shape or dtype.
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
             MismatchError: a foreign checkpoint stores the tensor several times, and the copies
                 differ. A sample is compared when the tensor is first read.
         """

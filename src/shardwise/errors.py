@@ -9,7 +9,7 @@
     │   └── StoreUnavailableError     the storage does not answer now; trying again may help
     ├── CheckpointNotFoundError   there is no committed checkpoint at the path
     ├── CheckpointExistsError     the path has a checkpoint, and `overwrite` is not set
-    ├── CorruptionError       bytes differ from those that were saved
+    ├── CorruptionError       bytes differ from the saved bytes
     │   └── FormatError       a manifest or header is malformed, or of another version
     └── RankError             another rank failed, so all ranks stopped the operation
         └── LostRankError     another rank died, or did not answer in time

@@ -81,7 +81,7 @@ def open_any(
         enter: returns the store of the place. A failure on one rank is raised on all ranks.
         group: the ranks.
         terms: further settings that must be equal on all ranks, formatted for error messages.
-        options: how to read the checkpoint.
+        options: the options for reading the checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.

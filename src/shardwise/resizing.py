@@ -188,7 +188,7 @@ def _find_targets(
 ) -> tuple[dict[str, Target], list[str]]:
     """Return this rank's tensors that match a pattern, and the names of its optimizers.
 
-    The tensors include those that are tied to a matching tensor.
+    The result includes the tensors that are tied to a matching tensor.
     """
     bindings = bind_state(state, allow_pickle=True)
     leaves = [

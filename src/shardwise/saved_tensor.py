@@ -104,7 +104,7 @@ class SavedTensor:
 
         Raises:
             IndexError: the index does not fit the shape.
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         parts = index if isinstance(index, tuple) else (index,)
         plain = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in parts)
@@ -129,7 +129,7 @@ class SavedTensor:
             device: the device of the result.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         return self[...].to(device, dtype or self.dtype)
 
@@ -141,7 +141,7 @@ class SavedTensor:
         Raises:
             ValueError: `copy` is False, but a read always makes a new array.
             TypeError: NumPy lacks the saved dtype (for example bfloat16), and `dtype` is None.
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         if copy is False:
             raise ValueError(

@@ -57,8 +57,8 @@ class _BoundObjects:
 
     Attributes:
         modules: bindings of all modules.
-        engines: the names and weights of DeepSpeed engines, by the prefix of the dict that holds
-            the engine.
+        engines: the names and weights of DeepSpeed engines. The key is the prefix of the dict that
+            holds the engine.
         megatron_optimizers: optimizers of Megatron-Core.
     """
 
@@ -97,7 +97,7 @@ def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
 def names_to_fill(
     bindings: Sequence[Binding], targets: Sequence[LocalState]
 ) -> dict[str, Collection[str]]:
-    """Return the names to fill of each module (tensors only) and each optimizer, by its name."""
+    """Return, for each module and optimizer, its names to fill. Modules have only tensors here."""
     names: dict[str, Collection[str]] = {}
     for binding, target in zip(bindings, targets, strict=True):
         if binding.kind == "module":

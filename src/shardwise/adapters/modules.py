@@ -37,7 +37,7 @@ class ModuleContents:
 
     Attributes:
         tensors: parameters and persistent buffers.
-        extra_state: values of `get_extra_state()`, by name.
+        extra_state: for each name, the value of `get_extra_state()`.
         problems: reasons why the model cannot be loaded.
         unselected: names that a load does not change.
     """

@@ -1,4 +1,4 @@
-"""Bind optimizers: state and hyperparameters, by the names of the parameters."""
+"""The binding of optimizers: state and hyperparameters, under the names of the parameters."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class OptimizerBinding(Binding):
     """One optimizer, or several that share the parameters of a model.
 
     Args:
-        parameters: returns the parameters by the `id` of their tensors. The function is called
-            late, because a load may allocate meta tensors first.
+        parameters: returns the parameters, keyed by the `id` of their tensors. The function is
+            called late, because a load may allocate meta tensors first.
         fill_param_groups: returns a context in which the param groups have their parameters. ZeRO 3
             needs it, because it empties the groups between steps.
     """

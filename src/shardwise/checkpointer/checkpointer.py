@@ -60,7 +60,7 @@ class Checkpointer:
 
     Args:
         root: the directory of the run, or a store. Each step gets a subdirectory.
-        keep: which checkpoints to keep. The default keeps all.
+        keep: the rules for checkpoints to keep. The default keeps all.
         save_every: save steps that are a multiple of this to the root.
         memory: options for saving in the background and for snapshots in memory. By default,
             `save` returns when the state is copied to shared memory, and the node's agent writes
@@ -76,7 +76,7 @@ class Checkpointer:
         after_signal: the action after the save that a signal caused. `"deliver"`: the signal has
             its usual effect on every rank. `"requeue"`: `scontrol requeue` runs for this Slurm job,
             and `save` returns. `"return"`: `save` returns.
-        on_failure: what to do if storage fails during a save. `"raise"`: raise on all ranks.
+        on_failure: the reaction if storage fails during a save. `"raise"`: raise on all ranks.
             `"warn"`: log the error and return None from `save`.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.

@@ -51,7 +51,7 @@ class _Skipped:
 
     Attributes:
         step: the step.
-        reason: why it was skipped.
+        reason: the reason why the step was skipped.
         was_tried: whether a load of the step was tried and failed.
     """
 

@@ -66,10 +66,10 @@ class Failures:
         rate: failures of single nodes per second, in the whole cluster.
         lost: the fraction of these failures in which the node's memory is lost. In the others, only
             processes end.
-        correlated: failures per second in which several nodes fail at once, for example a rack.
+        correlated: failures per second in which several nodes fail together, for example a rack.
             Memory never survives them.
         group: the number of nodes that protect each other.
-        survives: the number of nodes of a group that may be lost at once; 0 without redundancy.
+        survives: the number of nodes of a group that may be lost together; 0 without redundancy.
         rebuild: seconds from the loss of a node until its data is protected again.
 
     Raises:

@@ -24,7 +24,7 @@ def average_manifests(
     Plain values that differ are left out, unless `take_first` matches their names.
 
     Args:
-        manifests: the manifests by the paths of the checkpoints.
+        manifests: for each checkpoint's path, its manifest.
 
     Raises:
         MismatchError: names, shapes or kinds of numbers differ; `problems` lists them all.

@@ -150,7 +150,7 @@ class _Factors:
 
 @dataclass(slots=True)
 class _AdapterTensors:
-    """The adapter's tensors: factors by module, and by name the tensors that replace the base's."""
+    """The adapter's tensors: the factors of each module, and replacements of the base's tensors."""
 
     factors: dict[str, _Factors] = field(default_factory=dict)
     whole: dict[str, TensorEntry] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def find_changes(
     config: AdapterConfig | None,
     alpha: float | None,
 ) -> dict[str, Change]:
-    """Return the changes that an adapter makes, by the names of the base's tensors.
+    """Return, for each changed tensor of the base, the change that the adapter makes.
 
     Args:
         root: name of the model in the base; "" if the base is only a model.

@@ -77,7 +77,7 @@ class DataReader:
             The part of `buffer` that holds the bytes.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         high = self._end_of_read(high)
         self._fill(low, high, buffer)
@@ -115,7 +115,7 @@ class DataReader:
             checksum: the checksum from the other rank; see `checksum`.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved or that the other rank read.
+            CorruptionError: bytes differ from the saved bytes or that the other rank read.
         """
         data = buffer[: self._end_of_read(high) - low]
         if self.checksum(data) != checksum:
@@ -133,7 +133,7 @@ class DataReader:
         """Read bytes like `read`, but return a view if the file is mapped into memory.
 
         Raises:
-            CorruptionError: bytes differ from those that were saved.
+            CorruptionError: bytes differ from the saved bytes.
         """
         if self._mapped is not None:
             return self.verify(low, self._mapped.view(low, high - low))

@@ -43,7 +43,7 @@ class _Reply(msgspec.Struct, array_like=True):
         data: the result, if all ranks succeeded.
         error_class: the name of the class of an error; None if all ranks succeeded.
         message, problems: the text of an error that rank 0 raised.
-        failures: the errors of other ranks, by rank.
+        failures: for each failed rank, its error.
     """
 
     data: bytes = b""

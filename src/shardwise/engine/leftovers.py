@@ -67,7 +67,7 @@ def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
 
 
 def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
-    """Remove the leftovers, and then the empty ones, of the directories of a root.
+    """Remove the leftovers in the directories of a root, and then the empty directories.
 
     Where that is not permitted, they stay.
     """

@@ -35,7 +35,7 @@ from shardwise.store import MappedStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The result of a load. Bytes and seconds are those of this rank.
+    """The result of a load. Bytes and seconds are of this rank.
 
     Attributes:
         path: the path of the checkpoint.
@@ -216,7 +216,7 @@ def fill_alone(
         The number of bytes that were read.
 
     Raises:
-        CorruptionError: bytes differ from those that were saved; the target is partly written.
+        CorruptionError: bytes differ from the saved bytes; the target is partly written.
     """
     spans = planned.plan.spans
     with ExitStack() as cleanup:
@@ -235,7 +235,7 @@ def read_boxes(
     """Read boxes of tensors into new CPU tensors, all together.
 
     Raises:
-        CorruptionError: bytes differ from those that were saved.
+        CorruptionError: bytes differ from the saved bytes.
     """
     out = [
         torch.empty(box.shape, dtype=getattr(torch, entry.dtype), device="cpu")

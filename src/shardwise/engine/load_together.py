@@ -125,7 +125,7 @@ def fill_together(
         The number of bytes that this rank read, and that it received from other nodes.
 
     Raises:
-        CorruptionError: bytes differ from those that were saved; the target is partly written.
+        CorruptionError: bytes differ from the saved bytes; the target is partly written.
         RankError: another rank could not read its share.
         LostRankError: another rank died, or did not answer in time.
     """

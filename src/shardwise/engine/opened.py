@@ -163,7 +163,7 @@ class Opened:
         return [t.name for t in tensors if t.name in names or t.same_as in names]
 
     def mean_of_version(self) -> dict[int, int]:
-        """Return, by the index of each stored version, the index of the tensor that is the mean."""
+        """Map the index of each stored version to the index of the tensor that is the mean."""
         return {version: mean for mean, versions in self.means.items() for version in versions}
 
     def stored_entries(self) -> list[TensorEntry]:
@@ -253,7 +253,7 @@ def read_per_rank(
         For each name, a list with the value of each rank that saved; None for values not read.
 
     Raises:
-        CorruptionError: bytes differ from those that were saved, or a rank's values are missing.
+        CorruptionError: bytes differ from the saved bytes, or a rank's values are missing.
     """
     world = opened.manifest.world_size
     ranks = [group.rank] if world == group.size else range(world)

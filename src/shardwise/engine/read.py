@@ -30,7 +30,7 @@ def read_alone(
         threads: the number of threads.
 
     Raises:
-        CorruptionError: bytes differ from those that were saved. Some spans may have been copied.
+        CorruptionError: bytes differ from the saved bytes. Some spans may have been copied.
     """
     remaining = iter(range(len(spans)))  # shared by all threads
     failed = threading.Event()

@@ -18,7 +18,7 @@ class SharedValues(msgspec.Struct, array_like=True):
 
     Attributes:
         objects: plain values by name.
-        grouped: values that groups of parameters share, by name, as pairs of members and value.
+        grouped: for each name, pairs of parameters and the value that they share.
     """
 
     objects: dict[str, JsonValue]

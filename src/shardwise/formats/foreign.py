@@ -67,7 +67,8 @@ class Foreign:
         tensors: the entries of the tensors, which contain no pieces. The entry of a tied tensor has
             `same_as`.
         table: the pieces of all stored tensors; they cover each element exactly once.
-        replicas: further copies of pieces, whose bytes must equal those of the pieces in `table`.
+        replicas: further copies of pieces. Their bytes must equal the bytes of the pieces in
+            `table`.
         replica_names: the name of the stored array of each replica; empty if each array has the
             name of its tensor.
         averages: for each tensor that is a mean, the names of its terms. The terms are entries of

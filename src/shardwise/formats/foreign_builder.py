@@ -298,7 +298,7 @@ class _Encoder:
         name: the name of the value, for messages.
         arrays: the stored arrays in the value, by name.
         contents: the numpy arrays in the value, by name.
-        stored: the stored array of each meta tensor, by the id of the meta tensor.
+        stored: for the id of each meta tensor, its stored array.
     """
 
     name: str
@@ -369,7 +369,7 @@ def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line for each name whose values differ between ranks.
 
     Args:
-        ranks: the values of each rank, by name. Readers take the values of the first rank.
+        ranks: for each rank, its values by name. Readers take the values of the first rank.
     """
     lines = []
     for name in dict.fromkeys(name for values in ranks for name in values):

@@ -74,7 +74,7 @@ def merge_ranks(
 
 @dataclass(slots=True)
 class _Merger:
-    """Walks the states of all ranks at once.
+    """Walks the states of all ranks together.
 
     The walk replaces a global tensor by a `StoredArray` with a negative file index, which
     identifies its shards. `place_shards` then replaces these arrays by the shards.

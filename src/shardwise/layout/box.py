@@ -120,7 +120,7 @@ class Plane:
 
 
 def plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
-    """Return the plane to draw: the first two split dimensions, or the first unsplit ones.
+    """Return the plane to draw: the first two split dimensions, or else the first dimensions.
 
     If more dimensions are split, the plane shows the boxes at offset 0 in the others.
     """

@@ -73,7 +73,7 @@ def _within_row(index: int, shape: tuple[int, ...], start: int, stop: int) -> li
 
 
 def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
-    """Return the boxes of many ranges at once. Empty ranges have no boxes.
+    """Return the boxes of many ranges. Empty ranges have no boxes.
 
     Args:
         shapes: the shape of each range's tensor, `(n, D)`, padded on the right with 1.

@@ -1,4 +1,4 @@
-"""Find the common parts of two lists of boxes, for all tensors at once."""
+"""Find the common parts of two lists of boxes, for all tensors in one call."""
 
 from __future__ import annotations
 

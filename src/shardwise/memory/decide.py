@@ -210,7 +210,7 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
 
 
 def _free_replaced(run: RunView) -> Iterator[Free]:
-    """Yield actions that free the snapshots and saves that newer ones have replaced."""
+    """Yield actions that free replaced snapshots and saves."""
     newest = run.newest_committed
     if newest is None:
         return
@@ -341,7 +341,7 @@ def superseded_places(
         step: the step; None for the beginning.
         lineage: the lineage before this resumption.
         nodes: the nodes that the run is resumed on.
-        slots: how many snapshots to keep.
+        slots: the number of snapshots to keep.
     """
     valid = [
         each

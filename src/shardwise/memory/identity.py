@@ -1,7 +1,7 @@
 """The name, secret, port and address of a node's agent.
 
-The name, the secret and the port are stored in the home, so that the next agent has the same ones:
-other nodes and older records refer to them.
+The name, the secret and the port are stored in the home, so that they are the same for the next
+agent: other nodes and older records refer to them.
 """
 
 from __future__ import annotations

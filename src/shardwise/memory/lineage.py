@@ -4,7 +4,7 @@ An epoch is the time between two resumptions of a run: the first epoch is 0, and
 begins the next epoch. Each save records its epoch. A run that resumes from step 20 supersedes the
 steps after 20 of all earlier epochs, because it will compute these steps again.
 
-The lineage of a run is the list of its resumptions. It tells for each save, by its step and epoch,
+The lineage of a run is the list of its resumptions. For the step and epoch of any save, it tells
 whether the run has superseded the save.
 """
 

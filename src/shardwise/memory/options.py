@@ -74,29 +74,30 @@ class Memory:
     Args:
         snapshot_every: take a snapshot at steps that are a multiple of this. 0: only at steps that
             are saved to the root.
-        slots: how many committed snapshots to keep. Each rank needs memory for one more, which is
-            being written.
+        slots: the number of committed snapshots to keep. Each rank needs memory for one more, which
+            is being written.
         overlap: let `save` return before the copy is complete. The next step of each optimizer in
             the state waits for the copy. Anything else that changes the state (buffers in a
             forward pass, parameter averages) must call `handle.staged()` first.
         dir: the directory for snapshots on each node: a memory file system, or a local directory.
-        copies: how many other nodes store a copy of each node's data.
-        parity: how many nodes of a group may be lost at once. Parity takes
+        copies: the number of other nodes that store a copy of each node's data.
+        parity: the number of nodes of a group that may be lost. Parity takes
             `parity / (group - parity)` of the memory of the data. Use either copies or parity.
         group: the largest number of nodes that protect each other by parity.
         domain: the failure domain of this node, for example its rack. None: the node itself.
-        interface: where this node's agent serves other nodes: an address, or the name of a network
-            interface such as "eth0". None: if the run has several hosts, the network of the
+        interface: the address at which this node's agent serves other nodes, or the name of a
+            network interface such as "eth0". None: if the run has several hosts, the network of the
             process group's rendezvous; otherwise only this host. An agent that is already running
             must serve that address.
         tls: certificates for encrypted connections between nodes. None: unencrypted.
         start_agent: start an agent if none runs. If False, wait for one that you start.
         rescue: if a trainer ends without closing its Checkpointer, the agents persist the newest
             snapshot at once.
-        budget: how many bytes per second an agent may copy to storage. None: no limit.
-        when_full: what to do if all slots are taken: "skip" the snapshot, or "wait" for a slot. A
+        budget: the largest number of bytes per second that an agent copies to storage. None: no
+            limit.
+        when_full: the reaction if all slots are taken: "skip" the snapshot, or "wait" for a slot. A
             save that is to be persisted always waits, and fails if no slot becomes free.
-        wait: how many seconds to wait for a slot, and for a node that does not answer.
+        wait: the seconds to wait for a slot, and for a node that does not answer.
 
     Raises:
         TypeError: a number is not an integer.

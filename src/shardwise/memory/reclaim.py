@@ -82,7 +82,7 @@ def _open_retention_requests(names: Collection[str]) -> set[str]:
 
 
 def free_replaced(place: Place) -> None:
-    """Free a snapshot that newer ones have replaced, and slots that are no longer needed.
+    """Free a replaced snapshot, and slots that are no longer needed.
 
     Raises:
         SnapshotInUse: the snapshot is in use. It is marked as abandoned.

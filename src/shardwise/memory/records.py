@@ -168,10 +168,10 @@ class Protect(msgspec.Struct, frozen=True, kw_only=True):
     """A request to store copies or parity for other nodes.
 
     Attributes:
-        protection: which nodes protect which files.
+        protection: the groups of nodes that protect each other's files.
         nodes: the agents of all nodes of the save.
         wait: seconds to wait for a node that does not answer.
-        rings: how many of the groups in `protection`, from the first, are rings.
+        rings: the number of rings. The first groups in `protection` are rings.
     """
 
     save_id: str
@@ -202,8 +202,8 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """Why this node tries a stage again. The record is removed when the stage ends on this node.
 
     Attributes:
-        failure: why the last attempt failed.
-        since: when the first attempt failed, in seconds since 1970.
+        failure: the reason why the last attempt failed.
+        since: the time when the first attempt failed, in seconds since 1970.
         attempts: the number of failed attempts.
     """
 
@@ -226,7 +226,7 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seconds: the duration of the stage.
         bytes: the bytes that were processed.
-        failure: why the stage failed; "" if it succeeded.
+        failure: the reason why the stage failed; "" if it succeeded.
         node: the name of the node that wrote the record.
         bytes_held, bytes_total: as in `PendingManifest`.
         files: the number of files of the snapshot.

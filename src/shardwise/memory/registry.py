@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, rename={"info": "card", "saved_at": "at
         info: the address of its agent, with a token for this run only, or "" as the token.
         run: the run's id.
         epoch: the epoch of the run when the node last saved.
-        saved_at: when the node last saved, in seconds since 1970.
+        saved_at: the time of the node's last save, in seconds since 1970.
     """
 
     info: AgentInfo

@@ -43,7 +43,7 @@ class Stage:
 
     Attributes:
         outcome: the result for the cluster; None until the stage has ended on all nodes.
-        ended_at: when this node received the outcome, in seconds since 1970.
+        ended_at: the time when this node received the outcome, in seconds since 1970.
     """
 
     state: State
@@ -103,11 +103,11 @@ class SnapshotView:
 
     Attributes:
         names: the names of all files.
-        saves: the saves, by id.
+        saves: for each save id, the save.
         committed_save: the id of the save that the manifest belongs to; None if there is no
             manifest, "" if the manifest is damaged.
-        staged_at: when a rank of this node last staged a file, in seconds since 1970; None if no
-            rank has staged a file.
+        staged_at: the time when a rank of this node last staged a file, in seconds since 1970; None
+            if no rank has staged a file.
     """
 
     place: Place
@@ -145,7 +145,7 @@ class RootView:
     """What the root of a run contained when the agent last read it.
 
     Attributes:
-        read_at: when the agent read the root, on the observer's clock.
+        read_at: the time, on the observer's clock, when the agent read the root.
         is_reachable: whether the root could be read.
         lineage: the lineage of the run; None if the root was removed, or belongs to another run.
         newest_step: the newest step in the root; None if the root has no step.

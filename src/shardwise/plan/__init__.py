@@ -1,1 +1,1 @@
-"""Plans: which rank moves which bytes. Functions over lists, without I/O or communication."""
+"""Decides which rank moves which bytes: functions over lists, without I/O or communication."""

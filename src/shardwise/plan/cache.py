@@ -30,7 +30,7 @@ class RankPlan:
 
 @dataclass(slots=True)
 class PlanCache:
-    """Plans of earlier saves, by the fingerprint of the descriptions of all ranks.
+    """Plans of earlier saves. The key is the fingerprint of the descriptions of all ranks.
 
     The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
     structure is planned again. A plan does not depend on addresses of tensors in memory. A save

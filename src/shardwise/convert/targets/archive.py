@@ -71,7 +71,7 @@ class FileBuilder:
         self.size += size_of(segment)
 
     def add_with_checksum(self, part: TensorPart) -> int:
-        """Append a nonempty part. Return the index of its checksum among those of the file."""
+        """Append a nonempty part. Return the index of its checksum in the checksums of the file."""
         if self._checksum_boundaries[-1:] != [self.size] and self.size:
             self._checksum_boundaries.append(self.size)
         self.add(part)
@@ -94,7 +94,7 @@ class _Entry:
     Attributes:
         header: offset of the entry's header in the archive, in bytes.
         known_crc: checksum of the content, if `sum_index` is None.
-        sum_index: index of the checksum among those of the file.
+        sum_index: index in the checksums of the file.
     """
 
     name: bytes

@@ -90,7 +90,7 @@ class _TrainingState:
     groups: list[dict[str, Any]]
 
     def parameter_names(self) -> list[str]:
-        """Return the names of all parameters; tied ones once."""
+        """Return the names of all parameters. Tied parameters are listed once."""
         return [name for group in self.groups for name in group[PARAM_NAMES]]
 
     def has_shape_of_weight(self, name: str, key: str) -> bool:

@@ -103,7 +103,7 @@ def add_torch_file(file: FileBuilder, value: Any, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TorchPickle:
-    """A pickle, and the contents of the storages that it refers to by index."""
+    """A pickle, and the contents of its storages. The pickle refers to storages by index."""
 
     data: bytes
     storages: Sequence[TensorPart | bytes]

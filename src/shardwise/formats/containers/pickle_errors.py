@@ -1,4 +1,4 @@
-"""The errors of reading pickles: what is wrong with a pickle, where, and what to do."""
+"""The errors of reading pickles. Messages give the problem, its position and a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UnsupportedValueError(FormatError):
     """The pickle is intact, but contains a value that is not read.
 
     Attributes:
-        remedy: what the user can do.
+        remedy: an action that the user can take.
     """
 
     def __init__(

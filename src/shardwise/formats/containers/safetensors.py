@@ -28,9 +28,9 @@ class Header:
     """The header of a safetensors file.
 
     Attributes:
-        arrays: the arrays by name.
-        metadata: text by key.
-        left_out: the reason for each array that is left out, by name.
+        arrays: for each name, its array.
+        metadata: the metadata: text for each key.
+        left_out: for the name of each array that is left out, the reason.
     """
 
     arrays: Mapping[str, StoredArray]

@@ -1,4 +1,4 @@
-"""Specifications: how the arrays of all ranks make up global tensors. See docs/language.md."""
+"""Specifications say how the arrays of all ranks make up global tensors. See docs/language.md."""
 
 from shardwise.formats.language.apply import apply_spec
 from shardwise.formats.language.parser import parse

@@ -103,7 +103,7 @@ def _group_arrays(
     target: Target,
     declared: Mapping[str, NumberOrList],
 ) -> list[ArrayGroup]:
-    """Group a rule's arrays by shape; report those whose shape does not fit."""
+    """Group a rule's arrays by shape. Report arrays whose shape does not fit."""
     rows = collector.matches.rows[rule_index]
     catalogue = collector.catalogue
     positions = collector.positions(rule_index)
@@ -209,7 +209,7 @@ def _add_flat_boxes(
     """Add the boxes of one tensor of a flat rule; return the number of its elements.
 
     Args:
-        array_starts: where each array begins, in elements from the start of the tensor.
+        array_starts: the offset of each array in the tensor, in elements.
     """
     rows = collector.matches.rows[rule_index]
     dimension_map, sizes = _map_flat_array(collector, rule, target, declared)

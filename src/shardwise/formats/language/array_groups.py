@@ -77,7 +77,7 @@ class ArrayGroup:
     Attributes:
         rows: rows of the catalogue; repeated for an array that is part of several tensors.
         positions: the position of each array along each indexed axis.
-        dimension_map: how the dimensions of the arrays become those of the tensor.
+        dimension_map: maps dimensions of the arrays to dimensions of the tensor.
         sizes: the sizes of all axes.
         strides: the strides of the arrays, in elements.
         tensor: the index of each array's tensor.
@@ -150,7 +150,7 @@ def resolve_ragged_axes(
     """Find where shares of ragged axes begin, and split groups by the sums of the shares.
 
     Args:
-        declared: shares that the rule declares, by axis.
+        declared: for each axis, the shares that the rule declares.
         report: receives the index of a tensor and a description of its problem.
     """
     axes = {axis.name: axis for group in groups for axis in group.dimension_map.ragged_axes}

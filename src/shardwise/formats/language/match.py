@@ -1,4 +1,4 @@
-"""Matching: which rule applies to each stored array, and the sizes and numbers that follow."""
+"""Finds the rule that applies to each stored array, and the sizes and numbers that follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Matches:
 
     Attributes:
         rows: rows for each rule, in the order of the specification.
-        captured: for each rule, captured texts by the index of the array's name.
+        captured: for each rule, a dict from the index of an array's name to its captured texts.
         unmatched: rows that no rule matches.
     """
 
@@ -182,7 +182,7 @@ def evaluate_lets(spec: Spec, given: Mapping[str, int]) -> dict[str, NumberOrLis
     """Return the numbers and lists that `let` declares.
 
     Args:
-        given: numbers from the caller, which override the declared ones.
+        given: numbers from the caller, which override declared numbers.
 
     Raises:
         MismatchError: a number has no value, or the caller gives one that is not declared.

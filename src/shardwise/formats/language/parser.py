@@ -338,7 +338,7 @@ def _read_factor(scanner: Scanner, literals: Counter[str], depth: int) -> AxisEx
     """Read an axis, a number, or a sum of products in parentheses.
 
     Args:
-        literals: how often the shape contains each number and `_` so far.
+        literals: for each number and `_`, its count in the shape so far.
     """
     position = scanner.position
     if depth > MOST_DEPTH:
@@ -358,7 +358,7 @@ def _read_factor(scanner: Scanner, literals: Counter[str], depth: int) -> AxisEx
 
 
 def _unique_literal(text: str, literals: Counter[str]) -> str:
-    """Return a name that distinguishes a literal from equal ones: `128'0`, `128'1`."""
+    """Return a name that distinguishes a literal from equal literals: `128'0`, `128'1`."""
     literals[text] += 1
     return f"{text}'{literals[text] - 1}"
 

@@ -161,7 +161,8 @@ class Rule:
         flat_axes: axes of the ranks that divide the flattened tensors.
         average_axes: axes of the ranks over which the tensor is the mean.
         dtype: the required dtype of the arrays, if any.
-        coordinates: coordinates of the ranks to which the rule applies, by axis, from `on`.
+        coordinates: from `on`: for each axis, the coordinate of the ranks to which the rule
+            applies.
         position: the index of the rule's first character in the text.
     """
 
@@ -242,7 +243,7 @@ class Spec:
         return frozenset(name for name, _ in self.ranks)
 
     def numeric_captures(self) -> frozenset[str]:
-        """Return the captures that are numbers: those used as an axis or in arithmetic."""
+        """Return the captures that are used as an axis or in arithmetic, and so are numbers."""
         used: set[str] = set()
         for rule in self.rules:
             if isinstance(rule, Rule):
@@ -269,7 +270,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class DimensionMap:
-    """How the dimensions of a stored array become those of a global tensor.
+    """Maps the dimensions of a stored array to the dimensions of a global tensor.
 
     Attributes:
         array_dims: the dimensions of the stored array.
@@ -295,7 +296,7 @@ class DimensionMap:
 
 
 def map_dimensions(spec: Spec, rule: Rule, target: Target, ellipsis_dims: int) -> DimensionMap:
-    """Return how the dimensions of a rule's arrays become those of a target.
+    """Map the dimensions of a rule's arrays to the dimensions of a target.
 
     Args:
         ellipsis_dims: the number of dimensions in place of `...`.

@@ -80,8 +80,8 @@ class _Shard:
     """The content of a file.
 
     Attributes:
-        arrays: arrays by name.
-        left_out: the reason why a name was left out, by name.
+        arrays: for each name, its array.
+        left_out: for each name that was left out, the reason.
         removed_ties: names of tied tensors that were removed when the file was written, and the
             names of the tensors that they were tied to.
     """

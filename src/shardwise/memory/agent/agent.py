@@ -44,7 +44,7 @@ class Agent:
         observer: the observer of the node. The caller holds the agent's lock.
         performers: the function that performs each kind of action.
         before_observing: a function to call before each observation.
-        periods: how long to wait before memory is freed.
+        periods: the times to wait before memory is freed.
     """
 
     def __init__(

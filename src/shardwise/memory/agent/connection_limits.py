@@ -34,7 +34,7 @@ class Unauthenticated:
     """The connections on which the client has not presented the secret yet.
 
     Each connection is closed after a few seconds. If there are too many, the oldest is closed:
-    clients that know the secret present it at once.
+    clients that know the secret present it immediately.
 
     Args:
         most: the largest number of such connections.
@@ -142,7 +142,7 @@ async def serving(
         listener: the listening socket. It is closed at the end.
         tls: certificate and key for https; None for http.
         idle_timeout: seconds until a connection without a complete request is closed.
-        most: the largest number of connections. Further connections are closed at once. At
+        most: the largest number of connections. Further connections are closed immediately. At
             most half of the connections may be unauthenticated.
         errors: the logger for requests that cannot be answered.
     """

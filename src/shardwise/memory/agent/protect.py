@@ -100,7 +100,7 @@ def protect_others(
 
     Raises:
         StoreError: a node does not answer, and its data is needed.
-        CorruptionError: the bytes of a node differ from those that it sealed.
+        CorruptionError: the bytes of a node differ from the bytes that it sealed.
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}

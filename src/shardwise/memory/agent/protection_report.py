@@ -26,7 +26,7 @@ class PartProtection:
 
     Attributes:
         kind: "copies" or "parity".
-        survives: how many of `nodes` can be lost without loss of the part.
+        survives: the number of `nodes` that can be lost without loss of the part.
         nodes: the nodes that store the part, its copies or its parity.
     """
 
@@ -43,8 +43,8 @@ class TensorStatus:
         name: the name of the tensor.
         bytes: the size of the tensor.
         nodes: the nodes that store its parts.
-        survives: how many nodes can be lost, in any combination, without loss of the tensor; 0 if
-            a part is not protected.
+        survives: the number of nodes that can be lost, in any combination, without loss of the
+            tensor; 0 if a part is not protected.
         protections: the distinct protections of its parts.
     """
 

@@ -33,7 +33,8 @@ class StageStatus:
     Attributes:
         state: "done", "under way" or "failed"; "" if the stage was not requested.
         seconds: from staging until the stage ended, or until now; None if unknown.
-        failure: why the stage failed; or, if the agent tries it again, why the last attempt failed.
+        failure: the reason why the stage failed; or why the last attempt failed, if the agent
+            retries.
     """
 
     state: str = ""

@@ -112,7 +112,7 @@ def write_parity(
 
 
 def parity_stripes(group: ProtectionGroup, index: int) -> list[Stripe]:
-    """Return the stripes whose parity a member stores, by the number of the parity chunk."""
+    """Return, for the number of each parity chunk that a member stores, its stripe."""
     stripes = group.stripes()
     return [stripes[index_of_parity_stripe(index, q, len(stripes))] for q in range(group.parity)]
 

@@ -108,8 +108,8 @@ class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         members: the nodes. Stripes refer to them by their index here.
-        copies: how many of the next nodes in the ring store a copy of each node's files.
-        parity: how many members may be lost thanks to parity; 0 without parity.
+        copies: the number of next nodes in the ring that store a copy of each node's files.
+        parity: the number of members that may be lost thanks to parity; 0 without parity.
         chunk: size of a chunk in bytes; 0 without parity.
         name: the name of the group, unique within a protection.
 
@@ -192,8 +192,8 @@ def form_groups(
     Args:
         members: all nodes of the snapshot.
         save_id: the id of the save to protect.
-        copies: how many other nodes store a copy of each node's files.
-        parity: how many nodes of a group may be lost.
+        copies: the number of other nodes that store a copy of each node's files.
+        parity: the number of nodes of a group that may be lost.
         group_size: the largest size of a group. If `copies` or `parity` needs larger groups, groups
             are larger.
 

@@ -45,7 +45,7 @@ class Rebuilder:
     file again. Several threads may call `read`.
 
     Args:
-        protection: which nodes protect which.
+        protection: the groups of nodes that protect each other.
         read_range: reads data and parity files of nodes.
         lost: nodes that cannot be read from.
         threads: the number of threads that work on one call of `read`.
@@ -231,7 +231,7 @@ def unreadable_files(protection: Protection, stored: Mapping[str, Collection[str
     """Return the data files that can neither be read from a node nor decoded.
 
     Args:
-        protection: which nodes protect which.
+        protection: the groups of nodes that protect each other.
         stored: for each live node, the names of its complete files: its own data files, copies of
             others', and parity.
     """

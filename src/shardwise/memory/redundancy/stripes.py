@@ -40,7 +40,7 @@ _ALIGNMENT = 16  # pyeclib pads its fragments to a multiple of this many bytes
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """The nodes that hold the chunks of a stripe, by their index in the group.
+    """The indices, in the group, of the nodes that hold the chunks of a stripe.
 
     Attributes:
         data: at index `f`, the node whose data chunk `f` belongs to the stripe.
@@ -93,7 +93,7 @@ class Code(Protocol):
     """An erasure code for stripes with `k` data chunks.
 
     Attributes:
-        window: how many chunks `recover` needs in memory at the same time.
+        window: the number of chunks that `recover` needs in memory at the same time.
     """
 
     window: int

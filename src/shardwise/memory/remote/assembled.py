@@ -59,7 +59,7 @@ class AssembledStore:
     """A read-only store of the files of an assembly.
 
     Args:
-        assembly: where each file is. Files of this node are read here.
+        assembly: the nodes that have each file. Files of this node are read locally.
         run: the directories of the run on this node.
         node: the name of this node.
         tls: certificates for connections to other nodes.

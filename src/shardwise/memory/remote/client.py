@@ -107,7 +107,7 @@ class AgentClient:
             connection.close()
 
     def abort(self) -> None:
-        """Make requests in progress and all later ones fail at once. Any thread may call this."""
+        """Make requests in progress and all later requests fail. Any thread may call this."""
         with self._lock:
             self._aborted = True
             for connection in self._busy:

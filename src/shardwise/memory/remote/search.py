@@ -39,7 +39,7 @@ class NodeFiles(msgspec.Struct, array_like=True):
 
     Attributes:
         node: the name of the node.
-        steps: name and size in bytes of each file, by step.
+        steps: for each step, the name and size in bytes of each file.
         known_nodes: the agents of the nodes that this node knows.
         has_removed: whether this node has just removed damaged files.
     """

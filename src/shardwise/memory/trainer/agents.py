@@ -142,7 +142,7 @@ class _Checks:
     """The repeated checks of the agent.
 
     Attributes:
-        failure: why the agent is no longer restarted; "" if it is.
+        failure: the reason why the agent is no longer restarted; "" if it is restarted.
     """
 
     def __init__(self, home: Home, options: Memory) -> None:

@@ -316,7 +316,7 @@ class PendingSaves:
         self._saves: list[PendingSave] = []
 
     def add(self, save: PendingSave) -> None:
-        """Add a save, and forget those that have succeeded."""
+        """Add a save, and forget the saves that have succeeded."""
         self._saves = [*(each for each in self._saves if not each.has_succeeded()), save]
 
     def raise_failure(self) -> None:

@@ -119,7 +119,7 @@ class Snapshots:
 
         Args:
             make_save: returns this rank's save; its store is the place of the step in storage.
-            policy: what happens to the snapshot in storage.
+            policy: whether to persist the snapshot, and the rules for older checkpoints.
             plan_cache: plans of earlier saves.
             recorder: measures the stages.
 
@@ -185,7 +185,8 @@ class Snapshots:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
         Raises:
-            ShardwiseError: on all ranks: the memory of a node is too small; says what is needed.
+            ShardwiseError: on all ranks: the memory of a node is too small; says how much is
+                needed.
         """
         form, group = self._rings.form, self._group
         planned = plan_together(

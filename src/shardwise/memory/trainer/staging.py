@@ -143,7 +143,7 @@ class Staging:
         """Allocate slots for parts like this one, and return the bytes allocated.
 
         Raises:
-            StoreError: there is not enough memory; says what is needed.
+            StoreError: there is not enough memory; says how much is needed.
         """
         self._wait_for_copy()
         self._streams.begin(frozenset() if source is None else source.devices)

@@ -64,8 +64,9 @@ class Metadata:
     Attributes:
         tensors: tensors by name.
         values: names of the values that are not tensors.
-        items: items by name and by the offset of the chunk, which is None for values.
-        paths: the path in the saved state by name, if known.
+        items: for each pair of a name and the offset of a chunk, the item. The offset of values is
+            None.
+        paths: for each name, its path in the saved state, if known.
         extra_fields: further fields, which formats built on DCP add.
     """
 

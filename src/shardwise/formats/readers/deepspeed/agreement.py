@@ -123,7 +123,7 @@ def _require_equal(
     Args:
         subject: the value and a verb, for the message: "global_steps is".
         values: the path and the value of each file.
-        problem: what different values mean: "from different steps".
+        problem: a phrase for the message if values differ: "from different steps".
     """
     by_value: dict[str, list[str]] = {}
     for path, value in values:

@@ -35,16 +35,16 @@ A model-parallel rank is `stage * tensor_parallel + tensor-parallel rank`.
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The names of the files of one tag, by the ranks that wrote them.
+    """The names of the files of one tag. The keys are the ranks that wrote them.
 
     Attributes:
         folder: the folder of the tag with a final `/`, or "".
         model: model states. The data-parallel rank is 0 if only the first one wrote a file.
         optimizer: optimizer states; empty without ZeRO.
-        layers: pipeline layers, by layer and tensor-parallel rank.
+        layers: pipeline layers. The key is (layer, tensor-parallel rank).
         experts: files of experts. The key is (layer, expert, model-parallel rank), where `layer`
             counts only the layers that have experts.
-        expert_optimizers: by expert-parallel and model-parallel rank.
+        expert_optimizers: the key is (expert-parallel rank, model-parallel rank).
         unknown: files that DeepSpeed's engine does not write.
         zero_3: whether every data-parallel rank wrote model states, as ZeRO 3 does.
     """

@@ -69,8 +69,8 @@ class AllRanks:
         path: the path of the checkpoint, for messages.
         models: the model states.
         optimizers: the optimizer states; empty without ZeRO.
-        layers: weights of pipeline layers by name, by tensor-parallel rank.
-        experts: weights of experts by name, by model-parallel rank.
+        layers: for each tensor-parallel rank, the weights of pipeline layers by name.
+        experts: for each model-parallel rank, the weights of experts by name.
         data_parallel, tensor_parallel, stages: the numbers of ranks along each axis.
         zero_3: whether ZeRO 3 divided the parameters.
         left_out: lines about content that is not read.

@@ -234,7 +234,7 @@ class _FusedRule:
         pattern: the names of the tensors.
         dim: the dimension.
         sizes: the whole widths of the parameters, or their number if the widths are equal.
-        shard_widths: for each parameter, its width on each rank; None if the ranks have equal ones.
+        shard_widths: for each parameter, its width on each rank; None if the widths are equal.
     """
 
     pattern: re.Pattern[str]

@@ -137,7 +137,7 @@ class _UndividedOptimizer:
     def to_flat_groups(
         self, group_names: Sequence[Sequence[str]], parameters: Mapping[str, Shape]
     ) -> Iterator[FlatGroup]:
-        """Return the flat groups as those of ZeRO 1 on a single data-parallel rank."""
+        """Return the flat groups in the form of ZeRO 1 on a single data-parallel rank."""
         state = OptimizerState(
             path=self.path,
             zero_3=False,

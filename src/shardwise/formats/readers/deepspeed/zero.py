@@ -77,9 +77,10 @@ class FlatGroup:
     Attributes:
         names, shapes: the parameters, in the order in which they were flattened.
         ranges: the division of the parameters among the ranks.
-        flat: the flat arrays by key of the optimizer's state; the key `MASTER` has the weights.
-        scalars: 0-d tensors of all ranks, by key.
-        numbers: plain numbers of the first rank, by key.
+        flat: for each key of the optimizer's state, the flat arrays. The key `MASTER` has the
+            weights.
+        scalars: for each key, the 0-d tensors of all ranks.
+        numbers: for each key, the plain number of the first rank.
         param_group: the index of the param group that has the hyperparameters.
         left_out: lines about state that is not read.
     """
@@ -329,7 +330,7 @@ def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
 def _check_recorded_slices(
     names: Sequence[str], ranges: FlatRanges, index: int, states: Sequence[OptimizerState]
 ) -> None:
-    """Compare the computed ranges with those that the ranks recorded, if all recorded them."""
+    """Compare the computed ranges with the recorded ranges, if all ranks recorded them."""
     if any(state.slices is None for state in states):
         return
     indices = {name: i for i, name in enumerate(names)}

@@ -39,8 +39,8 @@ class RankOptimizer:
     """The optimizer state of one rank.
 
     Attributes:
-        arrays: the arrays of each parameter, by key; the key `MASTER` has the master weight.
-        numbers: the numbers of each parameter, by key.
+        arrays: for each parameter, its arrays by key. The key `MASTER` has the master weight.
+        numbers: for each parameter, its numbers by key.
         groups: members and hyperparameters of each param group.
         values: other values, such as the gradient scaler.
         reason_unassigned: the reason why the state cannot be assigned to parameters, or "".
@@ -276,7 +276,7 @@ def _arrays_in_buffers(
 
     Args:
         saved: flat arrays of an optimizer, by number of the buffer, by dtype.
-        bucketings: the possible ones, the most likely first.
+        bucketings: the possible divisions into buckets, the most likely first.
 
     Raises:
         FormatError: the state is malformed, or does not fit these parameters.

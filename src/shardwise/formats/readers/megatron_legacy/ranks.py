@@ -50,7 +50,7 @@ class IterationFiles:
 
     Attributes:
         folder: the folder of the iteration with a final `/`, or "" if it is the place itself.
-        ranks: the paths of each rank's files, by the numbers of its directory and the file's name.
+        ranks: for the numbers of each rank's directory, the paths of its files by file name.
         others: files that no rank wrote.
     """
 

@@ -234,7 +234,7 @@ def _find_master_dtypes(
 def _rows_of_rank(
     rank: Rank, optimizer: RankOptimizer, geometry: Geometry, master_dtypes: MasterDtypes
 ) -> list[CatalogueRow]:
-    """Return the arrays of a rank, by the names that the specification has for them.
+    """Return the arrays of a rank under the names that the specification uses.
 
     The last pipeline stage of a tied model has a copy of the embedding as its output layer. It gets
     the embedding's name, so that it is compared with the embedding as a replica.
