@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,21 @@ from tests.breadth import LONG_EXAMPLES
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)
 settings.load_profile("shardwise")
+# Tests talk to servers of this machine only. Without credentials, clients would ask the network.
+os.environ.update(
+    AWS_ACCESS_KEY_ID="tests",
+    AWS_SECRET_ACCESS_KEY="not-a-secret",
+    AWS_DEFAULT_REGION="us-east-1",
+    AWS_EC2_METADATA_DISABLED="true",
+    AWS_CONFIG_FILE=os.devnull,
+    AWS_SHARED_CREDENTIALS_FILE=os.devnull,
+    AZURE_STORAGE_ACCOUNT_NAME="devstoreaccount1",
+    AZURE_STORAGE_ACCOUNT_KEY=(
+        "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    ),
+)
+for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+    os.environ.pop(name, None)
 PRELOAD = ("tests.preloaded",)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 
 from shardwise.errors import StoreError
 from shardwise.store.local import LocalStore
 from shardwise.store.store import Store
+from shardwise.store.store_url import scheme_of
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
 
 
 def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
@@ -31,7 +31,7 @@ def opens_by_name(store: Store) -> bool:
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
-    """Return the store at a directory or `file://` URL. A store is returned unchanged.
+    """Return the store at a directory or URL. A store is returned unchanged.
 
     Raises:
         StoreError: the place has another type or is not UTF-8, or the scheme of the URL is unknown.
@@ -49,13 +49,20 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         ) from error
     if path.startswith("~"):
         raise StoreError(f"{path!r}: only shells expand ~; pass os.path.expanduser({path!r})")
-    match = _SCHEME.match(path)
-    if match is None:
+    scheme = scheme_of(path)
+    if scheme is None:
         return LocalStore(path)
-    rest = path[match.end() :]
-    if match.group(1) == "file" and rest.startswith("/"):
+    rest = path[len(scheme) + 3 :]
+    if scheme == "file" and rest.startswith("/"):
         return LocalStore(rest)
-    raise StoreError(f"{path!r}: unknown scheme {match.group(0)}: use a directory, or file:///path")
+    if scheme in OBJECT_SCHEMES:
+        from shardwise.store.object_store import ObjectStore
+
+        return ObjectStore(path)
+    raise StoreError(
+        f"{path!r}: unknown scheme {scheme}://: use a directory, file:///path, or one of "
+        + ", ".join(f"{each}://" for each in OBJECT_SCHEMES)
+    )
 
 
 def resolve_links(store: Store) -> Store:

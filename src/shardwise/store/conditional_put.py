@@ -1,0 +1,118 @@
+"""Put an object only if there is none, and find out whether the server obeys this condition."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+
+from shardwise.errors import StoreError
+from shardwise.store.object_clients import Client
+from shardwise.store.object_errors import http_status, translated
+
+PUBLISH_ATTEMPTS = 5
+PAUSE_SECONDS = 0.1
+UNKNOWN_OUTCOME = (None, 404, 409, 412, 500, 502, 503, 504)
+"""HTTP statuses after which the object may exist or not; None if there was no answer."""
+
+
+def create_object(
+    client: Client, path: str, data: bytes, place: str, sleep: Callable[[float], None]
+) -> None:
+    """Put an object if there is none.
+
+    If it is unknown whether a put succeeded, the object is read. If it has the same bytes, the put
+    has succeeded: they include a random number, which no other writer uses.
+
+    Args:
+        client: the client of the bucket.
+        path: the key of the object.
+        data: its content.
+        place: its URL, for messages.
+        sleep: waits between attempts.
+
+    Raises:
+        FileExistsError: there is another object.
+        StoreError: the server did not say whether the put succeeded.
+    """
+    for attempt in range(PUBLISH_ATTEMPTS):
+        outcome = _try_to_create(client, path, data, place)
+        if outcome is None:
+            return
+        found = read_if_exists(client, path, place, limit=len(data))
+        if found == data:
+            return
+        if found is not None:
+            raise FileExistsError(errno.EEXIST, "the object exists already", place) from outcome
+        sleep(PAUSE_SECONDS * 2**attempt)
+    raise StoreError(
+        f"{place}: cannot tell whether the object was written, after {PUBLISH_ATTEMPTS} attempts; "
+        "check the storage, and try again"
+    ) from outcome
+
+
+def read_if_exists(client: Client, path: str, place: str, *, limit: int) -> bytes | None:
+    """Return an object; None if there is none; one byte of 0 if it has more than `limit` bytes."""
+    import obstore
+
+    try:
+        with translated("read", place):
+            result = obstore.get(client.open(), path)
+            return bytes(result.bytes()) if result.meta["size"] <= limit else b"\0"
+    except FileNotFoundError:
+        return None
+
+
+def check_conditions(client: Client, folder: str, place: str) -> None:
+    """Refuse a server that ignores the conditions of puts. This is done once for each client.
+
+    Args:
+        client: the client of the bucket.
+        folder: the prefix to write a small object to.
+        place: the URL of the prefix, for messages.
+
+    Raises:
+        StoreError: the server created an object twice.
+        PermissionError: this process may not write here.
+    """
+    import obstore
+
+    if client.checked_conditions:
+        return
+    name = f"probe.exclusive-{secrets.token_hex(8)}.lease"  # as a lease, it is hidden and expires
+    path = f"{folder}/{name}" if folder else name
+    try:
+        with translated("write", f"{place}/{name}"):
+            obstore.put(client.open(), path, b"1", mode="create", use_multipart=False)
+        try:
+            with translated("write", f"{place}/{name}"):
+                obstore.put(client.open(), path, b"2", mode="create", use_multipart=False)
+        except FileExistsError:
+            client.checked_conditions = True
+            return
+    finally:
+        with suppress(OSError), translated("delete", f"{place}/{name}"):
+            obstore.delete(client.open(), path)
+    raise StoreError(
+        f"{place}: this server ignores the condition 'only if the object does not exist', so that "
+        "two jobs could overwrite each other's checkpoints without noticing. Use a server with "
+        "conditional puts; or, if only one job ever writes below this URL, add single_writer=true "
+        "to its options"
+    )
+
+
+def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSError | None:
+    """Put an object conditionally. Return None if it succeeded, an error if that is unknown."""
+    import obstore
+
+    try:
+        with translated("write", place):
+            obstore.put(client.open(), path, data, mode="create", use_multipart=False)
+    except FileExistsError as error:
+        return error
+    except StoreError as error:
+        if http_status(error.__cause__ or error) not in UNKNOWN_OUTCOME:
+            raise
+        return error
+    return None

@@ -1,0 +1,272 @@
+"""Open obstore's client of a bucket: endpoint, region, credentials, time-outs and retries."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import threading
+import urllib.parse
+from datetime import datetime, timedelta, timezone
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import StoreError
+from shardwise.store.store_url import StoreUrl
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+OPTIONS = {
+    "s3": ("endpoint", "region", "profile", "virtual_hosted"),
+    "gs": ("endpoint",),
+    "az": ("endpoint", "account"),
+    "http": (),
+    "https": (),
+}
+"""The options that each scheme has, besides `COMMON_OPTIONS`."""
+COMMON_OPTIONS = (
+    "allow_http",
+    "anonymous",
+    "part_mib",
+    "requests",
+    "retry",
+    "single_writer",
+    "timeout",
+)
+EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "http": "http", "https": "http"}
+REQUEST_SECONDS = 120.0
+RETRY_SECONDS = 180.0
+MOST_RETRIES = 20
+CONNECT_SECONDS = 10.0
+CREDENTIALS_LIFETIME = timedelta(minutes=10)
+DEFAULT_REGION = "us-east-1"
+
+
+class Client:
+    """The client of one bucket. Each process opens its own, because its threads survive no fork.
+
+    Args:
+        url: the URL of the bucket; its path is ignored.
+    """
+
+    def __init__(self, url: StoreUrl) -> None:
+        self.url = url
+        self._lock = threading.Lock()
+        self._opened: tuple[int, ObjectStore] | None = None
+        self.checked_conditions = False  # whether a probe has shown that the server obeys them
+
+    def open(self) -> ObjectStore:
+        """Return obstore's client, opened in this process.
+
+        Raises:
+            StoreError: obstore is not installed, the options are wrong, no credentials were found,
+                or this process was forked from one that has used obstore.
+        """
+        pid = os.getpid()
+        if self._opened is not None and self._opened[0] == pid:
+            return self._opened[1]
+        if _first_process() != pid:
+            raise StoreError(
+                f"{self.url}: process {pid} was forked from process {_first_process()}, which had "
+                "used an object store before: its connections do not work here, and no new ones "
+                "can be opened; start processes with the method 'spawn', or fork before the first "
+                "use of the store"
+            )
+        with self._lock:
+            if self._opened is None or self._opened[0] != pid:
+                self._opened = pid, _open_client(self.url)
+            return self._opened[1]
+
+    def boto3_client(self) -> Any:
+        """Return boto3's client of the same bucket; None if the scheme is not s3, or without boto3.
+
+        Raises:
+            StoreError: the profile does not exist.
+        """
+        return _boto3_client(self.url) if self.url.scheme == "s3" else None
+
+
+@cache
+def _first_process() -> int:
+    """Return the id of the process that first used obstore, whose threads a fork does not copy."""
+    return os.getpid()
+
+
+def _open_client(url: StoreUrl) -> ObjectStore:
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise StoreError(
+            f"{url}: {url.scheme}:// needs the package obstore: "
+            f"pip install 'shardwise[{EXTRAS[url.scheme]}]'"
+        ) from error
+    retry = _retry_config(url)
+    skip_signature = url.is_set("anonymous")
+    endpoint = url.options.get("endpoint")
+    if url.scheme == "s3":
+        return _open_s3(url)
+    if url.scheme == "gs":
+        given = {"base_url": endpoint} if endpoint else {}
+        return obstore.store.GCSStore(
+            url.host,
+            client_options=_client_options(url, endpoint),
+            retry_config=retry,
+            skip_signature=skip_signature,
+            **given,  # type: ignore[arg-type]
+        )
+    if url.scheme == "az":
+        given = {"endpoint": endpoint} if endpoint else {}
+        if "account" in url.options:
+            given["account_name"] = url.options["account"]
+        return obstore.store.AzureStore(
+            url.host,
+            client_options=_client_options(url, endpoint),
+            retry_config=retry,
+            skip_signature=skip_signature,
+            **given,  # type: ignore[arg-type]
+        )
+    server = f"{url.scheme}://{url.host}"
+    return obstore.store.HTTPStore(
+        server, client_options=_client_options(url, server), retry_config=retry
+    )
+
+
+def _open_s3(url: StoreUrl) -> ObjectStore:
+    """Open a bucket as AWS's own tools do: boto3 finds the credentials, region and endpoint.
+
+    Without boto3, obstore finds them itself, except for profiles.
+    """
+    from obstore.store import S3Store
+
+    endpoint, region = url.options.get("endpoint"), url.options.get("region")
+    config: dict[str, Any] = {"skip_signature": url.is_set("anonymous")}
+    client = _boto3_client(url)
+    if client is not None:
+        host = urllib.parse.urlsplit(client.meta.endpoint_url).hostname or ""
+        if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+            endpoint = client.meta.endpoint_url
+        region = region or client.meta.region_name
+        if not url.is_set("anonymous"):
+            config["credential_provider"] = _Credentials(url)
+    config["region"] = region if region and region != "aws-global" else DEFAULT_REGION
+    if endpoint:
+        config["endpoint"] = endpoint
+        config["virtual_hosted_style_request"] = url.is_set("virtual_hosted")
+    # Over TLS, a checksum of each body for its signature would only cost time.
+    config["unsigned_payload"] = not (endpoint or "https:").startswith("http:")
+    return S3Store(
+        url.host,
+        client_options=_client_options(url, endpoint),
+        retry_config=_retry_config(url),
+        **config,
+    )
+
+
+class _Credentials:
+    """The credentials that boto3 finds, which obstore asks for again before they expire."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._found = _boto3_session(url).get_credentials()
+        self.config: dict[str, str] = {}
+        if self._found is None:
+            raise StoreError(
+                f"{url}: no credentials for S3 were found: set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, name a profile of ~/.aws in the URL (?profile=NAME), run "
+                "on an instance with a role, or read a public bucket with ?anonymous=true"
+            )
+
+    def __call__(self) -> dict[str, object]:
+        frozen = self._found.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(timezone.utc) + CREDENTIALS_LIFETIME,
+        }
+
+
+def _boto3_session(url: StoreUrl) -> Any:
+    """Return a boto3 session; None without boto3."""
+    profile = url.options.get("profile")
+    try:
+        import boto3
+        import botocore.exceptions
+    except ImportError as error:
+        if profile is None:
+            return None
+        raise StoreError(
+            f"{url}: profiles need the package boto3: pip install 'shardwise[s3]'"
+        ) from error
+    try:
+        return boto3.Session(profile_name=profile)
+    except botocore.exceptions.BotoCoreError as error:
+        raise StoreError(f"{url}: {error}; check ~/.aws/config and the option profile") from error
+
+
+def _boto3_client(url: StoreUrl) -> Any:
+    """Return boto3's S3 client; None without boto3."""
+    session = _boto3_session(url)
+    if session is None:
+        return None
+    import botocore.config
+    import botocore.exceptions
+
+    config = botocore.config.Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=CONNECT_SECONDS,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    if url.is_set("anonymous"):
+        config = config.merge(botocore.config.Config(signature_version=botocore.UNSIGNED))
+    try:
+        return session.client(
+            "s3",
+            endpoint_url=url.options.get("endpoint"),
+            region_name=url.options.get("region"),
+            config=config,
+        )
+    except (botocore.exceptions.BotoCoreError, ValueError) as error:
+        raise StoreError(
+            f"{url}: {error}; check the endpoint, the region and ~/.aws/config"
+        ) from error
+
+
+def _client_options(url: StoreUrl, endpoint: str | None) -> ClientConfig:
+    """Return time-outs, and whether plain http is allowed.
+
+    Raises:
+        StoreError: the endpoint is plain http on another machine, and `allow_http` is not set.
+    """
+    is_plain = endpoint is not None and endpoint.lower().startswith("http:")
+    if is_plain and not url.is_set("allow_http") and not _is_loopback(endpoint or ""):
+        raise StoreError(
+            f"{url}: {endpoint} is not encrypted: use https, or add allow_http=true to the options "
+            "if you trust the network"
+        )
+    return {
+        "allow_http": is_plain,
+        "timeout": timedelta(seconds=url.number("timeout", REQUEST_SECONDS, smallest=0.1)),
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+    }
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urllib.parse.urlsplit(endpoint).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _retry_config(url: StoreUrl) -> RetryConfig:
+    seconds = url.number("retry", RETRY_SECONDS, smallest=0.0)
+    return {
+        "max_retries": MOST_RETRIES if seconds else 0,
+        "retry_timeout": timedelta(seconds=seconds),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=15),
+            "base": 2,
+        },
+    }

@@ -1,0 +1,92 @@
+"""Translate the errors of obstore: what failed, where, why, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.errors import StoreError
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
+_LONGEST_REASON = 300
+
+
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status in an error of obstore; None if the server did not answer."""
+    match = _STATUS.search(str(error))
+    return int(match.group(1)) if match else None
+
+
+@contextmanager
+def translated(action: str, place: str) -> Iterator[None]:
+    """Translate the errors of obstore in the block.
+
+    Args:
+        action: what is done, such as `read`, for the message.
+        place: the URL of the object.
+
+    Raises:
+        FileNotFoundError: the object does not exist.
+        FileExistsError: the object exists, or a condition of the request does not hold.
+        PermissionError: the credentials are missing or expired, or do not allow the request.
+        StoreError: anything else.
+    """
+    try:
+        yield
+    except (StoreError, FileExistsError, PermissionError):
+        raise
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise _store_error(action, place, error) from error
+        raise FileNotFoundError(errno.ENOENT, "no such object", place) from error
+    except Exception as error:
+        if not type(error).__module__.startswith("obstore") and not isinstance(error, OSError):
+            raise
+        raise _translate(action, place, error) from error
+
+
+def _translate(action: str, place: str, error: Exception) -> OSError:
+    kind = type(error).__name__
+    if kind in ("AlreadyExistsError", "PreconditionError"):
+        return FileExistsError(errno.EEXIST, "the object exists already", place)
+    code = _CODE.search(str(error))
+    if code is not None and code[1] in _EXPIRED:
+        return PermissionError(
+            errno.EACCES, f"cannot {action}: the credentials have expired; renew them", place
+        )
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or http_status(error) == 401:
+        return PermissionError(
+            errno.EACCES,
+            f"cannot {action}: the server denies access ({code[1] if code else kind}); check the "
+            "credentials, and that they allow to list, read, write and delete below this URL",
+            place,
+        )
+    return _store_error(action, place, error)
+
+
+def _store_error(action: str, place: str, error: Exception) -> StoreError:
+    text = str(error)
+    if "NoSuchBucket" in text or "ContainerNotFound" in text:
+        advice = "the bucket does not exist: create it, or correct the URL"
+    elif "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
+        advice = "the bucket is in another region: add region=NAME to the options of the URL"
+    elif http_status(error) == 501:
+        advice = (
+            "the server does not know this request; if it is a conditional put and only one "
+            "process writes, add single_writer=true to the options of the URL"
+        )
+    elif http_status(error) is None:
+        advice = "the server did not answer: check the endpoint and the network"
+    else:
+        advice = "the server refused the request, also when it was repeated"
+    return StoreError(f"{place}: cannot {action}: {advice} ({_reason(text)})")
+
+
+def _reason(text: str) -> str:
+    """Return the first part of an error of obstore, which goes on with nested types."""
+    first = " ".join(text.partition("Debug source:")[0].split())
+    return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"

