@@ -271,36 +271,35 @@ def apply_retention(
     Returns:
         The steps that were removed, ascending.
     """
-    steps = [s for s in committed_steps(root) if s <= newest and s not in damaged]
+    committed = committed_steps(root)
+    steps = [step for step in committed if step <= newest and step not in damaged]
     if keep.needs_manifests:
         checkpoints = _read_infos(root, steps)
     else:
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
     to_remove = takewhile(lambda _: should_continue(), (s for s in steps if s not in kept))
-    grace = root.reading_grace > 0.0
+    at_once = root.reading_grace == 0.0
     removed = [
         step
         for step in to_remove
-        if remove_checkpoint(root.at(step_directory(step)), at_once=not grace)
+        if remove_checkpoint(root.at(step_directory(step)), at_once=at_once)
     ]
-    if grace and should_continue():
-        _remove_files_of_removed(root, newest)
+    if not at_once and should_continue():
+        _remove_files_of_removed(root, newest, committed)
     return removed
 
 
-def _remove_files_of_removed(root: Store, newest: int) -> None:
-    """Remove the files of checkpoints up to `newest` that were removed long enough ago."""
-    committed = set(committed_steps(root))
-    found = {name: step_of_directory(name) for name in root.list()}
-    remove_leftovers_below(
-        root,
-        [
-            name
-            for name, step in found.items()
-            if step is not None and step < newest and step not in committed
-        ],
-    )
+def _remove_files_of_removed(root: Store, newest: int, committed: Sequence[int]) -> None:
+    """Remove the files of checkpoints that were removed long enough ago.
+
+    Args:
+        newest: the files of newer steps stay.
+        committed: the steps with a manifest, and those that were just removed.
+    """
+    steps = [step for name in root.list() if (step := step_of_directory(name)) is not None]
+    older = [step for step in steps if step < newest and step not in set(committed)]
+    remove_leftovers_below(root, [step_directory(step) for step in older])
 
 
 def remove_checkpoint(store: Store, *, at_once: bool = True) -> bool:

@@ -82,7 +82,7 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
         assert looking.enter_context(store.hold(lock_file(SAVE), shared=False))
         deadline = Deadline(10.0, sleep=lambda seconds: looking.close())
         with (
-            lock_for_publishing(pending, deadline),
+            lock_for_publishing(pending, LocalStore(tmp_path), deadline),
             store.hold(lock_file(SAVE), shared=False) as other,
         ):
             assert not other

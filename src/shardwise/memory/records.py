@@ -151,14 +151,14 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
     """A request to copy files of this node to storage.
 
     Attributes:
-        place: the directory of the checkpoint.
+        root: the root of the checkpoints.
         files: the names of the files.
         wait: seconds to wait for each file to be staged and sealed.
         budget: bytes per second; None for no limit.
     """
 
     save_id: str
-    place: str
+    root: str
     files: list[PlainName]
     wait: float
     budget: int | None = None

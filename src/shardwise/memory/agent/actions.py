@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, records
 from shardwise.memory.agent.lead import agents_of, attempt, read_pending_manifest
+from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import Throttle, copy_file, remove_old_checkpoints
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import (
@@ -37,7 +39,7 @@ from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps
-from shardwise.store import open_store
+from shardwise.store import Store, open_store
 
 log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
@@ -55,11 +57,13 @@ class Follower:
         node: the name of this node.
         mappings: the mappings of its files.
         tls: certificates for connections to other nodes.
+        stores: the stores that the agent has opened.
     """
 
     node: str
     mappings: MappedFiles
     tls: Tls | None = None
+    stores: OpenedStores = field(default_factory=OpenedStores)
 
     def seal(self, action: Seal) -> None:
         """Compute the checksums of the files that this node's ranks staged."""
@@ -93,7 +97,10 @@ class Follower:
         name = records.request_record(records.RETAIN, action.save_id)
 
         def remove(request: Retain) -> int:
-            return remove_old_checkpoints(request, should_continue=lambda: action.place.has(name))
+            with self.stores.open(request.root) as root:
+                return remove_old_checkpoints(
+                    root, request, should_continue=lambda: action.place.has(name)
+                )
 
         self._fulfil(action, records.RETAIN, Retain, remove, result_name=records.outcome_record)
 
@@ -122,9 +129,8 @@ class Follower:
     def _copy_files(self, place: Place, request: Persist) -> int:
         """Copy files to storage, each as soon as it is staged, several at a time."""
         throttle = Throttle(request.budget)
-        store = open_store(request.place)
 
-        def copy(name: str) -> int:
+        def copy(name: str, store: Store) -> int:
             deadline = Deadline(request.wait)
             # The record of a staged file is valid only once the file exists.
             place.wait_for(name, deadline, failed=records.failure_record(name))
@@ -137,9 +143,13 @@ class Follower:
             copy_file(data, entry, store, throttle, wait_until_sealed)
             return entry.size
 
-        with ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-files") as pool:
-            nbytes = sum(pool.map(copy, request.files))
-        store.sync()
+        with (
+            self.stores.open(request.root) as root,
+            ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-files") as pool,
+        ):
+            store = root.at(step_directory(place.step))
+            nbytes = sum(pool.map(lambda name: copy(name, store), request.files))
+            store.sync()
         return nbytes
 
     def _fulfil(

@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide, records
+from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
     Throttle,
     copy_files_of_lost_nodes,
@@ -53,10 +54,12 @@ class Leader:
     Attributes:
         node: the name of this node.
         tls: certificates for connections to other nodes.
+        stores: the stores that the agent has opened.
     """
 
     node: str
     tls: Tls | None = None
+    stores: OpenedStores = field(default_factory=OpenedStores)
 
     def commit(self, action: decide.Commit) -> None:
         """Collect the entries of all files, and write the manifest to all nodes."""
@@ -158,7 +161,10 @@ class _LedSave:
     def persist(self) -> int:
         """Have all nodes copy their files to storage, and publish the manifest there."""
         save_id = self.pending.save_id
-        with lock_for_publishing(self.pending) as publication:
+        with (
+            self.leader.stores.open(self.pending.root) as root,
+            lock_for_publishing(self.pending, root) as publication,
+        ):
             copied = 0 if publication.is_published else self._copy_files(publication.store)
             publication.publish(self.place.manifest_of(save_id))
         request = retention_request(self.pending)
@@ -170,9 +176,7 @@ class _LedSave:
         """Have each node copy its files to storage. Copy here what storage does not have then."""
         files_of = self._files_by_node()
         # Request from all nodes before waiting for any.
-        reached = run_on_nodes(
-            files_of, lambda node: self._request_copy(node, files_of[node], store)
-        )
+        reached = run_on_nodes(files_of, lambda node: self._request_copy(node, files_of[node]))
         done_by = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
         copied = {node: done for node, done in done_by.items() if done is not None}
         nbytes = _total_bytes(copied)
@@ -203,11 +207,11 @@ class _LedSave:
             )
         return nbytes
 
-    def _request_copy(self, node: str, files: list[str], store: Store) -> bool:
+    def _request_copy(self, node: str, files: list[str]) -> bool:
         """Request that a node copies its files to storage; return False if the node is lost."""
         request = Persist(
             save_id=self.pending.save_id,
-            place=str(store),
+            root=self.pending.root,
             files=files,
             budget=self.pending.budget,
             wait=self.pending.wait,

@@ -23,7 +23,7 @@ from shardwise.memory.records import AgentInfo, PendingManifest, Retain
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, ask_nodes, list_own_files, make_reader
 from shardwise.retention import apply_retention, decode_keep
-from shardwise.store import Store, WritableFile, open_store
+from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
@@ -214,11 +214,12 @@ class Publication:
 
 @contextmanager
 def lock_for_publishing(
-    pending: PendingManifest, deadline: Deadline | None = None
+    pending: PendingManifest, root: Store, deadline: Deadline | None = None
 ) -> Iterator[Publication]:
     """Lock the directory of a step in storage while the block runs.
 
     Args:
+        root: the root of the save, opened.
         deadline: how long to wait for the lock. By default, until the lock of an agent that was
             killed has expired, and one second more: a Checkpointer that is being opened holds the
             lock for a moment, while it looks for leftovers.
@@ -227,14 +228,14 @@ def lock_for_publishing(
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
         StoreError: another agent holds the lock.
     """
-    store = open_store(pending.root).at(step_directory(pending.step))
+    store = root.at(step_directory(pending.step))
     lock = lock_file(pending.save_id)
     names = store.list()
     is_published = MANIFEST in names and _published_save(store) == pending.save_id
     if not pending.overwrite and MANIFEST in names and not is_published:
         raise _checkpoint_exists(store)
     has_begun = any(name in names for name, _ in pending.files)
-    if not has_begun:
+    if names and not has_begun:
         remove_leftovers(store)
     with ExitStack() as locks:
         deadline = deadline or Deadline(LOCK_TIMEOUT + store.lock_expiry)
@@ -278,18 +279,21 @@ def retention_request(pending: PendingManifest) -> Retain | None:
     )
 
 
-def remove_old_checkpoints(request: Retain, should_continue: Callable[[], bool]) -> int:
+def remove_old_checkpoints(
+    root: Store, request: Retain, should_continue: Callable[[], bool]
+) -> int:
     """Remove the checkpoints that a root no longer keeps; return how many.
 
     Publishing does not wait for this: to free the blocks of a large file can take a third of the
     time that it took to write the file.
 
     Args:
+        root: the root of the request, opened.
         should_continue: called before each removal. If it returns False, the other checkpoints
             stay.
     """
     removed = apply_retention(
-        open_store(request.root),
+        root,
         decode_keep(request.keep),
         newest=request.step,
         damaged=frozenset(request.damaged),

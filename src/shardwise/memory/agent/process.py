@@ -24,6 +24,7 @@ from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
 from shardwise.memory.agent.connection_limits import BACKLOG, serving
 from shardwise.memory.agent.lead import Leader
+from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.files import Deadline, listen_to_bell, write_record
 from shardwise.memory.home import Home
@@ -110,7 +111,8 @@ def _performers(
     home: Home, node: str, observer: Observer, mappings: MappedFiles, tls: Tls | None
 ) -> dict[type, Performer]:
     """Return the function that performs each kind of action."""
-    leader, follower = Leader(node, tls), Follower(node, mappings, tls)
+    stores = OpenedStores()
+    leader, follower = Leader(node, tls, stores), Follower(node, mappings, tls, stores)
     return {
         decide.Seal: follower.seal,
         decide.Commit: leader.commit,
