@@ -41,23 +41,29 @@ class SpecError(ShardwiseError, ValueError):
     """A layout specification has an error. The message shows the line, and a caret at the column.
 
     Attributes:
-        what: the problem.
+        problem: the problem, in words.
         source: the name of the specification, for example its file.
         line, column: the position of the problem, both counted from 1.
         text: the line.
     """
 
-    def __init__(self, what: str, *, source: str, line: int, column: int, text: str) -> None:
-        self.what, self.source, self.line, self.column, self.text = what, source, line, column, text
+    def __init__(self, problem: str, *, source: str, line: int, column: int, text: str) -> None:
+        self.problem, self.source, self.line, self.column, self.text = (
+            problem,
+            source,
+            line,
+            column,
+            text,
+        )
         caret = " " * (column - 1) + "^"
-        super().__init__(f"{source}:{line}:{column}: {what}\n  {text}\n  {caret}")
+        super().__init__(f"{source}:{line}:{column}: {problem}\n  {text}\n  {caret}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _spec_error, (self.what, self.source, self.line, self.column, self.text)
+        return _spec_error, (self.problem, self.source, self.line, self.column, self.text)
 
 
-def _spec_error(what: str, source: str, line: int, column: int, text: str) -> SpecError:
-    return SpecError(what, source=source, line=line, column=column, text=text)
+def _spec_error(problem: str, source: str, line: int, column: int, text: str) -> SpecError:
+    return SpecError(problem, source=source, line=line, column=column, text=text)
 
 
 class MismatchError(ShardwiseError, ValueError):

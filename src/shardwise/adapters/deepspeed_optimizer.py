@@ -38,8 +38,9 @@ class OptimizerAdapter:
 def is_deepspeed_optimizer(value: object) -> bool:
     """Return whether a value is one of DeepSpeed's optimizers, which wrap a torch optimizer."""
     return any(
-        kind.__module__.startswith("deepspeed.runtime.") and kind.__name__ == "DeepSpeedOptimizer"
-        for kind in type(value).__mro__
+        ancestor.__module__.startswith("deepspeed.runtime.")
+        and ancestor.__name__ == "DeepSpeedOptimizer"
+        for ancestor in type(value).__mro__
     )
 
 

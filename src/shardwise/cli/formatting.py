@@ -111,24 +111,24 @@ def _format_value(encoded: object, depth: int) -> str:
     return f"{{{_format_pairs(encoded.items(), encoded, depth)}}}"
 
 
-def _format_tagged(kind: str, encoded: dict[str, object], depth: int) -> str:
+def _format_tagged(tag: str, encoded: dict[str, object], depth: int) -> str:
     """Format a value of a type that JSON lacks, which is encoded as `{"$": "tuple", "v": […]}`."""
     content = encoded.get("v")
-    if kind in _BARE and isinstance(content, str):
+    if tag in _BARE and isinstance(content, str):
         return printable(clip_text(content, LONGEST_STRING))
-    if kind == "tuple" and isinstance(content, list):
+    if tag == "tuple" and isinstance(content, list):
         return f"({_format_items(content, depth)}{',' if len(content) == 1 else ''})"
-    if kind in _MAPPINGS and _are_pairs(content):
+    if tag in _MAPPINGS and _are_pairs(content):
         return f"{{{_format_pairs(content, content, depth)}}}"
-    if kind in ("tensor", "array"):
-        words = [kind, str(encoded["dtype"])] if "dtype" in encoded else [kind]
+    if tag in ("tensor", "array"):
+        words = [tag, str(encoded["dtype"])] if "dtype" in encoded else [tag]
         return printable(" ".join([*words, str(encoded.get("shape", ""))])).rstrip()
-    if kind == "enum":
+    if tag == "enum":
         return printable(f"{encoded.get('class')}.{content}")
-    if kind in _ENCODED and isinstance(content, str):
+    if tag in _ENCODED and isinstance(content, str):
         nbytes = len(content) * 3 // 4 - content[-2:].count("=")
-        return f"{kind} of {size(nbytes)}"
-    return f"{printable(clip_text(kind, LONGEST_STRING))}({_format_value(content, depth + 1)})"
+        return f"{tag} of {size(nbytes)}"
+    return f"{printable(clip_text(tag, LONGEST_STRING))}({_format_value(content, depth + 1)})"
 
 
 def _are_pairs(content: object) -> TypeGuard[list[list[object]]]:

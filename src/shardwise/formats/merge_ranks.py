@@ -174,9 +174,9 @@ class _Merger:
     def _merge_plain_tensors(self, values: tuple[RankValue, ...], path: Path) -> Any:
         arrays = [value for _, value in values if isinstance(value, StoredArray)]
         first = arrays[0]
-        kind = first.dtype, first.shape
+        dtype_and_shape = first.dtype, first.shape
         for file, value in values:
-            if not isinstance(value, StoredArray) or (value.dtype, value.shape) != kind:
+            if not isinstance(value, StoredArray) or (value.dtype, value.shape) != dtype_and_shape:
                 raise self._conflict_error(
                     path, values[0][0], file, "is a plain tensor with different shapes or dtypes"
                 )

@@ -103,11 +103,11 @@ def write_record(path: Path, record: object) -> None:
         file.write(record if isinstance(record, bytes) else msgspec.json.encode(record))
 
 
-def read_record(path: Path, kind: type[T]) -> T | None:
+def read_record(path: Path, record_type: type[T]) -> T | None:
     """Return a record, or None if the file does not exist.
 
     Raises:
-        StoreError: the file is not a record of this kind.
+        StoreError: the file is not a record of this type.
     """
     try:
         with path.open("rb") as file:
@@ -115,7 +115,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=record_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{path}: the record is damaged: {error}") from error
 

@@ -226,10 +226,10 @@ class Place:
         """Return the copies of the pending manifests of saves that other nodes lead."""
         return self._read_pending("pending-copy")
 
-    def _read_pending(self, kind: str) -> list[PendingManifest]:
+    def _read_pending(self, stage: str) -> list[PendingManifest]:
         names = [
-            records.request_record(kind, each)
-            for each in records.requested_saves(kind, self.list_names(""))
+            records.request_record(stage, each)
+            for each in records.requested_saves(stage, self.list_names(""))
         ]
         return self._read_all(names, PendingManifest)
 
@@ -243,12 +243,12 @@ class Place:
         names = [name for name in self.list_names(".json") if records.is_ring_record(name)]
         return self._read_all(names, RingFile)
 
-    def _read_all(self, names: list[str], kind: type[T]) -> list[T]:
+    def _read_all(self, names: list[str], record_type: type[T]) -> list[T]:
         """Return the records of these names. Damaged records are logged and left out."""
         found = []
         for name in names:
             try:
-                record = read_record(self.path / name, kind)
+                record = read_record(self.path / name, record_type)
             except StoreError as error:
                 self.log_damage(name, error)
                 continue

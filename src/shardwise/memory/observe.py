@@ -49,7 +49,7 @@ class RecordCache:
         self._known: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
         self._used: set[tuple[Path, type]] = set()
 
-    def read(self, path: Path, kind: type[T]) -> tuple[T | StoreError, float] | None:
+    def read(self, path: Path, record_type: type[T]) -> tuple[T | StoreError, float] | None:
         """Return a record, or the error if it is damaged, and its modification time in seconds.
 
         Return None if the file does not exist. Of a pending manifest, the text of the manifest,
@@ -59,12 +59,12 @@ class RecordCache:
             status = os.stat(path)
         except FileNotFoundError:
             return None
-        key, version = (path, kind), (status.st_ino, status.st_mtime_ns, status.st_size)
+        key, version = (path, record_type), (status.st_ino, status.st_mtime_ns, status.st_size)
         self._used.add(key)
         known = self._known.get(key)
         if known is None or known[0] != version:
             try:
-                record: object = read_record(path, kind)
+                record: object = read_record(path, record_type)
             except StoreError as error:
                 record = error
             if record is None:
@@ -379,8 +379,8 @@ class _Reader:
     def _read_pending(self, name: str) -> PendingManifest | None:
         return self._read(name, PendingManifest) if name in self.names else None
 
-    def _read(self, name: str, kind: type[T]) -> T | None:
-        found = self.cache.read(self.place.path / name, kind)
+    def _read(self, name: str, record_type: type[T]) -> T | None:
+        found = self.cache.read(self.place.path / name, record_type)
         if found is None:
             return None
         record, _ = found

@@ -236,28 +236,28 @@ def _check_bounds(bounds: tuple[object, ...]) -> None:
         raise TypeError("slice or range with bounds that are not integers")
 
 
-def _make_enum_member(kind: object, member: object) -> object:
+def _make_enum_member(enum_class: object, member: object) -> object:
     # Some versions of Python store members of enums this way. No attribute is looked up.
-    if isinstance(kind, UnknownObject):
-        return kind
-    if not isinstance(kind, AllowedCallable) or not isinstance(member, str):
+    if isinstance(enum_class, UnknownObject):
+        return enum_class
+    if not isinstance(enum_class, AllowedCallable) or not isinstance(member, str):
         raise TypeError("getattr() of something that is not an enum")
-    value = kind.construct(member)
+    value = enum_class.construct(member)
     if not isinstance(value, PickledInstance):
-        raise UnsupportedValueError(f"getattr() of {kind.name}, which is not an enum")
+        raise UnsupportedValueError(f"getattr() of {enum_class.name}, which is not an enum")
     return value
 
 
-def _make_instance(kind: object, *args: object) -> object:
-    if isinstance(kind, UnknownObject):
-        return kind
-    if not isinstance(kind, AllowedCallable):
+def _make_instance(instance_class: object, *args: object) -> object:
+    if isinstance(instance_class, UnknownObject):
+        return instance_class
+    if not isinstance(instance_class, AllowedCallable):
         raise TypeError("an instance of something that is not a class")
-    return kind.construct(*args)
+    return instance_class.construct(*args)
 
 
-def _reconstruct_instance(kind: object, base: object, state: object) -> object:
-    return _make_instance(kind) if state is None else _make_instance(kind, state)
+def _reconstruct_instance(instance_class: object, base: object, state: object) -> object:
+    return _make_instance(instance_class, *(() if state is None else (state,)))
 
 
 def _join_path(*parts: object) -> str:

@@ -150,9 +150,11 @@ def _take_data(data: object, *_: object) -> object:
     return data
 
 
-def _rebuild_from_type(rebuild: object, kind: object, args: object, state: object = None) -> object:
-    if isinstance(kind, UnknownObject) or isinstance(rebuild, UnknownObject):
-        return kind if isinstance(kind, UnknownObject) else rebuild
+def _rebuild_from_type(
+    rebuild: object, tensor_class: object, args: object, state: object = None
+) -> object:
+    if isinstance(tensor_class, UnknownObject) or isinstance(rebuild, UnknownObject):
+        return tensor_class if isinstance(tensor_class, UnknownObject) else rebuild
     if not isinstance(rebuild, AllowedCallable) or not isinstance(args, tuple):
         raise TypeError("a tensor is rebuilt by a value that is not a function")
     return rebuild.construct(*args)
@@ -166,10 +168,10 @@ def _make_size(numbers: object = ()) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _make_device(kind: object, index: object = None) -> torch.device:
-    if not isinstance(kind, str) or not (index is None or type(index) is int):
+def _make_device(device_type: object, index: object = None) -> torch.device:
+    if not isinstance(device_type, str) or not (index is None or type(index) is int):
         raise TypeError("torch.device() of values that are not a name and an index")
-    return torch.device(kind) if index is None else torch.device(kind, index)
+    return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def _keep_text(text: object) -> object:
@@ -221,8 +223,8 @@ TORCH_NAMES: AllowedNames = {
     "torch.serialization._get_layout": _keep_text,
     "torch.torch_version.TorchVersion": _keep_text,
     **{
-        f"torch.{kind}Storage": Constant(StorageType(dtype))
-        for kind, dtype in STORAGE_DTYPES.items()
+        f"torch.{type_name}Storage": Constant(StorageType(dtype))
+        for type_name, dtype in STORAGE_DTYPES.items()
     },
     "torch.storage.UntypedStorage": Constant(StorageType(None)),
     **{
@@ -266,14 +268,14 @@ class StoredShard:
 
 
 def _rebuild_dtensor_or_tensor(
-    rebuild: object, kind: object, args: object, state: object = None
+    rebuild: object, tensor_class: object, args: object, state: object = None
 ) -> object:
     if (
         not isinstance(rebuild, AllowedCallable)
         or rebuild.name != _REBUILD_WRAPPER
-        or not isinstance(kind, AllowedCallable)
+        or not isinstance(tensor_class, AllowedCallable)
     ):
-        return TORCH_NAMES[_REBUILD_FROM_TYPE](rebuild, kind, args, state)  # type: ignore[operator]
+        return TORCH_NAMES[_REBUILD_FROM_TYPE](rebuild, tensor_class, args, state)  # type: ignore[operator]
     if not isinstance(args, tuple) or len(args) < 3:
         raise TypeError("a DTensor has no shape")
     attributes = PickledInstance("DTensor")

@@ -71,8 +71,10 @@ class Pattern:
                 pieces.append(f"(?:\\{names.index(part.name) + 1})")
             else:
                 seen.add(part.name)
-                kind = r"\d{1,9}" if part.name in numeric else ".+" if part.star else r"[^.]+"
-                pieces.append(f"({kind})")
+                capture_pattern = (
+                    r"\d{1,9}" if part.name in numeric else ".+" if part.star else r"[^.]+"
+                )
+                pieces.append(f"({capture_pattern})")
         compiled = re.compile("".join(pieces), re.DOTALL | re.ASCII)
 
         def match(name: str) -> dict[str, str] | None:

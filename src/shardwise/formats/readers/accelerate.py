@@ -133,11 +133,11 @@ def _list_parts(tree: FileTree) -> Iterator[partial[NestedLeaves]]:
             yield partial(_read_torch_file, tree, name, _state_key(match[1], match[2]))
 
 
-def _state_key(kind: str, number: str | None) -> str:
+def _state_key(content: str, number: str | None) -> str:
     """Return the key in the state. The first of its kind has no number, unless all have one."""
-    if kind == CUSTOM:
-        return f"{kind}_{number or 0}"
-    key = "model" if kind == FSDP_MODEL else kind
+    if content == CUSTOM:
+        return f"{content}_{number or 0}"
+    key = "model" if content == FSDP_MODEL else content
     return f"{key}_{int(number)}" if number and int(number) else key
 
 

@@ -253,11 +253,14 @@ def _require_all_shards(tree: FileTree, names: list[str]) -> None:
     shards = {int(match[1]) for match in matches}
     models = {int(match[2]) for match in matches}
     last_model = max(int(match[3]) for match in matches)
-    for kind, numbers, count in (("shard", shards, max(shards)), ("model", models, last_model)):
+    for part_name, numbers, count in (
+        ("shard", shards, max(shards)),
+        ("model", models, last_model),
+    ):
         missing = next((number for number in range(1, count + 1) if number not in numbers), None)
         if missing is not None:
             raise FormatError(
-                f"{tree}: the file of {kind}-{missing:05} is missing, of {count}: copy the files "
+                f"{tree}: the file {part_name}-{missing:05} of {count} is missing: copy the files "
                 "of all ranks into this directory"
             )
 

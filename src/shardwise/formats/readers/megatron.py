@@ -337,20 +337,22 @@ def _assign_to_groups(
 
     Biases and one-dimensional parameters have no weight decay; experts have separate groups.
     """
-    by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}
+    group_by_key: dict[tuple[bool, bool], dict[str, Any]] = {}
     for group in listed:
         if not isinstance(group, dict) or group.get("is_decoupled_lr"):
             return None
-        kind = group.get("wd_mult") == 0, bool(group.get("is_expert_parallel"))
-        if kind in by_kind:
+        group_key = group.get("wd_mult") == 0, bool(group.get("is_expert_parallel"))
+        if group_key in group_by_key:
             return None
-        by_kind[kind] = group
-    has_experts = any(of_experts for _, of_experts in by_kind)
-    names: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in by_kind}
+        group_by_key[group_key] = group
+    has_experts = any(of_experts for _, of_experts in group_by_key)
+    names: dict[tuple[bool, bool], list[str]] = {group_key: [] for group_key in group_by_key}
     for name, shape in parameters.items():
         without_decay = len(shape) == 1 or name.endswith(".bias")
-        kind = without_decay and len(by_kind) > 1, has_experts and ".experts." in name
-        if kind not in names:
+        group_key = without_decay and len(group_by_key) > 1, has_experts and ".experts." in name
+        if group_key not in names:
             return None
-        names[kind].append(name)
-    return [ParamGroup(tuple(members), by_kind[kind]) for kind, members in names.items()]
+        names[group_key].append(name)
+    return [
+        ParamGroup(tuple(members), group_by_key[group_key]) for group_key, members in names.items()
+    ]

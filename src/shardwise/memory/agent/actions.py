@@ -156,21 +156,23 @@ class Follower:
         self,
         action: SaveAction,
         stage: str,
-        kind: type[Record],
+        record_type: type[Record],
         work: Callable[[Record], int],
         result_name: Callable[[str, str], str] = records.done_record,
     ) -> None:
         """Read a leader's request, do the work, and record the result.
 
         Args:
-            kind: the type of the request.
+            record_type: the type of the request.
             work: takes the request, and returns the number of bytes processed.
             result_name: returns the name of the record with the result.
         """
         place, save_id = action.place, action.save_id
         path = place.path / records.request_record(stage, save_id)
         start = time.monotonic()
-        nbytes, failure = attempt(place, stage, save_id, lambda: work(_read_existing(path, kind)))
+        nbytes, failure = attempt(
+            place, stage, save_id, lambda: work(_read_existing(path, record_type))
+        )
         done = StageOutcome(
             save_id=save_id,
             stage=stage,
@@ -182,8 +184,8 @@ class Follower:
         write_record(place.path / result_name(stage, save_id), done)
 
 
-def _read_existing(path: Path, kind: type[Record]) -> Record:
-    record = read_record(path, kind)
+def _read_existing(path: Path, record_type: type[Record]) -> Record:
+    record = read_record(path, record_type)
     if record is None:
         raise StoreError(f"the record {path} was removed: the snapshot is being freed")
     return record

@@ -113,17 +113,17 @@ class RateLimitedLog(logging.Logger):
         self._report(str(context.get("message")), context.get("exception"), with_trace=True)
 
     def _report(self, message: str, error: BaseException | None, *, with_trace: bool) -> None:
-        kind = f"{message} ({type(error).__name__})" if error is not None else message
-        self._counts[kind] += 1
+        cause = f"{message} ({type(error).__name__})" if error is not None else message
+        self._counts[cause] += 1
         now = self._clock()
-        last = self._logged.get(kind)
+        last = self._logged.get(cause)
         if last is not None and now - last < LOG_INTERVAL:
             return
-        self._logged[kind] = now
-        count = self._counts[kind]
+        self._logged[cause] = now
+        count = self._counts[cause]
         times = "" if count == 1 else f" ({count} times so far)"
         trace = error if last is None and with_trace else None
-        log.warning("serving other nodes: %s%s", kind, times, exc_info=trace)
+        log.warning("serving other nodes: %s%s", cause, times, exc_info=trace)
 
 
 @asynccontextmanager

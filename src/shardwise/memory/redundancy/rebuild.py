@@ -150,10 +150,10 @@ class Rebuilder:
         self, group: ProtectionGroup, owner: Member, missing: list[NodeFile], usable: int
     ) -> Exception:
         reasons = [f"{file}: {self._lost_files.get(file, 'the node is lost')}" for file in missing]
-        kind: type[StoreError | CorruptionError] = StoreError
+        error_class: type[StoreError | CorruptionError] = StoreError
         if any(isinstance(self._lost_files.get(file), CorruptionError) for file in missing):
-            kind = CorruptionError
-        return kind(
+            error_class = CorruptionError
+        return error_class(
             f"the data of node {owner.node} cannot be rebuilt: {usable} of the "
             f"{len(group.members) - group.parity} chunks needed are left; its group of "
             f"{len(group.members)} nodes survives the loss of {group.parity}; also missing: "

@@ -299,9 +299,9 @@ class AgentClient:
             )
         return response.read()
 
-    def _decode(self, response: HTTPResponse, path: str, kind: type[T]) -> T:
+    def _decode(self, response: HTTPResponse, path: str, response_type: type[T]) -> T:
         try:
-            return msgspec.json.decode(self._body(response, path, LARGEST_LIST), type=kind)
+            return msgspec.json.decode(self._body(response, path, LARGEST_LIST), type=response_type)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(f"{self}: GET {path}: {error}; {NO_AGENT}") from error
 
@@ -325,8 +325,8 @@ def _dial(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) 
             if now >= next_attempt or not pending.get_map():
                 if failure is not None and attempts >= len(addresses) and not pending.get_map():
                     raise failure
-                family, kind, protocol, _, address = addresses[attempts % len(addresses)]
-                sock = socket.socket(family, kind, protocol)
+                family, socket_type, protocol, _, address = addresses[attempts % len(addresses)]
+                sock = socket.socket(family, socket_type, protocol)
                 unused.callback(sock.close)
                 sock.setblocking(False)
                 code = sock.connect_ex(address)

@@ -118,14 +118,14 @@ class Nodes:
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
     def wait_for_record(
-        self, node: str, name: str, kind: type[T], *, request: str = "", failed: str = ""
+        self, node: str, name: str, record_type: type[T], *, request: str = "", failed: str = ""
     ) -> T:
         """Wait until a node has a record, and return the record.
 
         Args:
             node: the node.
             name: the name of the record.
-            kind: the type of the record.
+            record_type: the type of the record.
             request: the name of the record that requested this one. While the node has the
                 request, the wait continues.
             failed: the name of a `StageOutcome` record. If it exists, the awaited record will never
@@ -139,7 +139,7 @@ class Nodes:
         while True:
             self._place.refuse_abandoned()
             try:
-                record = self._poll_record(node, name, kind, deadline.left())
+                record = self._poll_record(node, name, record_type, deadline.left())
                 if record is not None:
                     return record
                 if failed and (failure := self._poll_record(node, failed, StageOutcome, 0.0)):
@@ -306,11 +306,11 @@ class Nodes:
             return False
         return True
 
-    def _poll_record(self, node: str, name: str, kind: type[T], seconds: float) -> T | None:
+    def _poll_record(self, node: str, name: str, record_type: type[T], seconds: float) -> T | None:
         """Return a record; None if it does not appear within these seconds, or sooner."""
         place = self._place
         if node == self._here:
-            found = read_record(place.path / name, kind)
+            found = read_record(place.path / name, record_type)
             if found is None and seconds > 0:
                 time.sleep(LOCAL_PAUSE)
             return found
@@ -322,6 +322,6 @@ class Nodes:
         except FileNotFoundError:
             return None
         try:
-            return msgspec.json.decode(data, type=kind)
+            return msgspec.json.decode(data, type=record_type)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(f"node {node}: record {name} is damaged: {error}") from error

@@ -180,8 +180,8 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
         return msgspec.msgpack.encode((staged_files, files_of_saves))
 
     def find_complete(encoded: list[bytes]) -> bytes:
-        kind = tuple[list[str], list[tuple[str, list[str]]]]
-        lists = [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+        list_type = tuple[list[str], list[tuple[str, list[str]]]]
+        lists = [msgspec.msgpack.decode(each, type=list_type) for each in encoded]
         staged = {name for names, _ in lists for name in names}
         complete = {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
         return msgspec.msgpack.encode(complete)

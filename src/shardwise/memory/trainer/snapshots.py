@@ -263,8 +263,8 @@ class Snapshots:
             return msgspec.msgpack.encode(state)
 
         def can_delete_all(encoded: list[bytes]) -> bytes:
-            kind = tuple[bool, bool, bool]
-            states = [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+            state_type = tuple[bool, bool, bool]
+            states = [msgspec.msgpack.decode(each, type=state_type) for each in encoded]
             is_replaced, has_steps, is_durable = zip(*states, strict=True)
             is_in_storage = all(is_durable) or not any(has_steps)
             return b"1" if not any(is_replaced) and is_in_storage else b""

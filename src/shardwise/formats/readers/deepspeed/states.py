@@ -206,9 +206,11 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
     file = _convert(value, _OptimizerFile, path, "file of ZeRO's optimizer states")
     config = value.get("ds_config") if isinstance(value, Mapping) else None
     optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
-    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    optimizer_type = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     parse = _parse_zero_3 if "fp32_flat_groups" in file.optimizer_state_dict else _parse_zero_1_2
-    return parse(file.optimizer_state_dict, path, kind if isinstance(kind, str) else None)
+    return parse(
+        file.optimizer_state_dict, path, optimizer_type if isinstance(optimizer_type, str) else None
+    )
 
 
 def require_arrays(value: object, path: str) -> dict[str, StoredArray]:
@@ -380,11 +382,11 @@ def _require_number(key: str, value: object, path: str) -> Number:
 
 
 def _require_count(
-    items: Sequence[T], masters: Sequence[object], kind: str, path: str
+    items: Sequence[T], masters: Sequence[object], contents: str, path: str
 ) -> tuple[T, ...]:
     if len(items) != len(masters):
         raise FormatError(
-            f"{path}: the file has {kind} of {len(items)} groups, but weights of {len(masters)}: "
+            f"{path}: it has {contents} of {len(items)} groups, but weights of {len(masters)}: "
             "copy the file again from an intact source, or save with a supported DeepSpeed"
         )
     return tuple(items)
