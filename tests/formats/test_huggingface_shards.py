@@ -49,7 +49,7 @@ def test_one_of_several_is_not_taken_for_all(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "index", "says"),
-    [(4, 1, "the file of shard-00003 is missing, of 4"), (1, 3, "model-00002")],
+    [(4, 1, "the file shard-00003 of 4 is missing"), (1, 3, "model-00002")],
 )
 def test_a_file_that_is_missing_is_told(place: Path, rank: int, index: int, says: str) -> None:
     write(place, rank, {"x": ((0,), torch.ones(2))}, index, 3 if index > 1 else 1)

@@ -150,11 +150,9 @@ def _take_data(data: object, *_: object) -> object:
     return data
 
 
-def _rebuild_from_type(
-    rebuild: object, tensor_class: object, args: object, state: object = None
-) -> object:
-    if isinstance(tensor_class, UnknownObject) or isinstance(rebuild, UnknownObject):
-        return tensor_class if isinstance(tensor_class, UnknownObject) else rebuild
+def _rebuild_from_type(rebuild: object, cls: object, args: object, _: object = None) -> object:
+    if isinstance(cls, UnknownObject) or isinstance(rebuild, UnknownObject):
+        return cls if isinstance(cls, UnknownObject) else rebuild
     if not isinstance(rebuild, AllowedCallable) or not isinstance(args, tuple):
         raise TypeError("a tensor is rebuilt by a value that is not a function")
     return rebuild.construct(*args)

@@ -206,11 +206,9 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
     file = _convert(value, _OptimizerFile, path, "file of ZeRO's optimizer states")
     config = value.get("ds_config") if isinstance(value, Mapping) else None
     optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
-    optimizer_type = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     parse = _parse_zero_3 if "fp32_flat_groups" in file.optimizer_state_dict else _parse_zero_1_2
-    return parse(
-        file.optimizer_state_dict, path, optimizer_type if isinstance(optimizer_type, str) else None
-    )
+    return parse(file.optimizer_state_dict, path, name if isinstance(name, str) else None)
 
 
 def require_arrays(value: object, path: str) -> dict[str, StoredArray]:
