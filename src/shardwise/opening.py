@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.retention import Choice, choose_step, parse_choice
-from shardwise.store import Store
+from shardwise.store import Store, local_path
 
 log = logging.getLogger("shardwise")
 
@@ -103,8 +104,9 @@ def open_any(
     store, description = exchange_with_local_value(
         group, "opening a checkpoint", make_message, make_reply
     )
-    if description.startswith(MAGIC):
-        opened = opened_foreign(FileTree(store), decode_index(description, str(store)))
+    path = local_path(store)
+    if path is not None and description.startswith(MAGIC):
+        opened = opened_foreign(FileTree(path), decode_index(description, str(path)))
     else:
         opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
@@ -116,19 +118,21 @@ def open_any(
 
 def _read_description(store: Store, options: OpenOptions) -> bytes:
     """Return the manifest of a shardwise checkpoint, or the encoded index of a foreign one."""
-    if store.name == MANIFEST and store.is_file():
+    path = local_path(store)
+    if path is not None and path.name == MANIFEST and path.is_file():
         raise CheckpointNotFoundError(
-            f"{store} is a file inside a checkpoint: pass its directory, {store.parent}"
+            f"{store} is a file inside a checkpoint: pass its directory, {path.parent}"
         )
     try:
         return read_manifest(store)
     except CheckpointNotFoundError:
-        if not _may_be_foreign(store):
+        foreign = _foreign_path(store)
+        if foreign is None:
             raise
-    return _describe_foreign(store, options)  # outside of `except`: do not chain errors
+    return _describe_foreign(foreign, options)  # outside of `except`: do not chain errors
 
 
-def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
+def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
     """Return the encoded index of a foreign checkpoint.
 
     Raises:
@@ -136,7 +140,7 @@ def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
         FormatError: the checkpoint is malformed.
         MismatchError: the specification does not fit the checkpoint.
     """
-    tree = FileTree(store, skip_unknown=options.skip_unknown)
+    tree = FileTree(path, skip_unknown=options.skip_unknown)
     spec = options.spec if options.spec is not None and options.spec.files is not None else None
     read = partial(read_foreign, format=options.format) if spec is None else spec.read
     try:
@@ -145,11 +149,11 @@ def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
         terms = f"{spec}, {options.skip_unknown}, {options.format}"
         return read_or_write_index(tree, options.index, read, terms)
     except FormatError as error:
-        if tree.is_named_in(str(error)):
+        if str(tree) in str(error):
             raise
         raise FormatError(f"{tree}: {error}") from error
     except MismatchError as error:
-        if tree.is_named_in(str(error)):
+        if str(tree) in str(error):
             raise
         raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
@@ -205,38 +209,41 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULTS) -> Opened | None
     Raises:
         FormatError: the checkpoint is malformed.
     """
-    if not _may_be_foreign(store):
+    path = _foreign_path(store)
+    if path is None:
         return None
     try:
-        description = _describe_foreign(store, options)
-        return opened_foreign(FileTree(store), decode_index(description, str(store)))
+        index = decode_index(_describe_foreign(path, options), str(path))
+        return opened_foreign(FileTree(path), index)
     except CheckpointNotFoundError:
         return None
 
 
 def foreign_formats(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
-    if not _may_be_foreign(store):
+    path = _foreign_path(store)
+    if path is None:
         return ""
     try:
-        return " and ".join(reader.name for reader in find_readers(FileTree(store)))
+        return " and ".join(reader.name for reader in find_readers(FileTree(path)))
     except (FormatError, OSError):  # a read of the checkpoint reports the error
         return ""
 
 
-def _may_be_foreign(store: Store) -> bool:
-    """Return whether a place may have a foreign checkpoint.
+def _foreign_path(store: Store) -> Path | None:
+    """Return the path of a place that may have a foreign checkpoint.
 
-    The result is False if there is nothing, or a root or an unfinished save of shardwise.
+    The result is None if the store is not a directory of a file system, if the path does not exist,
+    or if the directory is empty, a root, or an unfinished save by shardwise.
     """
-    if store.is_file():
-        return True
-    try:
-        names = store.list()
-    except NotADirectoryError:
-        return True
-    ours = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
-    return bool(names) and not ours
+    path = local_path(store)
+    if path is None or not path.exists():
+        return None
+    if not path.is_dir():
+        return path
+    names = store.list()
+    is_shardwise = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
+    return path if names and not is_shardwise else None
 
 
 def refuse_foreign(store: Store) -> None:
@@ -258,7 +265,8 @@ def refuse_file(store: Store) -> None:
     Raises:
         StateError: the path is a file.
     """
-    if store.is_file():
+    path = local_path(store)
+    if path is not None and path.exists() and not path.is_dir():
         raise StateError(f"{store} is a file: expected a directory, which need not exist")
 
 

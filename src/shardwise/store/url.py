@@ -59,10 +59,13 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         from shardwise.store.object_store import ObjectStore
 
         return ObjectStore(path)
-    raise StoreError(
-        f"{path!r}: unknown scheme {scheme}://: use a directory, file:///path, or one of "
-        + ", ".join(f"{each}://" for each in OBJECT_SCHEMES)
-    )
+    if scheme == "hdfs":
+        from shardwise.store.hdfs import open_hdfs
+
+        return open_hdfs(path)
+    from shardwise.store.fsspec_store import open_fsspec
+
+    return open_fsspec(path)
 
 
 def resolve_links(store: Store) -> Store:

@@ -40,8 +40,9 @@ def read(tree: FileTree) -> Foreign:
         FormatError: it is malformed, or compressed.
     """
     if tree.single_file is not None:
+        parent = tree.path.parent
         raise CheckpointNotFoundError(
-            f"{tree} is a part of a checkpoint of {FORMAT}: open {tree.parent}"
+            f"{tree} is a part of a checkpoint of {FORMAT}: open {parent}"
         )
     if METADATA not in tree.sizes:
         raise CheckpointNotFoundError(
@@ -102,7 +103,7 @@ def read_content(
     Raises:
         FormatError: a file or item is missing, or contradicts the metadata.
     """
-    path = tree.label(f"{folder}{METADATA}")
+    path = f"{tree}/{folder}{METADATA}"
     chunks = Chunks(metadata, folder, path)
     values = {name: _find_item(metadata, folder, name, None, path) for name in metadata.values}
     names = sorted({item.file for item in (*chunks.items, *values.values())})

@@ -1,0 +1,262 @@
+"""Stores in any file system that fsspec knows, such as SFTP."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import StoreError
+from shardwise.store.remote_files import Entry, RemoteFileStore
+from shardwise.store.store_url import parse_url
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+# The file systems of fsspec name these differently.
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+_VERSIONS = ("ETag", "etag", *_TIMES)
+_MILLISECONDS = 1e11  # times above are in milliseconds
+
+
+def open_fsspec(url: str) -> RemoteFileStore:
+    """Return the store at a URL of fsspec.
+
+    fsspec reads the options of a file system, such as the port of a server, from its configuration:
+    `~/.config/fsspec/*.json`, or environment variables such as `FSSPEC_SFTP_PORT`.
+
+    Args:
+        url: a URL such as `sftp://server/runs/7`.
+
+    Raises:
+        StoreError: fsspec or the library of this file system is not installed, the URL is invalid,
+            or fsspec does not know its scheme.
+    """
+    place = parse_url(url, ())
+    try:
+        import fsspec
+    except ImportError as error:
+        raise StoreError(
+            f"{url!r}: {place.scheme}:// needs fsspec: pip install 'shardwise[fsspec]'"
+        ) from error
+    try:
+        fsspec.get_filesystem_class(place.scheme)
+    except ImportError as error:
+        raise StoreError(f"{url!r}: fsspec cannot open {place.scheme}://: {error}") from error
+    except ValueError as error:
+        raise StoreError(
+            f"{url!r}: unknown scheme {place.scheme}://: use a directory, file:///path, s3://, "
+            "gs://, az://, hdfs://, http:// or a scheme that fsspec knows"
+        ) from error
+    return RemoteFileStore(FsspecFiles(f"{place.scheme}://{place.host}"), f"/{place.path}")
+
+
+@dataclass(frozen=True)
+class FsspecFiles:
+    """The files of a file system of fsspec.
+
+    Calls to a client that is not asynchronous are made one at a time, because such clients need not
+    support threads.
+
+    Args:
+        url: `scheme://host`.
+    """
+
+    url: str
+    options: str = ""
+    refuses_to_replace = False  # most file systems replace files silently
+    _clients: dict[int, AbstractFileSystem] = field(default_factory=dict, compare=False, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[type[FsspecFiles], tuple[str]]:
+        return type(self), (self.url,)
+
+    def find(self, path: str) -> Entry:
+        """Return what is at a path."""
+        with self._client_at(path) as (client, full):
+            client.invalidate_cache()
+            return _entry(client.info(full))
+
+    def list(self, path: str) -> Mapping[str, Entry]:
+        """Return what is in a directory, by name."""
+        with self._client_at(path) as (client, full):
+            client.invalidate_cache()
+            found = client.ls(full, detail=True)
+        own = full.rstrip("/")
+        if len(found) == 1 and _path(found[0]) == own and found[0]["type"] == "file":
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.url + path)
+        # Some object stores have an object for the directory itself.
+        below = [info for info in found if _path(info) != own]
+        return {_path(info).rpartition("/")[2]: _entry(info) for info in below}
+
+    def open(self, path: str, size: int | None = None) -> _FsspecFile:
+        """Open a file."""
+        if size is None:
+            entry = self.find(path)
+            if entry.is_directory:
+                raise StoreError(f"{self.url}{path} is not a regular file")
+            size = entry.size
+        return _FsspecFile(self, path, size)
+
+    def read(self, path: str, offset: int, count: int) -> bytes:
+        """Return bytes of a file."""
+        with self._client_at(path) as (client, full):
+            # Without `cache_type`, a file system without ranged reads would read ahead.
+            options = {} if client.async_impl else {"cache_type": "none"}
+            return bytes(client.cat_file(full, start=offset, end=offset + count, **options))
+
+    def create(self, path: str) -> _FsspecStream:
+        """Create a file."""
+        with self._client_at(path) as (client, full):
+            client.invalidate_cache()
+            if client.exists(full):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url + path)
+            client.makedirs(client._parent(full), exist_ok=True)
+            return _FsspecStream(self, path, client.open(full, "wb"))
+
+    def write_empty(self, path: str) -> None:
+        """Create or replace an empty file."""
+        with self._client_at(path) as (client, full):
+            client.makedirs(client._parent(full), exist_ok=True)
+            client.pipe_file(full, b"")
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file, under a temporary name if this file system can rename files.
+
+        Raises:
+            StoreError: the file has other bytes afterwards.
+        """
+        with self._client_at(path) as (client, full):
+            client.makedirs(client._parent(full), exist_ok=True)
+            if _can_rename(client):
+                directory, _, name = full.rpartition("/")
+                temporary = f"{directory}/.{name}.{os.urandom(4).hex()}"
+                client.pipe_file(temporary, data)
+                client.mv(temporary, full)
+            else:
+                client.pipe_file(full, data)
+            if client.cat_file(full) != data:
+                raise StoreError(
+                    f"{self.url}{path} does not have the bytes that were written: this file system "
+                    "does not replace files when it renames others; save to another store"
+                )
+
+    write_new = write
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file, or copy it if this file system cannot rename files."""
+        with self._client_at(source) as (client, full):
+            client.mv(full, client._strip_protocol(self.url + target))
+
+    def delete(self, path: str) -> None:
+        """Delete a file."""
+        with self._client_at(path) as (client, full):
+            client.rm_file(full)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory. Some stores have no directories."""
+        with self._client_at(path) as (client, full):
+            client.rmdir(full)
+
+    @contextmanager
+    def _client_at(self, path: str) -> Iterator[tuple[AbstractFileSystem, str]]:
+        """Yield the client of this process and its name of a path, and translate errors."""
+        with _errors(self.url + path):
+            client = self._clients.get(os.getpid())
+            if client is None:
+                import fsspec
+
+                client = fsspec.url_to_fs(self.url, skip_instance_cache=True)[0]
+                self._clients[os.getpid()] = client
+            full = client._strip_protocol(self.url + path)
+            if client.async_impl:
+                yield client, full
+            else:
+                with self._lock:
+                    yield client, full
+
+
+@dataclass(frozen=True, slots=True)
+class _FsspecFile:
+    """A file that is open for reading."""
+
+    files: FsspecFiles
+    path: str
+    size: int
+
+    def read(self, offset: int, count: int) -> bytes:
+        return self.files.read(self.path, offset, count) if count else b""
+
+
+@dataclass(frozen=True, slots=True)
+class _FsspecStream:
+    """A file that is being written."""
+
+    files: FsspecFiles
+    path: str
+    stream: Any
+
+    def write(self, data: memoryview) -> None:
+        with self.files._client_at(self.path):
+            self.stream.write(data)
+
+    def close(self) -> None:
+        with self.files._client_at(self.path):
+            self.stream.close()
+
+
+def _entry(info: Mapping[str, Any]) -> Entry:
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    time = next((info[key] for key in _TIMES if info.get(key)), None)
+    is_directory = info["type"] == "directory"
+    return Entry(
+        0 if is_directory else int(info["size"] or 0), is_directory, _seconds(time), version
+    )
+
+
+def _seconds(time: object) -> float | None:
+    """Return a time of fsspec in seconds."""
+    if isinstance(time, datetime):
+        return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+    if isinstance(time, (int, float)):
+        return time / 1000 if time > _MILLISECONDS else float(time)
+    return None
+
+
+def _path(info: Mapping[str, Any]) -> str:
+    return str(info["name"]).rstrip("/")
+
+
+def _can_rename(client: AbstractFileSystem) -> bool:
+    """Return whether `mv` renames. Otherwise it copies, and writing the file at once is better."""
+    from fsspec import AbstractFileSystem
+
+    return type(client).mv is not AbstractFileSystem.mv
+
+
+@contextmanager
+def _errors(place: str) -> Iterator[None]:
+    """Make all errors an `OSError` that names the place."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except NotImplementedError as error:
+        raise PermissionError(errno.EROFS, f"fsspec cannot write there: {error}", place) from error
+    except OSError as error:
+        if error.errno is None:
+            number = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
+            if type(error) in number:
+                name = os.strerror(number[type(error)])
+                raise type(error)(number[type(error)], name, place) from error
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise StoreError(f"{place}: fsspec failed: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        # Libraries of single file systems have exceptions of their own, such as paramiko's.
+        raise StoreError(f"{place}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,130 @@
+"""Stores in a real HDFS: the conformance suite, and what is special."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import StoreError
+from shardwise.store import Store, open_store
+from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
+from tests.store.hdfs_server import find_jars, running_hdfs
+
+pytest.importorskip("hdfs_native", reason="stores in HDFS need hdfs-native")
+pytestmark = pytest.mark.long
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def hdfs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_hdfs(find_jars(request.config), tmp_path_factory.mktemp("hdfs")) as url:
+        yield url
+
+
+@pytest.fixture
+def place(hdfs: str) -> str:
+    return f"{hdfs}/runs/{next(_numbers)}"
+
+
+class TestHdfs(StoreSuite):
+    @pytest.fixture
+    def store(self, place: str) -> Store:
+        return open_store(place)
+
+
+def test_a_place_is_its_url(place: str) -> None:
+    store = open_store(place)
+    assert str(store) == place
+    assert str(store.at("step")) == f"{place}/step"
+    assert str(pickle.loads(pickle.dumps(store))) == place
+
+
+def test_a_checkpoint_is_saved_and_loaded(place: str) -> None:
+    state = {"weight": torch.randn(300, 500), "step": 7}
+    sw.save(place, state)
+    with pytest.raises(sw.CheckpointExistsError):
+        sw.save(place, state)
+    loaded = {"weight": torch.zeros(300, 500), "step": 0}
+    sw.load(place, loaded)
+    assert torch.equal(loaded["weight"], state["weight"])
+    assert loaded["step"] == 7
+
+
+def test_a_process_that_was_killed_leaves_nothing_that_stops_the_next_save(place: str) -> None:
+    program = textwrap.dedent(f"""
+        import os, signal
+        from shardwise.store import open_store
+        from shardwise.testing.store_suite import KEY, content
+        file = open_store({place!r}).create(KEY, 5000)
+        file.write_at(0, content(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    store = open_store(place)
+    assert store.list() == [KEY]
+    store.delete(KEY)
+    write_file(store, KEY, content(5000))
+    assert read_file(store, KEY) == content(5000).tobytes()
+
+
+def test_a_forked_process_opens_a_client_of_its_own(place: str, tmp_path: Path) -> None:
+    store = open_store(place)
+    write_file(store, KEY, content(5000))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            (tmp_path / "read").write_bytes(read_file(store, KEY))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert (tmp_path / "read").read_bytes() == content(5000).tobytes()
+
+
+def test_an_unreachable_namenode_is_an_error_within_seconds() -> None:
+    with pytest.raises(OSError, match="Connection refused"):
+        open_store("hdfs://127.0.0.1:1/run").list()
+
+
+def test_a_url_with_options_is_refused() -> None:
+    with pytest.raises(StoreError, match="no options"):
+        open_store("hdfs://127.0.0.1:1/run?user=me")
+
+
+def test_another_user_may_read_but_not_write(place: str, tmp_path: Path) -> None:
+    store = open_store(place)
+    write_file(store, KEY, content(5000))
+    program = textwrap.dedent(f"""
+        from shardwise.store import open_store
+        from shardwise.testing.store_suite import KEY, content, read_file, write_file
+        store = open_store({place!r})
+        assert not store.is_writable()
+        assert read_file(store, KEY) == content(5000).tobytes()
+        with store.hold(KEY, shared=True) as held:
+            assert held
+        try:
+            write_file(store, "other", content(10))
+        except PermissionError as error:
+            assert "Permission denied" in str(error), error
+            print("refused")
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "HADOOP_USER_NAME": "another"},
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "refused\n", done.stderr
+    assert store.is_writable()

@@ -1,0 +1,120 @@
+"""Writes in any order reach a stream in order, with bounded memory and bounded waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shardwise.errors import StoreError
+from shardwise.store import sequential
+from shardwise.store.sequential import SequentialWriter
+
+
+class Recorded:
+    """A stream that keeps its bytes, and can be told to wait or to fail."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.is_closed = False
+        self.calls: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.fails = False
+
+    def write(self, data: memoryview) -> None:
+        self.go.wait(10)
+        if self.fails:
+            raise OSError("the disk is full")
+        self.data += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def writer(self, size: int) -> SequentialWriter:
+        return SequentialWriter(
+            self,
+            size,
+            "file",
+            finish=lambda: self.calls.append("finish"),
+            discard=lambda: self.calls.append("discard"),
+        )
+
+
+CONTENT = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_chunks_in_any_order(threads: int) -> None:
+    stream = Recorded()
+    file = stream.writer(len(CONTENT) - 50)  # the last bytes are padding, which is dropped
+    starts = list(range(0, len(CONTENT), 1000))
+    random.Random(threads).shuffle(starts)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda low: file.write_at(low, CONTENT[low : low + 1000]), starts))
+    file.commit()
+    file.close()
+    assert bytes(stream.data) == CONTENT[:-50].tobytes()
+    assert (stream.is_closed, stream.calls) == (True, ["finish"])
+
+
+def test_missing_bytes_are_an_error() -> None:
+    stream = Recorded()
+    file = stream.writer(3000)
+    file.write_at(0, CONTENT[:1000])
+    file.write_at(2000, CONTENT[2000:3000])
+    with pytest.raises(StoreError, match="only the first 1000 of 3000 bytes"):
+        file.commit()
+    file.close()
+    assert stream.calls == ["discard"]
+
+
+def test_bytes_are_written_once() -> None:
+    file = Recorded().writer(3000)
+    file.write_at(0, CONTENT[:1000])
+    file.write_at(2000, CONTENT[2000:3000])
+    for offset in (0, 2000):
+        with pytest.raises(StoreError, match="written twice"):
+            file.write_at(offset, CONTENT[:1000])
+
+
+def test_after_a_failure_every_call_fails() -> None:
+    stream = Recorded()
+    stream.fails = True
+    file = stream.writer(3000)
+    with pytest.raises(OSError, match="the disk is full"):
+        file.write_at(0, CONTENT[:1000])
+    with pytest.raises(StoreError, match="the disk is full"):
+        file.write_at(1000, CONTENT[:1000])
+    with pytest.raises(StoreError, match="the disk is full"):
+        file.commit()
+    file.close()
+    assert stream.calls == ["discard"]
+
+
+def test_a_full_backlog_waits_for_a_write_but_not_for_bytes_that_nobody_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 1500)
+    stream = Recorded()
+    file = stream.writer(6000)
+    for low in (4000, 5000):  # no thread writes, so waiting would never end
+        file.write_at(low, CONTENT[low : low + 1000])
+    stream.go.clear()
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(file.write_at, 0, CONTENT[:1000])
+        while not file._is_writing:
+            pass
+        waiting = pool.submit(file.write_at, 2000, CONTENT[2000:3000])
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        stream.go.set()
+        first.result(10)
+        waiting.result(10)
+    for low in (1000, 3000):
+        file.write_at(low, CONTENT[low : low + 1000])
+    file.commit()
+    assert bytes(stream.data) == CONTENT[:6000].tobytes()
