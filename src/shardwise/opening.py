@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.retention import Choice, choose_step, parse_choice
-from shardwise.store import Store, local_path
+from shardwise.store import Store
 
 log = logging.getLogger("shardwise")
 
@@ -104,9 +103,8 @@ def open_any(
     store, description = exchange_with_local_value(
         group, "opening a checkpoint", make_message, make_reply
     )
-    path = local_path(store)
-    if path is not None and description.startswith(MAGIC):
-        opened = opened_foreign(FileTree(path), decode_index(description, str(path)))
+    if description.startswith(MAGIC):
+        opened = opened_foreign(FileTree(store), decode_index(description, str(store)))
     else:
         opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
@@ -118,21 +116,19 @@ def open_any(
 
 def _read_description(store: Store, options: OpenOptions) -> bytes:
     """Return the manifest of a shardwise checkpoint, or the encoded index of a foreign one."""
-    path = local_path(store)
-    if path is not None and path.name == MANIFEST and path.is_file():
+    if store.name == MANIFEST and store.is_file():
         raise CheckpointNotFoundError(
-            f"{store} is a file inside a checkpoint: pass its directory, {path.parent}"
+            f"{store} is a file inside a checkpoint: pass its directory, {store.parent}"
         )
     try:
         return read_manifest(store)
     except CheckpointNotFoundError:
-        foreign = _foreign_path(store)
-        if foreign is None:
+        if not _may_be_foreign(store):
             raise
-    return _describe_foreign(foreign, options)  # outside of `except`: do not chain errors
+    return _describe_foreign(store, options)  # outside of `except`: do not chain errors
 
 
-def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
+def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
     """Return the encoded index of a foreign checkpoint.
 
     Raises:
@@ -140,7 +136,7 @@ def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
         FormatError: the checkpoint is malformed.
         MismatchError: the specification does not fit the checkpoint.
     """
-    tree = FileTree(path, skip_unknown=options.skip_unknown)
+    tree = FileTree(store, skip_unknown=options.skip_unknown)
     spec = options.spec if options.spec is not None and options.spec.files is not None else None
     read = partial(read_foreign, format=options.format) if spec is None else spec.read
     try:
@@ -149,11 +145,11 @@ def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
         terms = f"{spec}, {options.skip_unknown}, {options.format}"
         return read_or_write_index(tree, options.index, read, terms)
     except FormatError as error:
-        if str(tree) in str(error):
+        if tree.is_named_in(str(error)):
             raise
         raise FormatError(f"{tree}: {error}") from error
     except MismatchError as error:
-        if str(tree) in str(error):
+        if tree.is_named_in(str(error)):
             raise
         raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
@@ -209,41 +205,38 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULTS) -> Opened | None
     Raises:
         FormatError: the checkpoint is malformed.
     """
-    path = _foreign_path(store)
-    if path is None:
+    if not _may_be_foreign(store):
         return None
     try:
-        index = decode_index(_describe_foreign(path, options), str(path))
-        return opened_foreign(FileTree(path), index)
+        description = _describe_foreign(store, options)
+        return opened_foreign(FileTree(store), decode_index(description, str(store)))
     except CheckpointNotFoundError:
         return None
 
 
 def foreign_formats(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
-    path = _foreign_path(store)
-    if path is None:
+    if not _may_be_foreign(store):
         return ""
     try:
-        return " and ".join(reader.name for reader in find_readers(FileTree(path)))
+        return " and ".join(reader.name for reader in find_readers(FileTree(store)))
     except (FormatError, OSError):  # a read of the checkpoint reports the error
         return ""
 
 
-def _foreign_path(store: Store) -> Path | None:
-    """Return the path of a place that may have a foreign checkpoint.
+def _may_be_foreign(store: Store) -> bool:
+    """Return whether a place may have a foreign checkpoint.
 
-    The result is None if the store is not a directory of a file system, if the path does not exist,
-    or if the directory is empty, a root, or an unfinished save by shardwise.
+    The result is False if there is nothing, or a root or an unfinished save of shardwise.
     """
-    path = local_path(store)
-    if path is None or not path.exists():
-        return None
-    if not path.is_dir():
-        return path
-    names = store.list()
-    is_shardwise = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
-    return path if names and not is_shardwise else None
+    if store.is_file():
+        return True
+    try:
+        names = store.list()
+    except NotADirectoryError:
+        return True
+    ours = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
+    return bool(names) and not ours
 
 
 def refuse_foreign(store: Store) -> None:
@@ -265,8 +258,7 @@ def refuse_file(store: Store) -> None:
     Raises:
         StateError: the path is a file.
     """
-    path = local_path(store)
-    if path is not None and path.exists() and not path.is_dir():
+    if store.is_file():
         raise StateError(f"{store} is a file: expected a directory, which need not exist")
 
 

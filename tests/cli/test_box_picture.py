@@ -73,11 +73,11 @@ def test_many_boxes_become_blocks_in_the_shades_of_their_ranks(n: int) -> None:
 def test_of_more_than_two_dimensions_the_split_ones_are_drawn() -> None:
     shape, boxes = grid([5], [2, 2], [6], [3, 3])
     view = plane(shape, boxes)
-    assert (view.down, view.across, view.hidden) == (1, 3, ())
+    assert (view.vertical_dim, view.horizontal_dim, view.hidden) == (1, 3, ())
     assert len(view.boxes) == 4
     shape, boxes = grid([1, 1], [2, 2], [3, 3])
     view = plane(shape, boxes)
-    assert (view.down, view.across, view.hidden) == (0, 1, (2,))
+    assert (view.vertical_dim, view.horizontal_dim, view.hidden) == (0, 1, (2,))
     assert view.owners == (0, 2, 4, 6)
 
 

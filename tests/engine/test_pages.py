@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_file(fd: int) -> None:
         (LARGE_PAGE, LARGE_PAGE),
     ):
         for now in (False, True):
-            assert map_pages(fd, low, high, now=now).tobytes() == expected[low:high]
+            assert map_pages(fd, low, high, populate=now).tobytes() == expected[low:high]
 
 
 def test_only_what_is_writable_is_written(fd: int) -> None:
@@ -111,7 +111,7 @@ def test_a_file_in_memory_gets_large_pages(before: int) -> None:
             os.posix_fallocate(fd, 0, before)  # in small ones
         os.ftruncate(fd, SIZE)
         allocate_pages(fd, SIZE)
-        found = map_pages(fd, 0, SIZE, now=True)
+        found = map_pages(fd, 0, SIZE, populate=True)
         (large,) = (line for line in mapping(found.ctypes.data) if "ShmemPmdMapped" in line)
         assert int(large.split()[1]) == 3 * LARGE_PAGE // 1024
     finally:

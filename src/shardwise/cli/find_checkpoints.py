@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
@@ -13,11 +13,13 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manif
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.manifest.pieces import Pieces
 from shardwise.retention import Choice, choose_step
-from shardwise.store import LocalStore, Store, local_path, open_store
+from shardwise.store import Store, open_store
 
 if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
+THREADS = 16
+"""How many directories are listed at the same time; in an object store, each is a request."""
 MOST_EXAMINED = 64
 """The most directories below a path whose formats are detected for an error message."""
 
@@ -142,7 +144,7 @@ def find_checkpoints(path: str) -> list[CheckpointDirectory]:
         CheckpointNotFoundError: the path is neither a checkpoint nor a root.
     """
     store = open_store(path)
-    name = Path(str(store)).name
+    name = store.name
     try:
         names = _list_names(store)
         if MANIFEST in names:
@@ -177,9 +179,11 @@ def _store_of_step(store: Store, step: int | None) -> Store:
 
 
 def _open_foreign(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
-    path = local_path(store)
-    if path is None or (path / MANIFEST).exists():
-        return None
+    try:
+        if MANIFEST in store.list():
+            return None
+    except NotADirectoryError:
+        pass  # one file
     from shardwise.opening import OpenOptions, open_foreign  # imports torch, which takes a second
 
     return open_foreign(store, OpenOptions(skip_unknown=True, format=format))
@@ -187,37 +191,40 @@ def _open_foreign(store: Store, format: str | None = None) -> Opened | None:  # 
 
 def _list_names(store: Store) -> list[str]:
     try:
-        return store.list()
+        names = store.list()
     except NotADirectoryError:
-        pass
+        names = []
+    if names or not store.is_file():
+        return names
     raise _error_naming_foreign(store) or CheckpointNotFoundError(
-        f"{store} is a file, but a checkpoint is a directory: did you mean "
-        f"{Path(str(store)).parent}?"
+        f"{store} is a file, but a checkpoint is a directory: did you mean {store.parent}?"
     )
 
 
 def _list_directories(root: Store) -> list[CheckpointDirectory]:
-    directories = []
-    for name in root.list():
+    def examine(name: str) -> CheckpointDirectory | None:
         is_step = step_of_directory(name) is not None
         try:
             store = root.at(name)
             files = frozenset(store.list())
         except NotADirectoryError:
-            continue
+            return None
         except OSError:
             if is_step:
                 raise
-            continue
+            return None
         if is_step or MANIFEST in files or any(map(made_by_save, files)):
-            directories.append(CheckpointDirectory(name, store, files))
-    return sorted(directories, key=lambda each: (-1 if each.step is None else each.step, each.name))
+            return CheckpointDirectory(name, store, files)
+        return None
+
+    with ThreadPoolExecutor(THREADS, "shardwise-list") as pool:
+        found = [each for each in pool.map(examine, root.list()) if each is not None]
+    return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.name))
 
 
 def _error_naming_foreign(store: Store) -> CheckpointNotFoundError | None:
     """Return an error that names the foreign checkpoints at a path or directly below; or None."""
-    path = local_path(store)
-    if path is None or not path.exists():
+    if not store.exists():
         return None
     from shardwise.opening import foreign_formats  # imports torch, which takes a second
 
@@ -228,17 +235,18 @@ def _error_naming_foreign(store: Store) -> CheckpointNotFoundError | None:
             f"run `shardwise inspect {store}`"
         )
     formats_below: dict[str, str] = {}
-    for child in sorted(path.iterdir())[:MOST_EXAMINED] if path.is_dir() else ():
-        formats = foreign_formats(LocalStore(child)) if child.is_dir() else ""
+    for name in [] if store.is_file() else store.list()[:MOST_EXAMINED]:
+        below = store.at(name)
+        formats = "" if below.is_file() else foreign_formats(below)
         if formats:
-            formats_below[child.name] = formats
+            formats_below[name] = formats
     if not formats_below:
         return None
     name, formats = next(reversed(formats_below.items()))
     return CheckpointNotFoundError(
         f"{store} holds no shardwise checkpoints, but {len(formats_below)} of other formats: "
         f"{', '.join(list(formats_below)[:3])}{', …' if len(formats_below) > 3 else ''}. To see "
-        f"one, run `shardwise inspect {path / name}` ({formats})"
+        f"one, run `shardwise inspect {store.at(name)}` ({formats})"
     )
 
 
@@ -260,17 +268,18 @@ def _error_without_checkpoints(store: Store) -> CheckpointNotFoundError:
             f"{store} has no {MANIFEST}: its save is still running, or was interrupted. Wait "
             "until it ends, or pass another checkpoint"
         )
-    path = local_path(store)
-    if path is None or path.is_dir():
+    if store.exists():
         return CheckpointNotFoundError(
             f"{store} is not a checkpoint, and holds no checkpoints: it has no {MANIFEST}, and its "
             "files are in no known format"
         )
-    parent = path.parent
-    if not parent.is_dir():
+    parent = store.parent
+    if parent is None or not parent.exists():
         return CheckpointNotFoundError(f"{store} does not exist, nor does {parent}")
-    similar = difflib.get_close_matches(path.name, LocalStore(parent).list(), n=3)
+    similar = difflib.get_close_matches(store.name, parent.list(), n=3)
     hint = (
-        f": did you mean {' or '.join(str(parent / name) for name in similar)}?" if similar else ""
+        f": did you mean {' or '.join(str(parent.at(name)) for name in similar)}?"
+        if similar
+        else ""
     )
     return CheckpointNotFoundError(f"{store} does not exist{hint}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -22,7 +21,6 @@ from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
-from shardwise.store import Store
 
 State = Literal["committed", "damaged", "unfinished"]
 STYLE_OF_STATE: dict[State, str] = {
@@ -31,6 +29,7 @@ STYLE_OF_STATE: dict[State, str] = {
     "unfinished": "yellow",
 }
 THREADS = 16
+MOST_FILES = 2**20
 MOST_PROBLEMS = 3
 
 Root = Annotated[
@@ -54,7 +53,8 @@ def ls(root: Root, as_json: AsJson = False) -> None:
 
     This compares sizes only. To check every byte, use `shardwise verify`.
     """
-    checkpoints = [examine_directory(entry) for entry in list_checkpoints_below(root)]
+    with ThreadPoolExecutor(THREADS, "shardwise-ls") as pool:
+        checkpoints = list(pool.map(examine_directory, list_checkpoints_below(root)))
     if as_json:
         print_json({"root": root, "checkpoints": checkpoints})
     else:
@@ -113,31 +113,18 @@ def examine_directory(entry: CheckpointDirectory) -> ListedCheckpoint:
 
 
 def _find_problems(entry: CheckpointDirectory, files: tuple[FileEntry, ...]) -> Iterator[str]:
-    missing = [file.name for file in files if file.name not in entry.files]
+    sizes = {path: status.size for path, status in entry.store.walk(MOST_FILES).items()}
+    missing = [file.name for file in files if file.name not in sizes]
     if missing:
         yield f"{fmt.count(len(missing), 'file')} missing: {fmt.names(missing)}"
-    present = [file for file in files if file.name in entry.files]
-    with ThreadPoolExecutor(THREADS, "shardwise-ls") as pool:
-        wrong_sizes = [
-            each for each in pool.map(partial(_size_problem, entry.store), present) if each
-        ]
+    wrong_sizes = [
+        f"{file.name} has {sizes[file.name]:,} bytes, but {file.size:,} were saved"
+        for file in files
+        if file.name in sizes and sizes[file.name] != file.size
+    ]
     yield from wrong_sizes[:MOST_PROBLEMS]
     if len(wrong_sizes) > MOST_PROBLEMS:
         yield f"{len(wrong_sizes) - MOST_PROBLEMS:,} more files with problems"
-
-
-def _size_problem(store: Store, file: FileEntry) -> str | None:
-    try:
-        reader = store.open(file.name)
-    except OSError as error:
-        return f"{file.name} cannot be opened: {error.strerror or error}"
-    try:
-        size = reader.size
-    finally:
-        reader.close()
-    if size == file.size:
-        return None
-    return f"{file.name} has {size:,} bytes, but {file.size:,} were saved"
 
 
 def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> None:

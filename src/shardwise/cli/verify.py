@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -38,6 +37,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.pieces import Pieces
+from shardwise.store import open_store
 from shardwise.store.store import Buffer
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def _show_verdict(verdict: Verdict, console: Console) -> None:
     for each in verdict.damage:
         location = ""
         if each.start is not None:
-            file = "" if Path(verdict.path).name == each.file else f"{each.file}, "
+            file = "" if open_store(verdict.path).name == each.file else f"{each.file}, "
             location = f"{file}bytes {each.start}:{each.stop}: "
         text = Text(f"  {location}{each.problem}")
         if each.tensors:

@@ -140,7 +140,7 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa:
     try:
         return chosen[0].read(tree)
     except FormatError as error:
-        if type(error) is not FormatError or str(tree) in str(error):
+        if type(error) is not FormatError or tree.is_named_in(str(error)):
             raise
         raise FormatError(f"{tree}: {error}") from error
 
@@ -164,11 +164,11 @@ def _suggest_below(tree: FileTree) -> str:
         if tree.single_file is not None
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
-    trees = [FileTree(tree.path / name) for name in names[-MOST_SUGGESTIONS:]]
+    trees = [tree.below(name) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [item for item in trees if find_readers(item)]
     if not recognised:
         return ""
-    names = [item.path.name for item in recognised]
+    names = [item.store.name for item in recognised]
     if sum(item.single_file is not None for item in recognised) > 1:
         return (
             f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "

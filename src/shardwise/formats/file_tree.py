@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import LARGEST_PICKLE, MOST_NAMES_SHOWN
 from shardwise.formats.foreign import ForeignFile
-from shardwise.store import LocalStore, ReadableFile
+from shardwise.store import FileStatus, ReadableFile, Store, open_store, store_below
 from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
@@ -29,21 +28,28 @@ class FileTree:
     """The files below a directory, named by relative paths with `/`, or a single file.
 
     Links are followed, because caches of published models consist of links. The constructor does
-    not access the file system. Errors therefore occur inside an exchange, which reports them on all
+    not access the store. Errors therefore occur inside an exchange, which reports them on all
     ranks.
 
     Args:
-        path: the directory or file.
+        place: the directory or file.
         skip_unknown: leave out objects that are not read from pickles, instead of refusing the
             file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, skip_unknown: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, place: str | os.PathLike[str] | Store, *, skip_unknown: bool = False
+    ) -> None:
+        self.store = open_store(place)
         self.skip_unknown = skip_unknown
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self.store)
+
+    @property
+    def parent(self) -> str:
+        """The place one level above, for messages."""
+        return str(self.store.parent)
 
     @cached_property
     def single_file(self) -> str | None:
@@ -52,35 +58,59 @@ class FileTree:
         Raises:
             CheckpointNotFoundError: the place does not exist.
         """
-        if self.path.is_file():
-            return self.path.name
-        if not self.path.is_dir():
-            raise CheckpointNotFoundError(f"{self.path}: no such file or directory")
+        if self.store.is_file():
+            return self.store.name
+        if not self.store.exists():
+            raise CheckpointNotFoundError(f"{self}: no such file or directory")
         return None
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of all files in bytes, sorted by name.
+    def statuses(self) -> dict[str, FileStatus]:
+        """The sizes and versions of all files, sorted by name.
 
         Raises:
             CheckpointNotFoundError: the place does not exist.
             FormatError: the directory contains more than `MOST_FILES` files.
             OSError: a directory cannot be listed.
         """
-        if self.single_file is not None:
-            return {self.single_file: self.path.stat().st_size}
-        sizes: dict[str, int] = {}
-        for folder, _, names in os.walk(self.path, onerror=_raise_error):
-            for name in names:
-                path = Path(folder, name)
-                if path.is_file():
-                    sizes[path.relative_to(self.path).as_posix()] = path.stat().st_size
-            if len(sizes) > MOST_FILES:
-                raise FormatError(
-                    f"{self.path}: the directory contains more than the supported {MOST_FILES} "
-                    "files; open the directory of one checkpoint"
-                )
-        return dict(sorted(sizes.items()))
+        try:
+            statuses = self.store.walk(MOST_FILES)
+        except StoreError as error:
+            raise FormatError(str(error)) from error
+        if not statuses:
+            _ = self.single_file  # raises if the place does not exist
+        return statuses
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of all files in bytes, sorted by name; see `statuses`."""
+        return {name: status.size for name, status in self.statuses.items()}
+
+    def below(self, name: str) -> FileTree:
+        """Return the tree of a file or directory directly below. This makes no request."""
+        tree = FileTree(self.store.at(name), skip_unknown=self.skip_unknown)
+        is_file = name in self.statuses
+        prefix = f"{name}/"
+        tree.single_file = name if is_file else None
+        tree.statuses = {
+            path if is_file else path.removeprefix(prefix): status
+            for path, status in self.statuses.items()
+            if path == name or path.startswith(prefix)
+        }
+        return tree
+
+    def label(self, name: str) -> str:
+        """Return the place of a file, for messages."""
+        return str(self) if self.single_file == name else str(store_below(self.store, name))
+
+    def relative(self, label: str) -> str:
+        """Return the relative path of a file or directory, given its label."""
+        url, mark, options = str(self).partition("?")
+        return label.removeprefix(f"{url}/").removesuffix(mark + options)
+
+    def is_named_in(self, message: str) -> bool:
+        """Return whether a message names this place or a file below. URLs end with options."""
+        return str(self).partition("?")[0] in message
 
     def file(self, name: str) -> ForeignFile:
         """Return a file with its size.
@@ -90,7 +120,7 @@ class FileTree:
         """
         if name not in self.sizes:
             raise FormatError(
-                f"{self.path}: the checkpoint refers to the file {name[:200]!r}, which does not "
+                f"{self}: the checkpoint refers to the file {name[:200]!r}, which does not "
                 "exist; copy it from a complete copy of the checkpoint"
             )
         return ForeignFile(name, self.sizes[name])
@@ -124,10 +154,8 @@ class FileTree:
         Raises:
             FormatError: the file does not exist.
         """
-        self.file(name)
-        path = self.path if self.single_file is not None else self.path / name
-        target = path.resolve()
-        return LocalStore(target.parent).open(target.name)
+        size = self.file(name).size
+        return self.store.open_below("" if self.single_file is not None else name, size)
 
     @contextmanager
     def open_range(self, name: str, file_index: int = 0) -> Iterator[FileRange]:
@@ -140,9 +168,8 @@ class FileTree:
         Raises:
             FormatError: the file does not exist.
         """
-        label = f"{self}/{name}" if self.single_file is None else str(self)
         with closing(self.open(name)) as file:
-            yield FileRange.whole(file, file_index, label)
+            yield FileRange.whole(file, file_index, self.label(name))
 
     def read_each(
         self, file_indices: Mapping[str, int], read: Callable[[FileRange], Value]
@@ -172,16 +199,11 @@ class FileTree:
         """
         if self.file(name).size > limit:
             raise FormatError(
-                f"{self.path}/{name}: the file has {self.sizes[name]} bytes; at most {limit} are "
+                f"{self.label(name)}: the file has {self.sizes[name]} bytes; at most {limit} are "
                 "supported"
             )
-        path = self.path if self.single_file is not None else self.path / name
-        return path.read_bytes()
-
-
-def _raise_error(error: OSError) -> None:
-    """Raise the error of a directory that cannot be listed, which `os.walk` ignores by default."""
-    raise error
+        with self.open_range(name) as file:
+            return file.read(0, file.size)
 
 
 class ForeignFiles:

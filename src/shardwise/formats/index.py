@@ -22,6 +22,7 @@ from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Int, Pieces, check_table_size
 from shardwise.manifest.validate import MOST_PIECES
+from shardwise.store import resolve_links, store_below
 
 MAGIC = b"shardwise-index-2\n"
 MOST_DIMS = 64
@@ -202,7 +203,7 @@ def read_or_write_index(
     Args:
         tree: the files of the checkpoint.
         index: the path of the index file. The file is rewritten if it is damaged, or if the size or
-            modification time of a file of the checkpoint changed.
+            version of a file of the checkpoint changed.
         read: a function that reads the checkpoint.
         options: text that identifies all other inputs of `read`.
 
@@ -251,13 +252,13 @@ def _is_index_file(path: Path) -> bool:
 
 
 def _compute_stamp(tree: FileTree, index: Path, options: str) -> bytes:
-    """Return a digest of the options, and of the name, size and time of each file but the index."""
-    index_path = index.resolve()
+    """Return a digest of the options, and of the name, size and version of each file."""
+    index_file = str(index.resolve())
     lines = [options]
-    for name, size in tree.sizes.items():
-        path = tree.path if tree.single_file is not None else tree.path / name
-        if path.resolve() != index_path:
-            lines.append(f"{name}\0{size}\0{path.stat().st_mtime_ns}")
+    for name, status in tree.statuses.items():
+        file = tree.store if tree.single_file is not None else store_below(tree.store, name)
+        if str(resolve_links(file)) != index_file:
+            lines.append(f"{name}\0{status.size}\0{status.version}")
     return (
         hashlib.blake2b("\n".join(lines).encode(), digest_size=STAMP_LENGTH // 2)
         .hexdigest()

@@ -12,7 +12,14 @@ from shardwise.store.store import (
     Store,
     WritableFile,
 )
-from shardwise.store.url import open_absolute, open_store, opens_by_name
+from shardwise.store.url import (
+    find_obstacle,
+    open_absolute,
+    open_store,
+    opens_by_name,
+    resolve_links,
+    store_below,
+)
 
 __all__ = [
     "BoundedStore",
@@ -25,8 +32,11 @@ __all__ = [
     "ReplicatedFile",
     "Store",
     "WritableFile",
+    "find_obstacle",
     "local_path",
     "open_absolute",
     "open_store",
     "opens_by_name",
+    "resolve_links",
+    "store_below",
 ]

@@ -160,8 +160,8 @@ def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{tree}/{TRAINER_STATE}: not a JSON object ({error}): copy the file again from an "
-            "intact source"
+            f"{tree.label(TRAINER_STATE)}: not a JSON object ({error}): copy the file again from "
+            "an intact source"
         ) from error
 
 

@@ -21,6 +21,7 @@ from shardwise.formats.readers.dcp.items import ItemArrays, load_only_storage
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_index, read_metadata
 from shardwise.formats.readers.dcp.reader import Chunks, count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import read_value
+from shardwise.store import resolve_links
 
 FORMAT = "ByteCheckpoint"
 PARTS = ("model", "optimizer")
@@ -62,7 +63,7 @@ def read(tree: FileTree) -> Foreign:
         values: dict[Path, Any] = {("extra_state",): value}
         parts.append(NestedLeaves((tree.file(name),), [], PieceTable.empty(), values, left_out))
     leaves = join_leaves(*parts)
-    step = _STEP.fullmatch(tree.path.resolve().name)
+    step = _STEP.fullmatch(resolve_links(tree.store).name)
     return replace(
         build_foreign(leaves, FORMAT),
         step=int(step[1]) if step else None,
@@ -79,7 +80,7 @@ def _read_part(tree: FileTree, part: str, first: int) -> NestedLeaves:
         first: the index of its first file.
     """
     metadata = read_metadata(tree, f"{part}/{METADATA}")
-    arrays = _parse_chunk_arrays(metadata, f"{tree}/{part}/{METADATA}")
+    arrays = _parse_chunk_arrays(metadata, tree.label(f"{part}/{METADATA}"))
     content = read_content(
         tree, metadata, folder=f"{part}/", first=first, find=partial(_find_arrays, arrays)
     )

@@ -39,8 +39,8 @@ def recognise(tree: FileTree) -> bool:
         return _find_weights(tree) is not None or bool(_names_without_index(tree))
     if tree.single_file.endswith(INDEX):
         return True
-    with open(tree.path, "rb") as file:
-        return is_safetensors(file.read(9))
+    with tree.open_range(tree.single_file) as file:
+        return is_safetensors(file.read(0, min(9, file.size)))
 
 
 def read(tree: FileTree) -> Foreign:
@@ -51,7 +51,7 @@ def read(tree: FileTree) -> Foreign:
         FormatError: a file is malformed or missing, or contradicts the index.
     """
     if tree.single_file is not None and tree.single_file.endswith(INDEX):
-        raise CheckpointNotFoundError(f"{tree} is only an index: open {tree.path.parent}")
+        raise CheckpointNotFoundError(f"{tree} is only an index: open {tree.parent}")
     main = tree.single_file or _find_weights(tree)
     if main is None:
         tree.require(_names_without_index(tree), "make up the model")
@@ -67,7 +67,7 @@ def read(tree: FileTree) -> Foreign:
         _add_shard(builder, name, shard, index)
     if tree.single_file is not None and (match := _SHARD.fullmatch(tree.single_file)) is not None:
         builder.left_out.append(
-            f"{tree.single_file} is one of {int(match[3])} files: open {tree.path.parent}"
+            f"{tree.single_file} is one of {int(match[3])} files: open {tree.parent}"
         )
     if index is not None:
         _require_indexed_tensors(tree, index, dict(zip(names, shards, strict=True)))
@@ -117,13 +117,13 @@ def _read_index(tree: FileTree, name: str) -> dict[str, str]:
         index = msgspec.json.decode(tree.read(name, limit=_LARGEST_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{tree}/{name}: not an index of weights: {error}"
+            f"{tree.label(name)}: not an index of weights: {error}"
             ": copy the file again from an intact source"
         ) from error
     for file in set(index.weight_map.values()):
         if not file.endswith((SAFETENSORS, PICKLED)):
             raise FormatError(
-                f"{tree}/{name}: {file[:200]!r} is not a file of weights: an index "
+                f"{tree.label(name)}: {file[:200]!r} is not a file of weights: an index "
                 f"names files that end in {SAFETENSORS} or {PICKLED}"
             )
     return index.weight_map
@@ -223,7 +223,7 @@ def read_sharded(tree: FileTree) -> Foreign:
         FormatError: a file is missing or malformed, or lacks the offsets of its arrays.
     """
     if tree.single_file is not None:
-        raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.path.parent}")
+        raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.parent}")
     names = [name for name in tree.sizes if _SHARDED_FILE.fullmatch(name)]
     _require_all_shards(tree, names)
     arrays: dict[str, list[_OffsetAndArray]] = {}
@@ -231,7 +231,7 @@ def read_sharded(tree: FileTree) -> Foreign:
     for index, name in enumerate(names):
         with tree.open_range(name, index) as file:
             header = read_header(file)
-        for tensor, offset_and_array in _read_offsets(header, f"{tree}/{name}"):
+        for tensor, offset_and_array in _read_offsets(header, tree.label(name)):
             arrays.setdefault(tensor, []).append(offset_and_array)
         left_out += [f"{tensor} in {name}: {reason}" for tensor, reason in header.left_out.items()]
     boxes = [

@@ -104,7 +104,7 @@ def _check_backend(tree: FileTree) -> None:
         config = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{tree}/{CONFIG_FILE}: not a JSON object ({error}): copy the file again from an "
+            f"{tree.label(CONFIG_FILE)}: not a JSON object ({error}): copy the file again from an "
             "intact source"
         ) from error
     backend = config.get("sharded_backend")

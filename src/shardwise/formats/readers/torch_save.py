@@ -67,8 +67,8 @@ def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a file that starts like one of torch.save."""
     if tree.single_file is None:
         return False
-    with open(tree.path, "rb") as file:
-        return is_torch_file(file.read(64))
+    with tree.open_range(tree.single_file) as file:
+        return is_torch_file(file.read(0, min(64, file.size)))
 
 
 def read(tree: FileTree) -> Foreign:

@@ -75,7 +75,7 @@ def read(tree: FileTree) -> Foreign:
     Raises:
         FormatError: it is malformed, or from a version that wrote YAML.
     """
-    path = f"{tree}/{MANIFEST}"
+    path = tree.label(MANIFEST)
     try:
         manifest = msgspec.json.decode(tree.read(MANIFEST), type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

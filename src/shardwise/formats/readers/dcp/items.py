@@ -242,19 +242,19 @@ def _read_items(
             for indices in _group_into_windows(items, group[1], most):
                 first = items[indices[0]].offset
                 last = max(items[i].offset + min(items[i].length, most) for i in indices)
-                data = FileRange.whole(file, 0, f"{tree}/{group[0]}").read(first, last - first)
+                data = FileRange.whole(file, 0, tree.label(group[0])).read(first, last - first)
                 for index in indices:
                     item, position = items[index], items[index].offset - first
                     if item.length > file.size - item.offset:
                         raise FormatError(
-                            f"{tree}/{item.file}: {names[index]} should be at bytes "
+                            f"{tree.label(item.file)}: {names[index]} should be at bytes "
                             f"[{item.offset}, {item.offset + item.length}), but the file has only "
                             f"{file.size}: it was truncated; copy it again"
                         )
                     try:
                         take(index, data[position : position + min(item.length, most)], file)
                     except FormatError as error:
-                        raise FormatError(f"{tree}/{item.file}: {error}") from error
+                        raise FormatError(f"{tree.label(item.file)}: {error}") from error
         finally:
             file.close()
 

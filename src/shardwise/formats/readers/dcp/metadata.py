@@ -87,7 +87,7 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
         FormatError: it is malformed, contains objects that are not read from pickles, or items are
             compressed.
     """
-    path = f"{tree}/{name}"
+    path = tree.label(name)
     root = unpickle(
         tree.read(name), path, also_allowed=_METADATA_NAMES, refuse_huge_values=False
     ).value

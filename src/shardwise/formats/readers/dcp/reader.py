@@ -40,9 +40,8 @@ def read(tree: FileTree) -> Foreign:
         FormatError: it is malformed, or compressed.
     """
     if tree.single_file is not None:
-        parent = tree.path.parent
         raise CheckpointNotFoundError(
-            f"{tree} is a part of a checkpoint of {FORMAT}: open {parent}"
+            f"{tree} is a part of a checkpoint of {FORMAT}: open {tree.parent}"
         )
     if METADATA not in tree.sizes:
         raise CheckpointNotFoundError(
@@ -103,7 +102,7 @@ def read_content(
     Raises:
         FormatError: a file or item is missing, or contradicts the metadata.
     """
-    path = f"{tree}/{folder}{METADATA}"
+    path = tree.label(f"{folder}{METADATA}")
     chunks = Chunks(metadata, folder, path)
     values = {name: _find_item(metadata, folder, name, None, path) for name in metadata.values}
     names = sorted({item.file for item in (*chunks.items, *values.values())})

@@ -197,7 +197,7 @@ def _existing_folder(tree: FileTree, tag: str | None, *, universal: bool) -> str
 
 def _single_file_error(tree: FileTree) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"{tree} is only one of the files that the ranks wrote: open {tree.path.parent}"
+        f"{tree} is only one of the files that the ranks wrote: open {tree.parent}"
     )
 
 

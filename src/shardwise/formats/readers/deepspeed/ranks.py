@@ -165,7 +165,7 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     check_counters(tree, models.values())
     values = read_values(tree, files.optimizer.values(), left_out)
     optimizers = {
-        key: parse_optimizer_state(values[name], f"{tree}/{name}")
+        key: parse_optimizer_state(values[name], tree.label(name))
         for key, name in files.optimizer.items()
     }
     first = models[0, 0]
@@ -175,11 +175,11 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     values = read_values(tree, [*files.layers.values(), *files.experts.values()], left_out)
     layers: dict[int, dict[str, StoredArray]] = {}
     for (layer, rank), name in sorted(files.layers.items()):
-        arrays = require_arrays(values[name], f"{tree}/{name}")
+        arrays = require_arrays(values[name], tree.label(name))
         layers.setdefault(rank, {}).update({f"{layer}.{key}": a for key, a in arrays.items()})
     experts: dict[int, dict[str, StoredArray]] = {}
     for (_, _, rank), name in sorted(files.experts.items()):
-        experts.setdefault(rank, {}).update(require_arrays(values[name], f"{tree}/{name}"))
+        experts.setdefault(rank, {}).update(require_arrays(values[name], tree.label(name)))
     left_out += [
         f"the file {name}: its optimizer's parameters have no names"
         for name in files.expert_optimizers.values()
@@ -237,13 +237,13 @@ def _read_model_states(
     """Read the model states of all ranks; equal pickles of later ranks are parsed once."""
     first = {key: name for key, name in files.model.items() if key[0] == 0}
     values = read_values(tree, first.values(), left_out)
-    states = {key: parse_model_state(values[name], f"{tree}/{name}") for key, name in first.items()}
+    states = {key: parse_model_state(values[name], tree.label(name)) for key, name in first.items()}
     others = {key: name for key, name in files.model.items() if key[0]}
     indices = {name: index for index, name in enumerate(tree.sizes)}
     contents = _read_contents(tree, others.values(), left_out, ParseCache())
     parsed: dict[int, ModelState] = {}
     for key, name in others.items():
-        file, path = contents[name], f"{tree}/{name}"
+        file, path = contents[name], tree.label(name)
         if file.file_index not in parsed:
             parsed[file.file_index] = parse_model_state(file.value, path)
         states[key] = parsed[file.file_index].for_rank(indices[name], path)

@@ -74,7 +74,7 @@ def read(
     if tree.single_file is not None and ranks.first.shapes:
         builder.left_out.append(
             "optimizer.*, and weights in full precision: they are in files of other ranks: open "
-            f"{tree.path.parent}"
+            f"{tree.parent}"
         )
     # Trainers keep their files in the folder above the tag.
     in_parent = [name for name in tree.sizes if files.folder and "/" not in name]

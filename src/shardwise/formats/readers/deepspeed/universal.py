@@ -86,7 +86,7 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
     place = place or ranks.placement_rule()
     _require_parameter_files(tree, f"{files.folder}zero", parameter_files, ranks, settings)
     _add_parameters(builder, tree, parameter_files, values, trained, place)
-    _add_settings(builder, ranks, settings, f"{tree}/{settings_file}")
+    _add_settings(builder, ranks, settings, tree.label(settings_file))
     if ranks.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
     add_modules(builder, ranks.modules(), place, zero_3=ranks.zero_3)
@@ -144,7 +144,7 @@ def _add_parameters(
     for (name, key), file in files.items():
         if name not in trained:
             continue
-        path = f"{tree}/{file}"
+        path = tree.label(file)
         array = _unwrap_parameter(values[file])
         if isinstance(array, (int, float)):
             add_number(builder, [name], key, array)

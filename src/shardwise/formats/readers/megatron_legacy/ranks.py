@@ -141,7 +141,7 @@ def require_files(tree: FileTree, files: IterationFiles) -> None:
     """
     if not files.ranks:
         raise CheckpointNotFoundError(
-            f"{tree} is the directory of one rank: open {tree.path.parent}, which has all of them"
+            f"{tree} is the directory of one rank: open {tree.parent}, which has all of them"
         )
     found = {name for paths in files.ranks.values() for name in paths}
     main = OLD_MODEL_FILE if OLD_MODEL_FILE in found and MODEL_FILE not in found else MODEL_FILE
@@ -245,11 +245,11 @@ def _parse_rank(
         if name == BUFFERS_FILE:
             buffers = value
         elif not isinstance(value, dict):
-            raise FormatError(f"{tree}/{path}: expected a dict, found {type(value).__name__}")
+            raise FormatError(f"{tree.label(path)}: expected a dict, found {type(value).__name__}")
         else:
             states[name] = value
             if name in (MODEL_FILE, OLD_MODEL_FILE):
-                directory = f"{tree}/{path}".rpartition("/")[0]
+                directory = tree.label(path.rpartition("/")[0])
     state: dict[Any, Any] = {}
     for name in (OLD_OPTIMIZER_FILE, OLD_MODEL_FILE, MODEL_FILE):
         state |= states.get(name, {})

@@ -97,7 +97,7 @@ def read(tree: FileTree) -> Foreign:
     assembled = apply_spec(load_builtin(SPEC), catalogue, sizes={"gates": geometry.gates})
     builder = Builder.from_foreign(assembled)
     _add_param_groups(builder, assembled, optimizers)
-    _add_values(builder, ranks, optimizers[0].values)
+    _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
     step = ranks[0].values.get(ITERATION)
     return builder.build(
@@ -315,7 +315,7 @@ def _names_by_start(assembled: Foreign) -> dict[tuple[int, int], str]:
 
 
 def _add_values(
-    builder: Builder, ranks: Sequence[Rank], optimizer_values: Mapping[str, Any]
+    builder: Builder, tree: FileTree, ranks: Sequence[Rank], optimizer_values: Mapping[str, Any]
 ) -> None:
     """Add the plain values of the first rank, and random generator states of all ranks.
 
@@ -331,7 +331,7 @@ def _add_values(
             builder.add_value(name, value)
     for rank in ranks:
         if RNG in rank.values:
-            directory = rank.path.rpartition("/")[2]
+            directory = tree.relative(rank.path).rpartition("/")[2]
             builder.add_value(f"{RNG}.{directory}", rank.values[RNG])
     unread: dict[str, list[str]] = {}
     for name in (name for rank in ranks for name in rank.unread):
