@@ -28,6 +28,7 @@ LAYERS = (
     ("saved_tensor",),
     ("notebook", "resizing"),
     ("memory", "formats"),
+    ("tiers",),
     ("retention",),
     ("engine", "adapters"),
     ("plan",),
@@ -43,7 +44,7 @@ LAYERS_OF_MEMORY = (
     ("reclaim",),
     ("decide", "free_files", "observe", "registry", "spawn"),
     ("view",),
-    ("identity", "lineage", "rank_locks", "seal"),
+    ("identity", "lineage", "mirror_tasks", "rank_locks", "seal"),
     ("home",),
     ("records",),
     ("files", "options", "redundancy"),
@@ -63,6 +64,7 @@ LAYERS_OF_FORMATS = (
 LAYERS_OF_CHECKPOINTER = (
     ("checkpointer",),
     ("saving", "restoring"),
+    ("mirroring",),
     ("settings",),
     ("signals",),
 )
@@ -89,6 +91,7 @@ PUBLIC = [
     "LoadReport",
     "LostRankError",
     "Memory",
+    "Mirror",
     "MismatchError",
     "PerRank",
     "RankError",

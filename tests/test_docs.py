@@ -57,6 +57,17 @@ def test_the_page_of_formats_runs(
         assert result.exit_code == 0, f"{command}: {result.stderr}"
 
 
+def test_the_page_of_tiers_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "tiers.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(block, "docs/tiers.md", "exec"), {})
+    steps = [len(list(Path("tiers", tier).glob("step-*"))) for tier in ("root", "mirror")]
+    assert steps == [1, 3]
+
+
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardwise.state.leaves import Shards as Shards
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
+    from shardwise.tiers.options import Mirror as Mirror
 
 _MODULE_OF_NAME = {
     "Best": "retention",
@@ -67,6 +68,7 @@ _MODULE_OF_NAME = {
     "RngState": "state.rng",
     "SaveHandle": "memory.trainer.save_handle",
     "Memory": "memory.options",
+    "Mirror": "tiers.options",
     "SaveReport": "engine.save",
     "SavedTensor": "saved_tensor",
     "Shards": "state.leaves",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
 
@@ -29,6 +28,7 @@ from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
 from shardwise.store import Store, open_store
+from shardwise.tiers.record import open_tiers
 
 Place = str | os.PathLike[str] | Store
 Index = str | os.PathLike[str]
@@ -212,7 +212,11 @@ def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
     Raises:
         ShardwiseError: as for `place_below`.
     """
-    enter = partial(open_store, place)
+
+    def enter() -> Store:
+        store = open_store(place)
+        return open_tiers(store) if isinstance(place, (str, os.PathLike)) else store
+
     below = place_below(enter, step, group)
     return (lambda: enter().at(below)) if below else enter
 

@@ -286,11 +286,11 @@ def apply_retention(
         if remove_checkpoint(root.at(step_directory(step)), at_once=at_once)
     ]
     if not at_once and should_continue():
-        _remove_files_of_removed(root, newest, committed)
+        remove_files_of_removed(root, newest, committed)
     return removed
 
 
-def _remove_files_of_removed(root: Store, newest: int, committed: Sequence[int]) -> None:
+def remove_files_of_removed(root: Store, newest: int, committed: Sequence[int]) -> None:
     """Remove the files of checkpoints that were removed long enough ago.
 
     Args:
@@ -359,6 +359,11 @@ def _read_info(store: Store) -> CheckpointInfo:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except (FormatError, OSError):
         return CheckpointInfo()
+    return info_of_manifest(manifest)
+
+
+def info_of_manifest(manifest: Manifest) -> CheckpointInfo:
+    """Return the time and metrics of a checkpoint, from its manifest."""
     return CheckpointInfo(_time_created(manifest), manifest.metrics)
 
 

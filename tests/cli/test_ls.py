@@ -34,6 +34,7 @@ def test_all_steps_are_listed_in_order(run: Run, root: Path) -> None:
         "files": 1,
         "world_size": 1,
         "metrics": {"loss": 1 / 200},
+        "mirrored": None,
     }
 
 

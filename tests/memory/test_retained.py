@@ -24,7 +24,8 @@ from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import PendingManifest, StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.seal import MappedFiles
-from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves
+from shardwise.memory.trainer.pending_saves import PendingSaves
+from shardwise.memory.trainer.save_handle import PendingSave
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 

@@ -10,9 +10,9 @@ import pytest
 
 import shardwise as sw
 from shardwise.engine.buffers import LARGE_PAGE
+from shardwise.engine.copy_file import Throttle
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import signal
@@ -25,8 +24,10 @@ from shardwise.checkpointer.restoring import (
 from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import (
     Settings,
+    call_at_exit,
     check_options,
     install_signals,
+    open_mirror,
     open_root_store,
     prepare_root,
 )
@@ -46,6 +47,7 @@ from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
+from shardwise.tiers.options import Mirror
 
 STAGING_ONLY = Memory(snapshot_every=0, slots=1)
 """Saves in the background, but keeps no snapshots: memory holds a save until it is persisted."""
@@ -61,6 +63,8 @@ class Checkpointer:
     Args:
         root: the directory of the run, or a store. Each step gets a subdirectory.
         keep: the rules for checkpoints to keep. The default keeps all.
+        mirror: a second place that gets a copy of every checkpoint in the background: a path, URL,
+            store or `sw.Mirror`. `restore` reads from it what the root lacks.
         save_every: save steps that are a multiple of this to the root.
         memory: options for saving in the background and for snapshots in memory. By default,
             `save` returns when the state is copied to shared memory, and the node's agent writes
@@ -96,6 +100,7 @@ class Checkpointer:
         root: api.Place,
         *,
         keep: Keep | None = None,
+        mirror: Mirror | api.Place | None = None,
         save_every: int = 1,
         memory: Memory | None = STAGING_ONLY,
         start_from: StartFrom | None = None,
@@ -111,9 +116,10 @@ class Checkpointer:
     ) -> None:
         check_options(keep, memory, start_from, save_on_signals, after_signal, on_failure)
         self._root = open_root_store(root, for_agents=memory is not None)
-        settings = Settings(
+        self._settings = settings = Settings(
             root=self._root,
             keep=keep or Keep(),
+            mirror=open_mirror(mirror, self._root, for_agents=memory is not None),
             save_every=check_integer("Checkpointer(save_every", save_every),
             memory=memory,
             check_replicas=check_replicas,
@@ -123,7 +129,6 @@ class Checkpointer:
             save_at_end=save_at_end,
             on_failure=on_failure,
         )
-        self._settings = settings
         self._damaged: set[int] = set()
         self._signals = install_signals(save_on_signals, after_signal)
         self._closed = False
@@ -143,14 +148,11 @@ class Checkpointer:
             raise
 
         self._load = partial(
-            api.load,
-            allow_pickle=allow_pickle,
-            staging_bytes=staging_bytes,
-            group=self._group,
-            on_event=on_event,
-        )
+            api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
+            group=self._group, on_event=on_event,
+        )  # fmt: skip
         self._saving = Saving(settings, self._group, self._snapshots, self._damaged)
-        _wait_for_saves_at_exit(weakref.ref(self))
+        call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -201,6 +203,7 @@ class Checkpointer:
                 self._saving.log_failures()
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait, failed=failed)
+            self._saving.close_mirror(wait=wait)
         except StoreError as error:
             if self._settings.on_failure == "raise":
                 raise
@@ -337,7 +340,8 @@ class Checkpointer:
 
         self._saving.forget_last()
         recorder = Recorder(self._settings.on_event)
-        restoring = Restoring(self._root, self._group, self._snapshots, self._damaged, recorder)
+        tiers = self._settings.store_to_read()
+        restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder)
         report = restoring.restore(step, self._settings.keep.best, load)
         restored_step = start_step = report.step if report else None
         if report is None and self._start_from is not None:
@@ -359,16 +363,16 @@ class Checkpointer:
         """
         choice = resolve_choice("best", self._settings.keep.best)
         try:
-            return choose_step(self._root, choice)
+            return choose_step(self._settings.store_to_read(), choice)
         except CheckpointNotFoundError:
             return None
 
     def steps(self) -> list[int]:
-        """The committed steps below the root, ascending. A single rank may call this."""
-        return committed_steps(self._root)
+        """The committed steps in the root and the mirror, ascending. One rank may call this."""
+        return committed_steps(self._settings.store_to_read())
 
     def latest(self) -> int | None:
-        """The newest committed step, or None."""
+        """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
     def _refuse_forked(self) -> None:
@@ -385,14 +389,3 @@ class Checkpointer:
             raise ShardwiseError(
                 f"the Checkpointer of {self._root} is closed: create another one to save or restore"
             )
-
-
-def _wait_for_saves_at_exit(reference: weakref.ref[Checkpointer]) -> None:
-    process = os.getpid()
-
-    def wait() -> None:
-        checkpointer = reference()
-        if checkpointer is not None and os.getpid() == process:  # not in a forked child
-            checkpointer._wait_at_exit()
-
-    atexit.register(wait)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
+from shardwise.checkpointer.mirroring import RunMirror
 from shardwise.checkpointer.settings import Settings
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
@@ -28,7 +29,7 @@ from shardwise.loading import State
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.memory.trainer.staging import StoragePolicy
+from shardwise.memory.trainer.storage_policy import StoragePolicy
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import apply_retention
 from shardwise.store import Store
@@ -72,6 +73,9 @@ class Saving:
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
         self._has_stepped = False  # whether an optimizer has stepped since that call
+        self._mirror: RunMirror | None = None
+        if settings.mirror is not None:
+            self._mirror = RunMirror(settings, settings.mirror, group, snapshots, damaged)
         self.plan_cache = PlanCache()
 
     def save(
@@ -146,10 +150,12 @@ class Saving:
         call, self._unsaved_call = self._unsaved_call, None
         if call is None:
             return
-        removes_old = self._settings.keep.has_rules
+        removes_old = self._settings.keep.has_rules or self._mirror is not None
         if self._snapshots is not None and self._snapshots.persist(
             call.step, removes_old=removes_old
         ):
+            if self._mirror is not None:
+                self._mirror.saved(call.step)
             return
         has_stepped = b"1" if self._has_stepped else b""
         if exchange(self._group, "saving the last step", lambda: has_stepped, max):
@@ -211,19 +217,29 @@ class Saving:
                 self._require_ranked_metric(options)
             return self._make_save(call.state, settings.root.at(step_directory(step)), options)
 
-        with pause_gc():
-            if self._snapshots is not None:
-                self._fence_optimizer_steps(call.state)
-                damaged = tuple(sorted(self._damaged - {call.step}))
-                policy = StoragePolicy(durable, settings.keep, damaged)
-                handle = self._snapshots.save(make_save, policy, self.plan_cache, recorder)
-            else:
-                handle = SaveHandle(save_all(make_save, self._group, self.plan_cache, recorder))
-        if handle is not None:
-            self._damaged.discard(call.step)
-            if self._snapshots is None:
-                self._remove_old_checkpoints(call.step)
-        return handle
+        try:
+            with pause_gc():
+                if self._snapshots is not None:
+                    self._fence_optimizer_steps(call.state)
+                    damaged = tuple(sorted(self._damaged - {call.step}))
+                    policy = StoragePolicy(
+                        durable, settings.keep, damaged, settings.mirror_request()
+                    )
+                    handle = self._snapshots.save(make_save, policy, self.plan_cache, recorder)
+                else:
+                    handle = SaveHandle(save_all(make_save, self._group, self.plan_cache, recorder))
+        except OSError as error:
+            if self._mirror is not None:
+                self._mirror.explain(error)
+            raise
+        if handle is None:
+            return None
+        self._damaged.discard(call.step)
+        if self._mirror is None and self._snapshots is None:
+            self._remove_old_checkpoints(call.step)
+        if self._mirror is not None and durable:
+            self._mirror.saved(call.step)
+        return handle if self._mirror is None else self._mirror.follow(handle, recorder)
 
     def prepare(self, state: State) -> int:
         """Allocate memory for snapshots of this state, and return the bytes for this rank."""
@@ -236,6 +252,15 @@ class Saving:
 
         with pause_gc():
             return snapshots.prepare(make_save, self.plan_cache, Recorder(self._settings.on_event))
+
+    def close_mirror(self, *, wait: bool) -> None:
+        """Stop mirroring in this process.
+
+        Args:
+            wait: first wait until the mirror has everything. If it fails, an error is logged.
+        """
+        if self._mirror is not None:
+            self._mirror.close(wait=wait)
 
     def close(self) -> None:
         """Remove the hooks from optimizers."""

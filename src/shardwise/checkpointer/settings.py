@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import msgspec
@@ -16,13 +18,15 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers_below
 from shardwise.engine.options import is_due
-from shardwise.errors import MismatchError, StoreError
+from shardwise.errors import MismatchError, StateError, StoreError
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep
-from shardwise.store import Store, open_absolute, opens_by_name
+from shardwise.store import Store, open_absolute, open_store, opens_by_name
+from shardwise.tiers.options import Mirror, MirrorRequest
+from shardwise.tiers.store import TieredStore
 
 log = logging.getLogger("shardwise")
 
@@ -44,6 +48,7 @@ class Settings:
 
     root: Store
     keep: Keep
+    mirror: Mirror | None
     save_every: int
     memory: Memory | None
     check_replicas: bool
@@ -56,6 +61,8 @@ class Settings:
     def shared_options(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks: name and value as text."""
         options = {name: repr(getattr(self, name)) for name in _SAME_ON_ALL_RANKS}
+        if self.mirror is not None:
+            options["mirror"] = f"{self.mirror.place} {self.mirror.keep!r}"
         if self.memory is None:
             return {**options, "memory": "None"}
         return options | {
@@ -63,6 +70,17 @@ class Settings:
             for option in fields(self.memory)
             if option.name not in _MAY_DIFFER_BETWEEN_NODES
         }
+
+    def mirror_request(self) -> MirrorRequest | None:
+        """Return the mirror in the form for the records of agents; None if there is none."""
+        mirror = self.mirror
+        return None if mirror is None else MirrorRequest.of(mirror, open_store(mirror.place))
+
+    def store_to_read(self) -> Store:
+        """Return the store to restore from: the root, or the root and its mirror."""
+        if self.mirror is None:
+            return self.root
+        return TieredStore([self.root, open_store(self.mirror.place)])
 
     def is_durable_step(self, step: object) -> bool:
         """Return whether this step must be saved to the root."""
@@ -126,6 +144,30 @@ def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
             "a path or URL, or save synchronously with memory=None"
         )
     return store
+
+
+def open_mirror(
+    mirror: Mirror | api.Place | None, root: Store, *, for_agents: bool
+) -> Mirror | None:
+    """Return the mirror of a root, with its place as an opened store.
+
+    Args:
+        mirror: the user's `mirror=`.
+        root: the root.
+        for_agents: whether agents must be able to open the mirror by its name, too.
+
+    Raises:
+        TypeError: the mirror has the wrong type.
+        StoreError: agents cannot open the mirror.
+        StateError: the mirror is the root itself.
+    """
+    if mirror is None:
+        return None
+    options = Mirror.of(mirror)
+    store = open_root_store(options.place, for_agents=for_agents)
+    if str(store) == str(root):
+        raise StateError(f"mirror={str(store)!r}: this is the root itself; pass another place")
+    return replace(options, place=store)
 
 
 def install_signals(save_on_signals: Iterable[int], after_signal: AfterSignal) -> Signals | None:
@@ -208,3 +250,15 @@ def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:
             problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")
     if problems:
         raise MismatchError("the options of the Checkpointer differ between ranks:", problems)
+
+
+def call_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method when this process exits, but not in a forked child."""
+    process = os.getpid()
+
+    def call() -> None:
+        function = method()
+        if function is not None and os.getpid() == process:
+            function()
+
+    atexit.register(call)

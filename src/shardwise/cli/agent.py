@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
+from shardwise.cli import mirrors
 from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import StoreError
 from shardwise.memory.agent.protection_report import TensorsStatus, TensorStatus
@@ -247,6 +248,9 @@ def show_status(node: NodeStatus, console: Console) -> None:
     for run in node.runs:
         console.print()
         _show_run(run, console)
+    for mirror in node.mirrors:
+        console.print()
+        mirrors.show_status(mirror, console)
 
 
 def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, console: Console) -> None:

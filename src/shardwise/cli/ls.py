@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -17,10 +19,13 @@ from shardwise.cli.find_checkpoints import (
     list_checkpoints_below,
     read_manifest,
 )
+from shardwise.cli.mirrors import show_record
 from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
+from shardwise.store import open_store
+from shardwise.tiers.record import MirrorRecord, read_mirror_record
 
 State = Literal["committed", "damaged", "unfinished"]
 STYLE_OF_STATE: dict[State, str] = {
@@ -53,12 +58,17 @@ def ls(root: Root, as_json: AsJson = False) -> None:
 
     This compares sizes only. To check every byte, use `shardwise verify`.
     """
+    mirror = _read_mirror_record(root)
     with ThreadPoolExecutor(THREADS, "shardwise-ls") as pool:
-        checkpoints = list(pool.map(examine_directory, list_checkpoints_below(root)))
+        directories = list_checkpoints_below(root)
+        checkpoints = list(pool.map(partial(examine_directory, mirror=mirror), directories))
     if as_json:
-        print_json({"root": root, "checkpoints": checkpoints})
-    else:
-        _show_table(checkpoints, stdout_console())
+        print_json({"root": root, "checkpoints": checkpoints, "mirror": mirror})
+        return
+    console = stdout_console()
+    _show_table(checkpoints, console)
+    if mirror is not None:
+        show_record(mirror, {each.step for each in checkpoints}, console)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,7 @@ class ListedCheckpoint:
         saved_at: ISO 8601 time of the save, in UTC.
         bytes: size of all data files.
         files: the number of data files.
+        mirrored: whether the mirror of the root has this checkpoint; None if there is no mirror.
     """
 
     directory: str
@@ -83,10 +94,17 @@ class ListedCheckpoint:
     files: int | None = None
     world_size: int | None = None
     metrics: dict[str, float | None] | None = None
+    mirrored: bool | None = None
 
 
-def examine_directory(entry: CheckpointDirectory) -> ListedCheckpoint:
-    """Examine a directory: read its manifest, and compare the sizes of its files."""
+def examine_directory(
+    entry: CheckpointDirectory, mirror: MirrorRecord | None = None
+) -> ListedCheckpoint:
+    """Examine a directory: read its manifest, and compare the sizes of its files.
+
+    Args:
+        mirror: what the mirror of the root has; None if there is no mirror.
+    """
     step = entry.step
     if not entry.committed:
         return ListedCheckpoint(directory=entry.name, step=step, state="unfinished")
@@ -109,7 +127,14 @@ def examine_directory(entry: CheckpointDirectory) -> ListedCheckpoint:
         files=len(manifest.files),
         world_size=manifest.world_size,
         metrics=manifest.metrics,
+        mirrored=None if mirror is None else mirror.has(step or 0, manifest.save_id),
     )
+
+
+def _read_mirror_record(root: str) -> MirrorRecord | None:
+    with suppress(OSError):  # the state of the mirror is unknown, which must not hide the root's
+        return read_mirror_record(open_store(root))
+    return None
 
 
 def _find_problems(entry: CheckpointDirectory, files: tuple[FileEntry, ...]) -> Iterator[str]:
@@ -141,6 +166,9 @@ def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> No
     checkpoints_table.add_column("saved (UTC)", no_wrap=True)
     for header in ("size", "files", "ranks"):
         checkpoints_table.add_column(header, justify="right", no_wrap=True)
+    show_mirror = any(checkpoint.mirrored is not None for checkpoint in checkpoints)
+    if show_mirror:
+        checkpoints_table.add_column("mirrored", no_wrap=True)
     if show_metrics:
         checkpoints_table.add_column(
             "metrics", style="cyan", overflow="fold", min_width=len("metrics")
@@ -154,6 +182,7 @@ def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> No
             "–" if checkpoint.bytes is None else fmt.size(checkpoint.bytes),
             _format_number(checkpoint.files),
             _format_number(checkpoint.world_size),
+            *([_mirrored_cell(checkpoint.mirrored)] if show_mirror else []),
             *([Text(fmt.metrics(checkpoint.metrics or {}))] if show_metrics else []),
         )
     console.print(checkpoints_table)
@@ -162,6 +191,12 @@ def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> No
             console.print(
                 Text(checkpoint.problem, STYLE_OF_STATE[checkpoint.state]), soft_wrap=True
             )
+
+
+def _mirrored_cell(mirrored: bool | None) -> Text:
+    if mirrored is None:
+        return Text("–")
+    return Text("yes", "green") if mirrored else Text("no", "yellow")
 
 
 def _format_number(value: int | None) -> str:

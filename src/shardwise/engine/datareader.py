@@ -55,7 +55,7 @@ class DataReader:
         self._verifies = verify
         self._has_checksums = has_checksums
         try:
-            if self._file.size != entry.size:
+            if not self._has_size(entry.size):
                 raise CorruptionError(
                     f"{self._label} has {self._file.size} bytes, but {entry.size} were saved: "
                     "the file was truncated or replaced"
@@ -65,6 +65,19 @@ class DataReader:
         except BaseException:
             self._file.close()
             raise
+
+    def _has_size(self, size: int) -> bool:
+        """Return whether the file, or another copy of it, has this size in bytes."""
+        file = self._file
+        if file.size == size:
+            return True
+        if not isinstance(file, ReplicatedFile):
+            return False
+        for number in range(file.copies):
+            with suppress(OSError, CorruptionError):
+                if file.copy_size(number) == size:
+                    return True
+        return False
 
     def read(self, low: int, high: int, buffer: Buffer) -> Buffer:
         """Read and verify bytes `low:high`, which are whole blocks.
@@ -80,11 +93,13 @@ class DataReader:
             CorruptionError: bytes differ from the saved bytes.
         """
         high = self._end_of_read(high)
-        self._fill(low, high, buffer)
         try:
+            self._fill(low, high, buffer)
             return self.verify(low, buffer[: high - low])
         except CorruptionError as error:
             intact = self._other_copy(low, high, buffer)
+            if intact is None:
+                intact = self._combine_copies(low, high, buffer)
             if intact is None:
                 raise
             log.warning("%s; an intact copy of the file was read instead", error)
@@ -98,6 +113,26 @@ class DataReader:
                 self._fill(low, high, buffer, copy)
                 return self.verify(low, buffer[: high - low])
         return None
+
+    def _combine_copies(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
+        """Return bytes `low:high`, each block from a copy that has it; None if a block has none.
+
+        Each copy may be damaged in other blocks, so the blocks are read one by one.
+        """
+        file = self._file
+        copies = range(file.copies if isinstance(file, ReplicatedFile) else 0)
+        block = aligned_buffer(BLOCK)
+
+        def fill(start: int) -> bool:
+            stop = min(start + BLOCK, high)
+            for copy in copies:
+                with suppress(CorruptionError, OSError):
+                    self._fill(start, stop, block, copy)
+                    buffer[start - low : stop - low] = self.verify(start, block[: stop - start])
+                    return True
+            return False
+
+        return buffer[: high - low] if all(map(fill, range(low, high, BLOCK))) else None
 
     def checksum(self, data: Buffer) -> int:
         """Return the checksum to pass with these bytes to other ranks.

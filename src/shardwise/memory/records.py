@@ -17,6 +17,7 @@ import msgspec
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.redundancy.placement import Protection, ProtectionGroup
 from shardwise.retention import PlainKeep
+from shardwise.tiers.options import MirrorRequest
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA_SUFFIXES = (".safetensors", ".bin")
@@ -115,6 +116,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         rescue: whether to persist the save if a trainer is lost.
         overwrite: whether to replace a checkpoint of the same step.
         keep: the retention rules of the root.
+        mirror: the mirror of the root; None if there is none.
         damaged: steps in the root that are known to be damaged. They do not count as kept.
         copies, parity, group: the options of `Memory` for copies and parity.
         rings: for each ring, the names of its ranks' files.
@@ -136,6 +138,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     rescue: bool = False
     overwrite: bool = False
     keep: PlainKeep = {}
+    mirror: MirrorRequest | None = None
     damaged: list[int] = []
     copies: int = 0
     parity: int = 0
@@ -189,6 +192,8 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
         root: the directory of the checkpoints.
         keep: the retention rules.
         damaged: steps that are known to be damaged. They do not count as kept, and are not removed.
+        mirror: the mirror of the root. Then checkpoints are removed only once they are mirrored,
+            so the threads that mirror the root remove them. None if there is none.
     """
 
     save_id: str
@@ -196,6 +201,7 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     keep: PlainKeep
     damaged: list[int] = []
+    mirror: MirrorRequest | None = None
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,6 +91,10 @@ class ReplicatedFile(ReadableFile, Protocol):
         """The number of copies."""
         ...
 
+    def copy_size(self, number: int) -> int:
+        """Return the size of the copy with this index, in bytes. A damaged copy can be shorter."""
+        ...
+
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         """Read like `read_at`, but from the copy with this index only."""
         ...

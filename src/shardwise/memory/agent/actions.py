@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, records
 from shardwise.memory.agent.lead import agents_of, attempt, read_pending_manifest
 from shardwise.memory.agent.opened_stores import OpenedStores
-from shardwise.memory.agent.persist import Throttle, copy_file, remove_old_checkpoints
+from shardwise.memory.agent.persist import copy_file, remove_old_checkpoints
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import (
     REPLACED,
@@ -31,6 +32,7 @@ from shardwise.memory.decide import (
 from shardwise.memory.files import Deadline, read_record, write_record
 from shardwise.memory.home import ROOT, Place
 from shardwise.memory.lineage import known_lineage
+from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
@@ -40,6 +42,7 @@ from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps
 from shardwise.store import Store, open_store
+from shardwise.tiers.options import MirrorRequest
 
 log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
@@ -97,6 +100,8 @@ class Follower:
         name = records.request_record(records.RETAIN, action.save_id)
 
         def remove(request: Retain) -> int:
+            if request.mirror is not None:
+                return _have_mirrored(action.place, request, request.mirror)
             with self.stores.open(request.root) as root:
                 return remove_old_checkpoints(
                     root, request, should_continue=lambda: action.place.has(name)
@@ -182,6 +187,20 @@ class Follower:
             node=self.node,
         )
         write_record(place.path / result_name(stage, save_id), done)
+
+
+def _have_mirrored(place: Place, request: Retain, mirror: MirrorRequest) -> int:
+    """Have a checkpoint mirrored, and old checkpoints removed once they are mirrored; return 0."""
+    task = MirrorTask(
+        root=request.root,
+        mirror=mirror,
+        keep=request.keep,
+        newest=request.step,
+        damaged=request.damaged,
+    )
+    set_mirror_task(place.run, task)
+    place.run.wake_agent()
+    return 0
 
 
 def _read_existing(path: Path, record_type: type[Record]) -> Record:

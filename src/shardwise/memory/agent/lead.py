@@ -14,13 +14,13 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide, records
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
-    Throttle,
     copy_files_of_lost_nodes,
     lock_for_publishing,
     retention_request,

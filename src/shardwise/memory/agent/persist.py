@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
-from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.commit import publish_manifest
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
@@ -23,34 +21,13 @@ from shardwise.memory.records import AgentInfo, PendingManifest, Retain
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, ask_nodes, list_own_files, make_reader
 from shardwise.retention import apply_retention, decode_keep
-from shardwise.store import Store, WritableFile
+from shardwise.store import Store
 from shardwise.store.store import Buffer
 
-CHUNK = 8 << 20
 WRITE_THREADS = 4
 READ_THREADS = 2
 LOCK_TIMEOUT = 1.0
 LOCK_PAUSE = 0.05
-
-
-class Throttle:
-    """Limits copying to `budget` bytes per second; None for no limit. Threads may share it."""
-
-    def __init__(self, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._budget = budget
-        self._clock = clock
-        self._free_at = clock()
-        self._lock = threading.Lock()
-
-    def seconds_for(self, nbytes: int) -> float:
-        """Account for `nbytes`, and return how many seconds to wait before copying them."""
-        if self._budget is None:
-            return 0.0
-        with self._lock:
-            now = self._clock()
-            wait = max(0.0, self._free_at - now)
-            self._free_at = max(now, self._free_at) + nbytes / self._budget
-            return wait
 
 
 def copy_file(
@@ -82,42 +59,9 @@ def copy_file(
                 wait_until_sealed()
             chunk = data[low : low + CHUNK]
             time.sleep(throttle.seconds_for(len(chunk)))
-            writes.append(pool.submit(file.write_at, low, _pad(chunk, store.alignment)))
+            writes.append(pool.submit(file.write_at, low, pad(chunk, store.alignment)))
         for write in writes:
             write.result()
-
-
-@contextmanager
-def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
-    """Create a file for the block to write, and sync it at the end. Replace an incomplete file.
-
-    Raises:
-        OSError: the storage failed. The incomplete file is removed if possible.
-    """
-    try:
-        file = store.create(entry.name, entry.size)
-    except FileExistsError:
-        store.delete(entry.name)
-        file = store.create(entry.name, entry.size)
-    try:
-        yield file
-        file.commit()
-    except BaseException:
-        with suppress(OSError):
-            store.delete(entry.name)
-        raise
-    finally:
-        file.close()
-
-
-def _pad(chunk: Buffer, alignment: int) -> Buffer:
-    """Return a chunk, padded with zeros to a multiple of `alignment` bytes if necessary."""
-    padded_length = -(-len(chunk) // alignment) * alignment
-    if padded_length == len(chunk):
-        return chunk
-    padded = aligned_buffer(padded_length)
-    padded[: len(chunk)] = chunk
-    return padded
 
 
 def copy_files_of_lost_nodes(
@@ -159,25 +103,9 @@ def copy_files_of_lost_nodes(
     total = 0
     with closing(AssembledStore(assembly, place.run, node, tls, threads=READ_THREADS)) as source:
         for name in names:
-            _copy_verified(source, entries[name], store, throttle)
+            copy_verified(source, entries[name], store, throttle)
             total += entries[name].size
     return total
-
-
-def _copy_verified(source: Store, entry: FileEntry, store: Store, throttle: Throttle) -> None:
-    """Copy a file, and verify its checksums."""
-    buffer = aligned_buffer(CHUNK)
-    with (
-        closing(DataReader(source, entry)) as verifier,
-        closing(source.open(entry.name)) as file,
-        create_durably(store, entry) as copy,
-    ):
-        for low in range(0, entry.size, CHUNK):
-            chunk = buffer[: min(CHUNK, entry.size - low)]
-            time.sleep(throttle.seconds_for(len(chunk)))
-            file.read_at(low, chunk)
-            verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
-            copy.write_at(low, _pad(chunk, store.alignment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +196,7 @@ def _checkpoint_exists(store: Store) -> CheckpointExistsError:
 
 def retention_request(pending: PendingManifest) -> Retain | None:
     """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
-    if not decode_keep(pending.keep).has_rules:
+    if pending.mirror is None and not decode_keep(pending.keep).has_rules:
         return None
     return Retain(
         save_id=pending.save_id,
@@ -276,6 +204,7 @@ def retention_request(pending: PendingManifest) -> Retain | None:
         root=pending.root,
         keep=pending.keep,
         damaged=pending.damaged,
+        mirror=pending.mirror,
     )
 
 

@@ -24,6 +24,7 @@ from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
 from shardwise.memory.agent.connection_limits import BACKLOG, serving
 from shardwise.memory.agent.lead import Leader
+from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.files import Deadline, listen_to_bell, write_record
@@ -95,6 +96,7 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         observer = Observer(home, node)
         performers = _performers(home, node, observer, mappings, options.tls)
         agent = Agent(observer, performers, before_observing=mappings.unmap_removed)
+        mirrors = Mirrors(home)
         info = AgentInfo(
             node=node,
             url="",
@@ -104,7 +106,7 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
             host=socket.gethostname(),
             schema=schema(),
         )
-        return asyncio.run(_serve(home, agent, info, options, address))
+        return asyncio.run(_serve(home, agent, mirrors, info, options, address))
 
 
 def _performers(
@@ -129,7 +131,12 @@ def _performers(
 
 
 async def _serve(
-    home: Home, agent: Agent, info: AgentInfo, options: ServeOptions, address: str
+    home: Home,
+    agent: Agent,
+    mirrors: Mirrors,
+    info: AgentInfo,
+    options: ServeOptions,
+    address: str,
 ) -> bool:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -141,18 +148,25 @@ async def _serve(
     remember_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
-    threading.Thread(target=listen_to_bell, args=(home.bell, agent.wake), daemon=True).start()
+
+    def wake() -> None:
+        agent.wake()
+        mirrors.wake()
+
+    threading.Thread(target=listen_to_bell, args=(home.bell, wake), daemon=True).start()
     async with serving(create_app(home.path, info.token, agent.wake), listener, tls=tls):
         agent.start()
+        mirrors.start()
         agent.wake()
         write_record(home.info, info)
         threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
-            await _until_ended(home, ended, until_idle=options.until_idle)
+            await _until_ended(home, mirrors, ended, until_idle=options.until_idle)
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
+            await asyncio.to_thread(mirrors.stop)
             home.info.unlink(missing_ok=True)
     if not finished:
         log.warning("some actions are unfinished; the next agent repeats them")
@@ -166,10 +180,12 @@ def _update_roots(home: Home, info: AgentInfo) -> None:
             update_address(home.run(name), info)
 
 
-async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:
+async def _until_ended(
+    home: Home, mirrors: Mirrors, ended: asyncio.Event, *, until_idle: bool
+) -> None:
     busy_at = time.monotonic()
     while not ended.is_set():
-        if not until_idle or home.runs() or is_training(home):
+        if not until_idle or home.runs() or is_training(home) or mirrors.is_busy():
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE_TIMEOUT:
             log.info("the node stores nothing, and no training runs: exiting")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.protection_report import TensorsStatus, report_tensors
 from shardwise.memory.files import read_record
 from shardwise.memory.home import ROOT, Home, Place, Run
+from shardwise.memory.mirror_tasks import read_mirror_task, runs_with_mirrors
 from shardwise.memory.observe import RecordCache, read_snapshots
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
@@ -21,6 +23,8 @@ from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
+from shardwise.store import open_store
+from shardwise.tiers.record import read_mirror_record
 
 STAGES = ("commit", "protect", "persist")
 ANSWER_TIMEOUT = 5.0
@@ -105,6 +109,30 @@ class RunStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """A root that the agent of this node mirrors.
+
+    Attributes:
+        run: the id of the run.
+        root, mirror: the places.
+        newest: the newest step that the mirror has; None if it has none.
+        waiting: the steps to copy, newest first.
+        pinned: steps that stay in the root only until they are copied.
+        failing: for how many seconds the mirror has failed; None if it does not fail.
+        failure: why the mirror fails.
+    """
+
+    run: str
+    root: str
+    mirror: str
+    newest: int | None
+    waiting: list[int]
+    pinned: list[int]
+    failing: float | None
+    failure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
     """A node and its agent.
 
@@ -122,6 +150,7 @@ class NodeStatus:
         bytes: the bytes that the node stores.
         bytes_left: the free bytes of the file system.
         runs: the runs on this node.
+        mirrors: the mirrors that the agent keeps up to date.
     """
 
     node: str | None
@@ -136,6 +165,7 @@ class NodeStatus:
     bytes: int
     bytes_left: int
     runs: list[RunStatus]
+    mirrors: list[MirrorStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +234,32 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
             _run_status(home.run(name), last_info.node if last_info else "", tensors)
             for name in home.runs()
         ],
+        mirrors=list(_mirror_statuses(home)),
     )
+
+
+def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
+    for name in runs_with_mirrors(home.path):
+        task = record = None
+        failure = "the agent has not copied anything yet"
+        try:
+            task = read_mirror_task(home.run(name))
+            record = None if task is None else read_mirror_record(open_store(task.root))
+        except OSError as error:
+            failure = f"the state of the mirror is unknown: {error}"
+        if task is None:
+            continue
+        since = None if record is None else record.failing_since
+        yield MirrorStatus(
+            run=name,
+            root=task.root,
+            mirror=task.mirror.place,
+            newest=None if record is None else max(record.steps, default=None),
+            waiting=[] if record is None else list(record.waiting),
+            pinned=[] if record is None else list(record.pinned),
+            failing=_seconds_between(since, time.time()),
+            failure=failure if record is None else record.why_failing(),
+        )
 
 
 def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:

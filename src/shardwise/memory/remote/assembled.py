@@ -340,6 +340,9 @@ class _RemoteFile:
     def copies(self) -> int:
         return len(self.sources)
 
+    def copy_size(self, number: int) -> int:
+        return self.size
+
     def read_at(self, offset: int, out: Buffer) -> int:
         failures = []
         for number in range(self.copies):

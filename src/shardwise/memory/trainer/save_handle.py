@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, read_record, write_record
+from shardwise.memory.files import Deadline, read_record
 from shardwise.memory.home import Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import Copying
+from shardwise.tiers.watch import MirrorWatch
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
 RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
@@ -211,6 +212,7 @@ class SaveHandle:
         pending: the stages to come; None if the save is durable.
         copying: the copy to host memory; None if it has ended. While a caller waits for the copy,
             it runs at full speed.
+        mirror: follows the mirror of the root, if it has one.
     """
 
     def __init__(
@@ -218,10 +220,16 @@ class SaveHandle:
         report: SaveReport,
         pending: PendingSave | None = None,
         copying: Copying | None = None,
+        mirror: MirrorWatch | None = None,
     ) -> None:
         self._report = report
         self._pending = pending
         self._copying = copying
+        self._mirror = mirror
+
+    def with_mirror(self, mirror: MirrorWatch) -> SaveHandle:
+        """Return the same handle, which can also wait for the mirror of the root."""
+        return SaveHandle(self._report, self._pending, self._copying, mirror)
 
     def done(self) -> bool:
         """Return whether the save has ended.
@@ -302,92 +310,25 @@ class SaveHandle:
             seconds=self._report.seconds | seconds,
         )
 
+    def mirrored(self, timeout: float | None = None) -> None:
+        """Wait until the mirror of the root has the checkpoint, too.
+
+        Raises:
+            StoreError: the save failed; it is for memory only; there is no mirror; or, without
+                `timeout`, the mirror has failed for ten minutes.
+            TimeoutError: `timeout` seconds have passed. The message says why the mirror fails.
+        """
+        is_durable = self._pending is None or self._pending.is_durable
+        if self._mirror is None or not is_durable:
+            why = (
+                "the Checkpointer has no mirror=" if is_durable else "this save is for memory only"
+            )
+            raise StoreError(f"step {self._report.step} is not mirrored: {why}")
+        self.result(timeout)
+        self._mirror.wait(self._report.step or 0, timeout)
+
     def _speed_up(self) -> PendingSave | None:
         """Let the copy continue at full speed, because a caller waits; return the pending save."""
         if self._copying is not None:
             self._copying.hurry()
         return self._pending
-
-
-class PendingSaves:
-    """A rank's saves in progress, and failed saves whose error was not raised yet, oldest first."""
-
-    def __init__(self) -> None:
-        self._saves: list[PendingSave] = []
-
-    def add(self, save: PendingSave) -> None:
-        """Add a save, and forget the saves that have succeeded."""
-        self._saves = [*(each for each in self._saves if not each.has_succeeded()), save]
-
-    def raise_failure(self) -> None:
-        """Raise the first failure that was not raised yet.
-
-        Failures to stage on this rank are not included: `Staging.raise_failure` raises them.
-
-        Raises:
-            StoreError: a durable save failed. The message says why.
-        """
-        self._saves = [save for save in self._saves if not save.staging_failure]
-        for save in list(self._saves):
-            succeeds = False
-            try:
-                succeeds = save.raise_or_log_failure()
-            finally:
-                if not succeeds:
-                    self._saves.remove(save)
-
-    def wait_until_ended(self, *, step: int | None = None, durable: bool = False) -> None:
-        """Wait until the saves have ended.
-
-        Args:
-            step: wait only for saves of this step.
-            durable: wait only for saves that will be persisted.
-
-        Raises:
-            StoreError: as for `raise_failure`; or the agent is gone.
-        """
-        for save in self._saves:
-            matches = step in (None, save.place.step) and (save.is_durable or not durable)
-            if matches and not save.staging_failure:
-                save.wait_until_ended()
-
-    def wait_for_retention(self) -> None:
-        """Wait until the replaced checkpoints are deleted. `raise_failure` raises failures.
-
-        Raises:
-            StoreError: the agent is gone.
-        """
-        for save in self._saves:
-            if not save.staging_failure:
-                save.wait_for_retention()
-
-    def is_last_durable(self) -> bool:
-        """Return whether the last save will be persisted."""
-        return bool(self._saves) and self._saves[-1].is_durable
-
-    def last_is_of_step(self, step: int) -> bool:
-        """Return whether the last save in this object is of this step.
-
-        Only such a save can be persisted afterwards.
-        """
-        return bool(self._saves) and self._saves[-1].place.step == step
-
-    def persist_last(self, *, deletes_older: bool, leads: bool) -> None:
-        """Wait until the last save is committed, and request that it be persisted.
-
-        Args:
-            deletes_older: whether to delete older checkpoints afterwards.
-            leads: whether this rank's node leads the save, so that this rank asks its agent.
-
-        Raises:
-            StoreError: the save was not committed.
-        """
-        last = self._saves[-1]
-        last.wait_for("commit", None)
-        if leads:
-            record = records.request_record("rescue", last.save_id)
-            write_record(
-                last.place.path / record, StageOutcome(save_id=last.save_id, stage="rescue")
-            )
-        stages = ("commit", "protect", "persist")
-        self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)

@@ -28,9 +28,11 @@ from shardwise.memory.registry import Registration, Registry, remember_nodes
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import Supervisor, join_run, with_interface
+from shardwise.memory.trainer.pending_saves import PendingSaves
 from shardwise.memory.trainer.rings import Rings
-from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves, SaveHandle
-from shardwise.memory.trainer.staging import SnapshotPart, Staging, StoragePolicy, pending_manifest
+from shardwise.memory.trainer.save_handle import PendingSave, SaveHandle
+from shardwise.memory.trainer.staging import SnapshotPart, Staging
+from shardwise.memory.trainer.storage_policy import StoragePolicy, pending_manifest
 from shardwise.plan.cache import PlanCache
 from shardwise.store import Store
 
@@ -375,7 +377,7 @@ class Snapshots:
             planned.save_id,
             stages,
             logs_failures=is_first,
-            deletes_older=is_first and policy.durable and policy.keep.has_rules,
+            deletes_older=is_first and policy.durable and policy.removes_old,
             copying=copying,
         )
         self._pending.add(pending)

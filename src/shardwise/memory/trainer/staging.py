@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.engine.files import FileSource
-from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import PlannedSave
 from shardwise.errors import ShardwiseError, StoreError
-from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
@@ -23,32 +21,15 @@ from shardwise.memory.options import Memory
 from shardwise.memory.reclaim import free_hopeless
 from shardwise.memory.records import PendingManifest, Staged, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
-from shardwise.memory.trainer.agents import Membership
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, copy_range
 from shardwise.memory.trainer.device import Accelerator, CopyStreams, Source, TorchAccelerator
 from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
 from shardwise.memory.trainer.slots import Slot, Slots
-from shardwise.retention import Keep
 
 THREADS = 4
 THREADS_WITH_OVERLAP = 1
 PAUSE, LONGEST_PAUSE = 0.002, 0.05
 log = logging.getLogger("shardwise")
-
-
-@dataclass(frozen=True, slots=True)
-class StoragePolicy:
-    """What happens to a snapshot in storage.
-
-    Attributes:
-        durable: whether to persist the snapshot in any case, not only if a trainer is lost.
-        keep: the rules for the checkpoints in storage afterwards.
-        damaged: steps in storage that are known to be damaged, and do not count as kept.
-    """
-
-    durable: bool
-    keep: Keep
-    damaged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,40 +342,3 @@ class Staging:
 def _bytes_from_devices(source: FileSource) -> int:
     """Return how many of the first bytes of a file devices copy to."""
     return source.layout.objects_at if source.devices else 0
-
-
-def pending_manifest(
-    planned: PlannedSave,
-    options: SaveOptions,
-    policy: StoragePolicy,
-    memory: Memory,
-    membership: Membership,
-    root: str,
-    rings: list[list[str]],
-) -> PendingManifest:
-    """Return the pending manifest of a save; `rings` are the file names of each ring of ranks."""
-    manifest = planned.manifest_plan
-    node_of = membership.node_of
-    return PendingManifest(
-        save_id=planned.save_id,
-        step=options.step or 0,
-        manifest=planned.manifest(()).decode(),
-        files=[(data_file(r, planned.save_id), node_of[r]) for r in manifest.writers],
-        nodes=membership.nodes,
-        leader=node_of[0],
-        epoch=membership.lineage.epoch,
-        rings=rings,
-        root=root,
-        durable=policy.durable,
-        rescue=memory.rescue,
-        overwrite=options.overwrite,
-        keep=asdict(policy.keep),
-        damaged=list(policy.damaged),
-        copies=memory.copies,
-        parity=memory.parity,
-        group=memory.group,
-        wait=memory.wait,
-        budget=memory.budget,
-        bytes_held=manifest.bytes_held,
-        bytes_total=manifest.bytes_stored,
-    )

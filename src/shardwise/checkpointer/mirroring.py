@@ -1,0 +1,94 @@
+"""The mirror of a run's root, as the ranks of a training use it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+
+from shardwise.checkpointer.settings import Settings
+from shardwise.engine.group import Group
+from shardwise.errors import add_note
+from shardwise.events import Recorder
+from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
+from shardwise.memory.trainer.save_handle import SaveHandle
+from shardwise.memory.trainer.snapshots import Snapshots
+from shardwise.store import Store
+from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.options import Mirror
+from shardwise.tiers.watch import MirrorWatch
+from shardwise.tiers.worker import MirrorWorker
+
+STOP_TIMEOUT = 10.0
+log = logging.getLogger("shardwise")
+
+
+class RunMirror:
+    """Has the root of a run mirrored: by the agent of rank 0's node, or by a thread of rank 0.
+
+    Args:
+        settings: the options of the Checkpointer.
+        mirror: the mirror, with its place as an opened store.
+        group: the ranks.
+        snapshots: the snapshots of the run; None if saves go directly to storage.
+        damaged: steps in the root that are known to be damaged.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        mirror: Mirror,
+        group: Group,
+        snapshots: Snapshots | None,
+        damaged: set[int],
+    ) -> None:
+        self._leads = group.rank == 0
+        self._damaged = damaged
+        self._watch = MirrorWatch(settings.root)
+        self._newest: int | None = None
+        self._worker: MirrorWorker | None = None
+        self._is_mirroring = self._leads and settings.root.is_writable()
+        if self._is_mirroring:
+            self._start(settings, mirror, snapshots)
+
+    def _start(self, settings: Settings, mirror: Mirror, snapshots: Snapshots | None) -> None:
+        request = settings.mirror_request()
+        if snapshots is not None and request is not None:
+            task = MirrorTask(root=str(settings.root), mirror=request, keep=asdict(settings.keep))
+            try:
+                set_mirror_task(snapshots.run, task)
+            except OSError as error:
+                log.error("the agent of this node cannot mirror %s yet: %s", settings.root, error)
+            snapshots.home.wake()
+        elif isinstance(mirror.place, Store):
+            rules = Rules(settings.keep, mirror.keep, mirror.budget)
+            self._worker = MirrorWorker(Mirroring(settings.root, mirror.place, rules))
+            self._worker.start()
+
+    def saved(self, step: int) -> None:
+        """Say that a step was saved to the root. With agents, the agent learns it by itself."""
+        self._newest = step
+        if self._worker is not None:
+            self._worker.set_saved(Saved(step, frozenset(self._damaged)))
+
+    def follow(self, handle: SaveHandle, recorder: Recorder) -> SaveHandle:
+        """Return a handle that can wait for the mirror. On rank 0, report copies and failures."""
+        if self._leads:
+            self._watch.report(recorder)
+        return handle.with_mirror(self._watch)
+
+    def explain(self, error: OSError) -> None:
+        """Add to a failure of the root that the mirror fails, which can be why the root is full."""
+        if self._leads and (problem := self._watch.problem()):
+            add_note(error, problem)
+            log.error("%s", problem)
+
+    def close(self, *, wait: bool) -> None:
+        """Wait until the mirror has everything, and log an error if it fails; then stop."""
+        if (
+            self._is_mirroring
+            and wait
+            and (problem := self._watch.wait_until_current(self._newest))
+        ):
+            log.error("%s; the next training with this root and mirror copies them", problem)
+        if self._worker is not None:
+            self._worker.stop(STOP_TIMEOUT)

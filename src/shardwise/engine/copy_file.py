@@ -1,0 +1,143 @@
+"""Copy data files from one store to another, verified and in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+from shardwise.engine.buffers import aligned_buffer
+from shardwise.engine.datareader import DataReader
+from shardwise.errors import CorruptionError
+from shardwise.manifest.checksums import crc32
+from shardwise.manifest.manifest import FileEntry
+from shardwise.store import Files, Store, WritableFile
+from shardwise.store.store import Buffer
+
+CHUNK = 8 << 20
+
+
+class Throttle:
+    """Limits copying to `budget` bytes per second; None for no limit. Threads may share it."""
+
+    def __init__(self, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._free_at = clock()
+        self._lock = threading.Lock()
+
+    def seconds_for(self, nbytes: int) -> float:
+        """Account for `nbytes`, and return how many seconds to wait before copying them."""
+        if self._budget is None:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            wait = max(0.0, self._free_at - now)
+            self._free_at = max(now, self._free_at) + nbytes / self._budget
+            return wait
+
+
+def copy_verified(
+    source: Files,
+    entry: FileEntry,
+    store: Store,
+    throttle: Throttle,
+    before_chunk: Callable[[], object] = lambda: None,
+) -> None:
+    """Copy a data file, and verify every block while it is copied.
+
+    Args:
+        source: the files of the checkpoint.
+        entry: the file's entry in the manifest.
+        store: the place of the copy. An incomplete file of the same name is replaced.
+        throttle: limits the bytes per second.
+        before_chunk: called before each chunk. If it raises, the copy ends.
+
+    Raises:
+        CorruptionError: the bytes in `source` differ from those that were saved.
+        OSError: the storage failed. The incomplete copy is removed if possible.
+    """
+    buffer = aligned_buffer(CHUNK)
+    table_crc32 = 0
+    with (
+        closing(DataReader(source, entry)) as verifier,
+        closing(source.open(entry.name)) as file,
+        create_durably(store, entry) as copy,
+    ):
+        for low in range(0, entry.size, CHUNK):
+            before_chunk()
+            chunk = buffer[: min(CHUNK, entry.size - low)]
+            time.sleep(throttle.seconds_for(len(chunk)))
+            if file.read_at(low, chunk) < len(chunk):
+                raise CorruptionError(
+                    f"{entry.name} in {source} was truncated while it was copied: it has fewer "
+                    f"than {low + len(chunk)} bytes"
+                )
+            verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
+            table_crc32 = crc32(chunk[max(0, entry.checksums_at - low) :], table_crc32)
+            copy.write_at(low, pad(chunk, store.alignment))
+        if table_crc32 != entry.checksums_crc32:
+            raise CorruptionError(
+                f"{entry.name} in {source}: its checksums changed while it was copied"
+            )
+
+
+@contextmanager
+def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
+    """Create a file for the block to write, and sync it at the end. Replace an incomplete file.
+
+    Raises:
+        OSError: the storage failed. The incomplete file is removed if possible.
+    """
+    try:
+        file = store.create(entry.name, entry.size)
+    except FileExistsError:
+        store.delete(entry.name)
+        file = store.create(entry.name, entry.size)
+    try:
+        yield file
+        file.commit()
+    except BaseException:
+        with suppress(OSError):
+            store.delete(entry.name)
+        raise
+    finally:
+        file.close()
+
+
+def pad(chunk: Buffer, alignment: int) -> Buffer:
+    """Return a chunk, padded with zeros to a multiple of `alignment` bytes if necessary."""
+    padded_length = -(-len(chunk) // alignment) * alignment
+    if padded_length == len(chunk):
+        return chunk
+    padded = aligned_buffer(padded_length)
+    padded[: len(chunk)] = chunk
+    return padded
+
+
+def is_intact(
+    store: Files,
+    entry: FileEntry,
+    throttle: Throttle,
+    before_chunk: Callable[[], object] = lambda: None,
+) -> bool:
+    """Read a whole data file, and return whether it is the file that was saved.
+
+    Args:
+        before_chunk: called before each chunk. If it raises, the read ends.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    buffer = aligned_buffer(CHUNK)
+    try:
+        with closing(DataReader(store, entry)) as reader:
+            for low in range(0, entry.checksums_at, CHUNK):
+                before_chunk()
+                high = min(low + CHUNK, entry.checksums_at)
+                time.sleep(throttle.seconds_for(high - low))
+                reader.read(low, high, buffer)
+    except CorruptionError:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""`Mirrors`: the agent's threads that keep the mirrors of roots up to date."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardwise.errors import ShardwiseError, StoreError
+from shardwise.memory.home import Home, Run
+from shardwise.memory.mirror_tasks import (
+    MirrorTask,
+    mirror_task_age,
+    read_mirror_task,
+    remove_mirror_task,
+    runs_with_mirrors,
+)
+from shardwise.memory.rank_locks import has_trainers
+from shardwise.retention import decode_keep
+from shardwise.store import open_store
+from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.worker import MirrorWorker
+
+PERIOD = 1.0
+RETRY_PERIOD = 60.0
+LONGEST_AFTER_END = 86400.0
+STOP_TIMEOUT = 5.0
+log = logging.getLogger("shardwise.agent")
+
+
+@dataclass(slots=True)
+class _Active:
+    """A task, and the thread that works on it; None if its stores could not be opened."""
+
+    task: MirrorTask
+    worker: MirrorWorker | None
+    started_at: float
+
+
+class Mirrors:
+    """Keeps the mirrors up to date that the tasks on this node name.
+
+    Args:
+        home: the home of the node.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, home: Home, clock: Callable[[], float] = time.time) -> None:
+        self._home = home
+        self._clock = clock
+        self._active: dict[str, _Active] = {}
+        self._bell = threading.Event()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._work, name="mirrors", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that looks for tasks."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look for tasks soon."""
+        self._bell.set()
+
+    def stop(self) -> None:
+        """Stop all threads. Copies in progress are continued by the next agent."""
+        self._is_stopping = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT)
+        for active in self._active.values():
+            if active.worker is not None:
+                active.worker.stop(STOP_TIMEOUT)
+
+    def is_busy(self) -> bool:
+        """Return whether there is any task."""
+        return bool(runs_with_mirrors(self._home.path))
+
+    def update(self) -> None:
+        """Start threads for new tasks, pass news to the others, and remove tasks that are done."""
+        tasks: dict[str, tuple[Run, MirrorTask]] = {}
+        for name in runs_with_mirrors(self._home.path):
+            with suppress(StoreError):  # not the name of a run
+                run = self._home.run(name)
+                if (task := read_mirror_task(run)) is not None:
+                    tasks[name] = run, task
+        for name in self._active.keys() - tasks.keys():
+            self._end(name)
+        for name, (run, task) in tasks.items():
+            self._update_task(name, task)
+            if self._is_finished(run, self._active[name]):
+                remove_mirror_task(run)
+                self._end(name)
+
+    def _update_task(self, name: str, task: MirrorTask) -> None:
+        active = self._active.get(name)
+        if active is not None and active.worker is not None and _same_tiers(active.task, task):
+            if active.task != task:
+                active.worker.set_saved(_saved(task))
+                active.task = task
+            return
+        if active is not None and active.worker is None:
+            if active.task == task and self._clock() - active.started_at < RETRY_PERIOD:
+                return
+        elif active is not None:
+            self._end(name)
+        self._active[name] = _Active(task, _start(task), self._clock())
+
+    def _is_finished(self, run: Run, active: _Active) -> bool:
+        """Return whether a run has ended, and its mirror has everything or is given up."""
+        if has_trainers(run) or run.steps():
+            return False
+        if active.worker is not None and active.worker.is_current:
+            return True
+        if mirror_task_age(run, self._clock()) < LONGEST_AFTER_END:
+            return False
+        log.error(
+            "the mirror %s of %s still lacks checkpoints a day after the run has ended, and is "
+            "given up; the next training with this root and mirror copies them",
+            *(active.task.mirror.place, active.task.root),
+        )
+        return True
+
+    def _end(self, name: str) -> None:
+        active = self._active.pop(name)
+        if active.worker is not None:
+            active.worker.stop(STOP_TIMEOUT)
+
+    def _work(self) -> None:
+        while not self._is_stopping:
+            try:
+                self.update()
+            except Exception:
+                log.exception("looking for mirrors failed; trying again")
+            self._bell.wait(PERIOD)
+            self._bell.clear()
+
+
+def _same_tiers(before: MirrorTask, after: MirrorTask) -> bool:
+    def tiers(task: MirrorTask) -> object:
+        return task.root, task.mirror, task.keep
+
+    return tiers(before) == tiers(after)
+
+
+def _saved(task: MirrorTask) -> Saved:
+    return Saved(task.newest, frozenset(task.damaged))
+
+
+def _start(task: MirrorTask) -> MirrorWorker | None:
+    """Start a thread for a task; return None if its stores cannot be opened."""
+    try:
+        rules = Rules(decode_keep(task.keep), task.mirror.rules(), task.mirror.budget)
+        mirroring = Mirroring(open_store(task.root), open_store(task.mirror.place), rules)
+    except (ShardwiseError, OSError, ValueError) as error:
+        log.error("the mirror %s of %s cannot be used: %s", task.mirror.place, task.root, error)
+        return None
+    worker = MirrorWorker(mirroring, lowers_priority=True)
+    worker.set_saved(_saved(task))
+    worker.start()
+    return worker

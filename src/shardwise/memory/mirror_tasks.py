@@ -1,0 +1,82 @@
+"""The mirrors that the agent of this node keeps up to date, one file for each run.
+
+<home>/mirrors/<run>.json
+
+Trainers and agents write a task. The agent removes it when the run has ended and its mirror has
+everything. So the agent continues after the training has ended, and after a restart of the agent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.memory.files import read_record, write_record
+from shardwise.memory.home import Run
+from shardwise.retention import PlainKeep
+from shardwise.tiers.options import MirrorRequest
+
+MIRRORS = "mirrors"
+
+
+class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A root, and its mirror.
+
+    Attributes:
+        root: the path or URL of the root.
+        mirror: the mirror.
+        keep: the retention rules of the root.
+        newest: the step that was saved last; None if no step was saved yet.
+        damaged: steps in the root that are known to be damaged.
+    """
+
+    root: str
+    mirror: MirrorRequest
+    keep: PlainKeep = {}
+    newest: int | None = None
+    damaged: list[int] = []
+
+
+def set_mirror_task(run: Run, task: MirrorTask) -> None:
+    """Have the agent of this node keep a mirror up to date.
+
+    A task without a newest step keeps the newest step of the earlier task for the same root.
+    """
+    path = _path_of(run)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    earlier = read_mirror_task(run)
+    if task.newest is None and earlier is not None and earlier.root == task.root:
+        task = msgspec.structs.replace(task, newest=earlier.newest, damaged=earlier.damaged)
+    write_record(path, task)
+
+
+def read_mirror_task(run: Run) -> MirrorTask | None:
+    """Return the task of a run; None if there is none, or if it is damaged."""
+    try:
+        return read_record(_path_of(run), MirrorTask)
+    except StoreError:
+        return None
+
+
+def remove_mirror_task(run: Run) -> None:
+    """Remove the task of a run."""
+    _path_of(run).unlink(missing_ok=True)
+
+
+def mirror_task_age(run: Run, now: float) -> float:
+    """Return the seconds since the task of a run was written; `now` is in seconds since 1970."""
+    try:
+        return now - _path_of(run).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def runs_with_mirrors(home: Path) -> list[str]:
+    """Return the ids of the runs that have a task, sorted."""
+    return sorted(path.stem for path in (home / MIRRORS).glob("[!.]*.json"))
+
+
+def _path_of(run: Run) -> Path:
+    return run.path.parents[1] / MIRRORS / f"{run.name}.json"

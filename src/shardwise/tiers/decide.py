@@ -1,0 +1,102 @@
+"""Decides which checkpoints to copy to a mirror, and which to remove from which tier.
+
+The decision is a pure function of what the tiers have. These rules hold for every decision:
+
+- A checkpoint leaves the root only if the mirror has it, or if the rules of the mirror drop it.
+- A checkpoint leaves the mirror only if newer checkpoints *in the mirror* replace it by its rules.
+- Copies go newest first, because a restore after a loss of the root wants the newest checkpoint.
+- Steps newer than the step that was saved last belong to a branch that the run has left. Their
+  turn to be copied comes last, and no rule counts or removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.retention import CheckpointInfo, Keep
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A committed checkpoint in a tier.
+
+    Attributes:
+        save_id: the id of its save. Two saves of the same step have different ids.
+        info: its time and metrics, for retention rules.
+    """
+
+    save_id: str
+    info: CheckpointInfo = field(default_factory=CheckpointInfo)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """What the tiers have. Checkpoints with a damaged manifest are left out.
+
+    Attributes:
+        root, mirror: the checkpoints of each tier, by step.
+        newest: the step that was saved last; None if it is unknown. Then nothing is removed.
+        damaged: steps in the root that are known to be damaged. They are neither copied nor
+            removed, and do not count for the rules of the root.
+    """
+
+    root: Mapping[int, StoredCheckpoint]
+    mirror: Mapping[int, StoredCheckpoint]
+    newest: int | None
+    damaged: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """What to do next. All fields are steps.
+
+    Attributes:
+        copy: to copy from the root to the mirror, in this order.
+        remove_from_root, remove_from_mirror: to remove, ascending.
+        pinned: steps in the root that its rules drop, but that stay until the mirror has them.
+    """
+
+    copy: tuple[int, ...]
+    remove_from_root: tuple[int, ...]
+    remove_from_mirror: tuple[int, ...]
+    pinned: tuple[int, ...]
+
+
+def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
+    """Return what to copy and what to remove.
+
+    Args:
+        tiers: what the tiers have.
+        keep: the rules of the root.
+        mirror_keep: the rules of the mirror.
+    """
+    root = {step: each for step, each in tiers.root.items() if step not in tiers.damaged}
+    mirror = tiers.mirror
+    every = {**mirror, **root}
+    last = tiers.newest if tiers.newest is not None else max(every, default=0)
+    left_branch = {step for step in every if step > last}
+
+    wanted = _kept(every, mirror_keep, last) | left_branch
+    missing = {step for step in root if _save_of(mirror, step) != root[step].save_id}
+    waiting = missing & wanted
+    if tiers.newest is None:
+        dropped_by_root, dropped_by_mirror = set[int](), set[int]()
+    else:
+        dropped_by_root = root.keys() - _kept(root, keep, last) - left_branch - {last}
+        dropped_by_mirror = mirror.keys() - _kept(mirror, mirror_keep, last) - left_branch
+    return TierPlan(
+        copy=tuple(sorted(waiting, key=lambda step: (step > last, -step))),
+        remove_from_root=tuple(sorted(dropped_by_root - waiting)),
+        remove_from_mirror=tuple(sorted(dropped_by_mirror)),
+        pinned=tuple(sorted(dropped_by_root & waiting)),
+    )
+
+
+def _kept(checkpoints: Mapping[int, StoredCheckpoint], keep: Keep, last: int) -> set[int]:
+    """Return the steps up to `last` that the rules keep."""
+    return keep.steps_to_keep({s: each.info for s, each in checkpoints.items() if s <= last})
+
+
+def _save_of(checkpoints: Mapping[int, StoredCheckpoint], step: int) -> str | None:
+    return checkpoints[step].save_id if step in checkpoints else None

@@ -1,0 +1,124 @@
+"""`mirror.json` in a root: where its mirror is, which checkpoints the mirror has, and failures.
+
+The process that copies to the mirror writes it. Trainers, handles of saves, loads and tools read
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.manifest.names import step_of_directory
+from shardwise.store import Store, open_store
+from shardwise.store.private import has_owners, publish_private, read_private
+from shardwise.tiers.store import TieredStore
+
+MIRROR = "mirror.json"
+LARGEST_RECORD = 1 << 26
+log = logging.getLogger("shardwise")
+
+
+class MirroredStep(msgspec.Struct, frozen=True):
+    """A checkpoint that the mirror has.
+
+    Attributes:
+        save_id: the id of its save.
+        bytes: the bytes that were copied; 0 if the mirror had them before.
+        seconds: the duration of the copy.
+    """
+
+    save_id: str
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a mirror.
+
+    Attributes:
+        place: the path or URL of the mirror.
+        steps: the checkpoints that the mirror has, by step.
+        waiting: the steps to copy, in this order.
+        pinned: steps that only wait to be copied; the rules of the root drop them.
+        failures: why a step could not be copied, by step.
+        failure: why the mirror could not be used at all; "" if it could.
+        failing_since: the time of the first of the failures in a row, in seconds since 1970; None
+            if the last attempt had none.
+    """
+
+    place: str
+    steps: dict[int, MirroredStep] = {}
+    waiting: tuple[int, ...] = ()
+    pinned: tuple[int, ...] = ()
+    failures: dict[int, str] = {}
+    failure: str = ""
+    failing_since: float | None = None
+
+    def has(self, step: int, save_id: str) -> bool:
+        """Return whether the mirror has this save of a step."""
+        return step in self.steps and self.steps[step].save_id == save_id
+
+    def why_failing(self) -> str:
+        """Return a text that says what fails; "" if nothing does."""
+        reasons = [f"step {step}: {why}" for step, why in sorted(self.failures.items())]
+        reasons = [self.failure, *reasons] if self.failure else reasons
+        more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
+        return "; ".join([*reasons[:3], *more])
+
+
+def read_mirror_record(root: Store) -> MirrorRecord | None:
+    """Return the record of the root's mirror; None if the root has none.
+
+    Raises:
+        StoreError: the record is damaged.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        data = root.read(MIRROR, limit=LARGEST_RECORD)
+        try:
+            return msgspec.json.decode(data, type=MirrorRecord)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise StoreError(
+                f"{root}: {MIRROR} is damaged ({error}); remove it: the next training with mirror= "
+                "writes it again"
+            ) from error
+    return None
+
+
+def write_mirror_record(root: Store, record: MirrorRecord) -> None:
+    """Write the record to the root.
+
+    Raises:
+        OSError: the root is full, or not writable.
+    """
+    data = msgspec.json.encode(record)
+    if not publish_private(root, MIRROR, data):
+        root.publish(MIRROR, data, replace=True)
+
+
+def open_tiers(store: Store) -> Store:
+    """Return a root, or the directory of a step, together with the same place in its mirror.
+
+    If no mirror is recorded in the root, the store is returned unchanged.
+
+    The record can name any URL, which would get requests with the user's credentials. Therefore it
+    is followed only if this user alone can have written it. A mirror that cannot be opened is left
+    out with a warning.
+    """
+    above = store.parent if step_of_directory(store.name) is not None else None
+    root = store if above is None else above
+    if not has_owners(root):
+        return store
+    try:
+        data = read_private(root, MIRROR, limit=LARGEST_RECORD)
+        place = msgspec.json.decode(data, type=MirrorRecord).place
+        tiers = TieredStore([root, open_store(place)])
+        return tiers if above is None else tiers.at(store.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return store
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("%s is read without its mirror: %s", store, error)
+        return store

@@ -1,0 +1,282 @@
+"""`TieredStore`: reads each piece of a checkpoint from the nearest tier that has it intact."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.manifest.manifest import verify_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.store import FileStatus, ReadableFile, Store, WritableFile
+from shardwise.store.store import Buffer
+
+T = TypeVar("T")
+log = logging.getLogger("shardwise")
+
+
+class TieredStore:
+    """A read-only store over several tiers, nearest first.
+
+    A file has one copy in each tier that has it. `DataReader` verifies each block, and reads a
+    missing or damaged block from the next tier. A tier that cannot be reached is skipped with a
+    warning, unless no other tier has what is wanted.
+
+    Args:
+        tiers: the stores, nearest first.
+    """
+
+    def __init__(self, tiers: Sequence[Store]) -> None:
+        self._tiers = tuple(tiers)
+
+    def __str__(self) -> str:
+        nearest, *others = self._tiers
+        return f"{nearest} (mirror: {', '.join(map(str, others))})"
+
+    @property
+    def alignment(self) -> int:
+        """The alignment of the nearest tier."""
+        return self._tiers[0].alignment
+
+    @property
+    def name(self) -> str:
+        """The name of the nearest tier."""
+        return self._tiers[0].name
+
+    @property
+    def parent(self) -> Store | None:
+        """The store one level above in all tiers; None if a tier has none."""
+        parents = [each for tier in self._tiers if (each := tier.parent) is not None]
+        return TieredStore(parents) if len(parents) == len(self._tiers) else None
+
+    def exists(self) -> bool:
+        """Return whether there is anything at this place in any tier."""
+        return any(tier.exists() for tier in self._tiers)
+
+    def is_file(self) -> bool:
+        """Return whether this place is one file in the nearest tier."""
+        return self._tiers[0].is_file()
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """Return the files at all levels below, in any tier.
+
+        Raises:
+            StoreError: there are more than `limit` files.
+        """
+        found: dict[str, FileStatus] = {}
+        for tier in reversed(self._tiers):
+            found.update(tier.walk(limit))
+        return dict(sorted(found.items()))
+
+    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
+        """Open a file at any level below in the nearest tier that has it."""
+        failures: list[Exception] = []
+        for tier in self._tiers:
+            try:
+                return tier.open_below(path, size)
+            except OSError as error:  # noqa: PERF203 - few tiers
+                failures.append(error)
+        raise _most_telling(failures)
+
+    def at(self, name: str) -> TieredStore:
+        """Return the store one level below, in all tiers."""
+        return TieredStore([tier.at(name) for tier in self._tiers])
+
+    def open(self, key: str) -> ReadableFile:
+        """Open a file. The tiers are opened when they are needed.
+
+        Raises:
+            FileNotFoundError: no tier has the file.
+        """
+        file = _TieredFile(key, self._tiers)
+        try:
+            file.open_first()
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """Return the content of a small file from the nearest tier that has it.
+
+        A manifest whose checksum is wrong is read from the next tier.
+        """
+        data = b""
+        failures: list[Exception] = []
+        for tier in self._tiers:
+            try:
+                data = tier.read(key, limit=limit)
+                if key == MANIFEST:
+                    verify_manifest(data)
+            except (FormatError, OSError) as error:
+                failures.append(error)
+                continue
+            for failure in failures:
+                if not isinstance(failure, FileNotFoundError):
+                    log.warning("%s was read from %s, because %s", key, tier, failure)
+            return data
+        if any(isinstance(each, FormatError) for each in failures):
+            return data  # the caller decodes it, and reports the damage
+        raise _most_telling(failures)
+
+    def list(self) -> list[str]:
+        """Return the names that any tier has.
+
+        Raises:
+            OSError: a tier cannot be listed, and no other tier has any name.
+        """
+        return sorted(self._names(lambda tier: tier.list()))
+
+    def _names(self, list_names: Callable[[Store], Iterable[str]]) -> set[str]:
+        """Return the names that any tier has."""
+        names: set[str] = set()
+        failures: list[Exception] = []
+        for tier in self._tiers:
+            try:
+                names.update(list_names(tier))
+            except OSError as error:  # noqa: PERF203 - few tiers
+                failures.append(error)
+        if failures and not names:
+            raise _most_telling(failures)
+        for failure in failures:
+            log.warning("a tier of %s is skipped: %s", self, failure)
+        return names
+
+    @contextmanager
+    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
+        """Lock a file in the nearest tier that has it, so that retention does not remove it."""
+        if not shared:
+            raise self._refusal()
+        with ExitStack() as locks:
+            held = False
+            for tier in self._tiers:
+                try:
+                    held = locks.enter_context(tier.hold(key, shared=True))
+                except OSError as error:
+                    log.warning("%s in %s is not locked: %s", key, tier, error)
+                if held:
+                    break
+            yield held
+
+    def stores_with(self, key: str) -> set[str]:
+        """Return the names of the stores one level below that contain this file in any tier.
+
+        Raises:
+            OSError: as for `list`.
+        """
+        return self._names(lambda tier: tier.stores_with(key))
+
+    def is_writable(self) -> bool:
+        """Return False: the store is read-only."""
+        return False
+
+    @property
+    def lock_expiry(self) -> float:
+        """The longest expiry of any tier, in seconds."""
+        return max(tier.lock_expiry for tier in self._tiers)
+
+    @property
+    def reading_grace(self) -> float:
+        """The longest grace of any tier, in seconds."""
+        return max(tier.reading_grace for tier in self._tiers)
+
+    def sync(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def create(self, key: str, size: int) -> WritableFile:
+        """Refuse: the store is read-only."""
+        raise self._refusal()
+
+    def create_atomic(self, key: str, size: int) -> WritableFile:
+        """Refuse: the store is read-only."""
+        raise self._refusal()
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Refuse: the store is read-only."""
+        raise self._refusal()
+
+    def delete(self, key: str) -> None:
+        """Refuse: the store is read-only."""
+        raise self._refusal()
+
+    def remove(self) -> None:
+        """Refuse: the store is read-only."""
+        raise self._refusal()
+
+    def _refusal(self) -> StoreError:
+        return StoreError(
+            f"{self} is read-only, because it has several tiers: save to the root, and the mirror "
+            "gets a copy"
+        )
+
+
+class _TieredFile:
+    """A file with a copy in each tier that has it. Copies are opened when they are needed."""
+
+    def __init__(self, key: str, tiers: Sequence[Store]) -> None:
+        self._key = key
+        self._tiers = tiers
+        self._lock = threading.Lock()
+        self._files: dict[int, ReadableFile | Exception] = {}
+
+    @property
+    def copies(self) -> int:
+        return len(self._tiers)
+
+    @property
+    def size(self) -> int:
+        return self.open_first().size
+
+    def copy_size(self, number: int) -> int:
+        return self._copy(number).size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        return self._first(lambda file: file.read_at(offset, out))
+
+    def read_copy(self, number: int, offset: int, out: Buffer) -> int:
+        return self._copy(number).read_at(offset, out)
+
+    def close(self) -> None:
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
+            if not isinstance(file, Exception):
+                file.close()
+
+    def open_first(self) -> ReadableFile:
+        """Return the file in the nearest tier that has it."""
+        return self._first(lambda file: file)
+
+    def _first(self, use: Callable[[ReadableFile], T]) -> T:
+        """Return the result of `use` for the nearest copy for which it does not raise."""
+        failures: list[Exception] = []
+        for number in range(len(self._tiers)):
+            try:
+                return use(self._copy(number))
+            except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
+                failures.append(error)
+        raise _most_telling(failures)
+
+    def _copy(self, number: int) -> ReadableFile:
+        """Return the file in a tier. A tier that could not open it is not asked again."""
+        with self._lock:
+            if number not in self._files:
+                try:
+                    self._files[number] = self._tiers[number].open(self._key)
+                except (OSError, CorruptionError) as error:
+                    self._files[number] = error
+            file = self._files[number]
+        if isinstance(file, Exception):
+            raise file
+        return file
+
+
+def _most_telling(failures: Sequence[Exception]) -> Exception:
+    """Return the first failure that does not merely say that a file is missing."""
+    for failure in failures:
+        if not isinstance(failure, (FileNotFoundError, NotADirectoryError)):
+            return failure
+    return failures[0]

@@ -1,0 +1,155 @@
+"""`MirrorWatch`: how the trainer of a run follows its mirror, by the record in the root."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardwise.errors import StoreError
+from shardwise.events import Recorder
+from shardwise.manifest.names import step_directory
+from shardwise.store import Store
+from shardwise.tiers.copying import saved_manifest
+from shardwise.tiers.record import MirrorRecord, read_mirror_record
+
+PATIENCE = 60.0
+LONGEST_COPY = 600.0
+REPORT_PERIOD = 600.0
+PAUSE, LONGEST_PAUSE = 0.01, 0.5
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The time, which tests replace.
+
+    Attributes:
+        now: seconds since 1970.
+        sleep: sleeps for a number of seconds.
+    """
+
+    now: Callable[[], float] = time.time
+    sleep: Callable[[float], object] = time.sleep
+
+
+class MirrorWatch:
+    """Follows the mirror of a root.
+
+    Args:
+        root: the root.
+        clock: the time.
+    """
+
+    def __init__(self, root: Store, clock: Clock | None = None) -> None:
+        self._root = root
+        self._clock = clock or Clock()
+        self._seen: dict[int, str] | None = None
+        self._reported_at = 0.0
+
+    def record(self) -> MirrorRecord | None:
+        """Return the state of the mirror; None if it is unknown."""
+        with suppress(OSError):
+            return read_mirror_record(self._root)
+        return None
+
+    def problem(self) -> str:
+        """Return why the mirror lacks checkpoints; "" if it does not fail."""
+        record = self.record()
+        if record is None or record.failing_since is None:
+            return ""
+        minutes = max(0.0, self._clock.now() - record.failing_since) / 60
+        pinned = (
+            f", and {len(record.pinned)} of them stay in {self._root} only until they are copied"
+            if record.pinned
+            else ""
+        )
+        return (
+            f"the mirror {record.place} has failed for {minutes:.0f} min: "
+            f"{len(record.waiting)} checkpoints wait to be copied{pinned}: {record.why_failing()}"
+        )
+
+    def report(self, recorder: Recorder) -> None:
+        """Record the copies since the last call as events, and log a failing mirror."""
+        record = self.record()
+        if record is None:
+            return
+        seen = {step: each.save_id for step, each in record.steps.items()}
+        for step, each in record.steps.items() if self._seen is not None else ():
+            if self._seen is not None and self._seen.get(step) != each.save_id:
+                recorder.add("mirror", each.seconds)
+        self._seen = seen
+        if record.failing_since is None:
+            self._reported_at = 0.0
+        elif self._clock.now() - self._reported_at >= REPORT_PERIOD:
+            self._reported_at = self._clock.now()
+            log.error("%s", self.problem())
+
+    def wait(self, step: int, timeout: float | None) -> None:
+        """Wait until the mirror has the checkpoint that the root has of a step.
+
+        Returns at once if the root no longer has the step: a checkpoint leaves the root only once
+        the mirror has it, or if the rules of the mirror drop it.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed.
+            StoreError: without `timeout`, the mirror has failed for `LONGEST_COPY` seconds.
+        """
+        start = self._clock.now()
+        for _ in self._attempts():
+            manifest = saved_manifest(self._root.at(step_directory(step)))
+            record = self.record()
+            if manifest is None or (record and record.has(step, manifest.save_id)):
+                return
+            seconds = self._clock.now() - start
+            if timeout is not None and seconds >= timeout:
+                raise TimeoutError(
+                    f"step {step} is not in the mirror after {timeout:g} s; the copy continues: "
+                    f"wait again, with a longer timeout. {self.problem()}".rstrip()
+                )
+            since = record and record.failing_since
+            if timeout is None and since and self._clock.now() - since >= LONGEST_COPY:
+                raise StoreError(f"step {step} is not in the mirror: {self.problem()}")
+
+    def wait_until_current(self, step: int | None) -> str:
+        """Wait until the mirror has everything that it should have.
+
+        Gives up if the mirror has failed for `PATIENCE` seconds, or if no copy has ended for
+        `LONGEST_COPY` seconds.
+
+        Args:
+            step: the step that was saved last; None if none was saved.
+
+        Returns:
+            Why the mirror lacks checkpoints; "" if it lacks none.
+        """
+        before: MirrorRecord | None = None
+        changed_at = self._clock.now()
+        for _ in self._attempts():
+            record = self.record()
+            if record is not None and not record.waiting and self._is_mirrored(record, step):
+                return ""
+            now = self._clock.now()
+            if record != before:
+                before, changed_at = record, now
+            if record is not None and record.failing_since is not None:
+                if now - record.failing_since >= PATIENCE:
+                    return self.problem()
+            elif now - changed_at >= LONGEST_COPY:
+                return f"no checkpoint was copied to the mirror for {LONGEST_COPY:.0f} s"
+        return ""
+
+    def _is_mirrored(self, record: MirrorRecord, step: int | None) -> bool:
+        if step is None:
+            return True
+        manifest = saved_manifest(self._root.at(step_directory(step)))
+        return manifest is None or record.has(step, manifest.save_id)
+
+    def _attempts(self) -> Iterator[None]:
+        pause = PAUSE
+        while True:
+            yield
+            self._clock.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
