@@ -37,7 +37,7 @@ from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import DEFAULTS, OpenOptions, open_any, place_below
 from shardwise.state.selection import Selection
-from shardwise.store import Files, LocalStore, Store, local_path, open_store
+from shardwise.store import Files, Store, open_store, resolve_links
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -193,7 +193,7 @@ class _Job:
                 for index, place in enumerate(places)
             ]
         by_path = {str(each.store): each for each in opened}
-        if len({_resolve_links(each.store) for each in opened}) < len(opened):
+        if len({_real_place(each.store) for each in opened}) < len(opened):
             raise StateError(
                 f"places= has a checkpoint twice ({', '.join(map(str, places))}): pass each one "
                 "once, and use weights= to give it a larger weight"
@@ -279,7 +279,7 @@ class _Job:
 
         def read() -> bytes:
             folder = _adapter_folder(adapter)
-            if folder is None or ADAPTER_CONFIG not in folder.list():
+            if ADAPTER_CONFIG not in folder.list():
                 return b""
             return folder.read(ADAPTER_CONFIG, limit=LARGEST_CONFIG)
 
@@ -313,25 +313,22 @@ def _check_alpha(alpha: float | None) -> None:
         raise StateError(f"alpha={alpha!r}: expected a finite number")
 
 
-def _resolve_links(store: Files) -> str:
-    """Return the path of a store with symbolic links resolved."""
-    path = local_path(store)
-    return str(store if path is None else path.resolve())
+def _real_place(store: Files) -> str:
+    """Return the place of a store with symbolic links resolved."""
+    return str(resolve_links(store) if isinstance(store, Store) else store)
 
 
-def _adapter_folder(adapter: Place) -> LocalStore | None:
-    """Return the directory of an adapter; None if it is not in a file system."""
-    path = local_path(open_store(adapter))
-    if path is None:
-        return None
-    return LocalStore(path.parent if path.is_file() else path)
+def _adapter_folder(adapter: Place) -> Store:
+    """Return the directory of an adapter, which may be one file."""
+    store = open_store(adapter)
+    return (store.parent or store) if store.is_file() else store
 
 
 def _adapter_weights(adapter: Place) -> Place:
     """Return the weights file of an adapter that PEFT saved. Return other checkpoints unchanged."""
     store = open_store(adapter)
-    path = local_path(store)
-    if path is not None and path.is_dir():
-        found = [name for name in ADAPTER_WEIGHTS if name in store.list()]
-        return path / found[0] if found else adapter
-    return adapter
+    if store.is_file():
+        return adapter
+    names = store.list()
+    found = [name for name in ADAPTER_WEIGHTS if name in names]
+    return store.at(found[0]) if found else adapter

@@ -183,7 +183,7 @@ def test_what_is_damaged_on_the_way_is_noticed(
 ) -> None:
     def damaging(output: OutputFile, *args: object) -> object:
         sums = write_contents(output, *args)  # type: ignore[arg-type]
-        path = tmp_path / "hf" / f"{output.name}.part"
+        path = tmp_path / "hf" / output.name
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)

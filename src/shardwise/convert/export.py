@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,12 +19,14 @@ from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import StateError
 from shardwise.events import Recorder
+from shardwise.formats.containers.ranges import FileRange
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.state.selection import Selection
-from shardwise.store import local_path, open_store
+from shardwise.store import Store, open_store
 
 MAX_MEMORY = 1 << 30
 MAX_FILE = 5 << 30
+LARGEST_CONFIG = 64 << 20
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -46,8 +48,9 @@ class ExportOptions:
     @property
     def identity(self) -> str:
         """The options as text. It is equal on all ranks, and when an export is resumed."""
+        target = open_store(self.target)
         return (
-            f"{Path(self.target)}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
+            f"{target}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
             f"{self.max_file}"
         )
 
@@ -56,13 +59,14 @@ class ExportOptions:
 
         Raises:
             StateError: a value is invalid.
+            StoreError: the target is not a path or URL.
         """
-        self.folder()
+        open_store(self.target)
         if self.to not in TARGETS:
             raise StateError(f"to={self.to!r}: unknown format; choose one of {', '.join(TARGETS)}")
         if self.config is not None and self.to != "hf":
             raise StateError(f"config={os.fspath(self.config)!r}: only used with to='hf'")
-        if self.config is not None and not os.path.isfile(self.config):
+        if self.config is not None and not open_store(self.config).is_file():
             raise StateError(f"config={os.fspath(self.config)!r}: not a file")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
@@ -74,20 +78,6 @@ class ExportOptions:
                 raise StateError(
                     f"{name}={value!r}: expected a number of bytes, at least {minimum}"
                 )
-
-    def folder(self) -> Path:
-        """Return the target as a path.
-
-        Raises:
-            StateError: the target is not in a file system.
-        """
-        store = open_store(self.target)
-        path = local_path(store)
-        if path is None:
-            raise StateError(
-                f"target={store}: the target of an export must be a directory in a file system"
-            )
-        return path
 
 
 def write_export(
@@ -118,20 +108,29 @@ def write_export(
     identity = f"{source_id}: {options.identity}"
     selected, tensors = _select(options, manifest)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    config = None if options.config is None else Path(options.config).read_bytes()
+    config = None if options.config is None else _read_config(open_store(options.config))
     plan_files = TARGETS[options.to]
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file, config)
     return Conversion(
         open_source=open_source,
         copies=copies if options.verify else [],
         files=plan_files(contents),
-        folder=options.folder(),
+        folder=open_store(options.target),
         identity=identity,
         max_memory=options.max_memory,
         left_out=tuple(left_out),
         group=group,
         recorder=recorder,
     ).run()
+
+
+def _read_config(store: Store) -> bytes:
+    with closing(store.open_below("")) as file:
+        if file.size > LARGEST_CONFIG:
+            raise StateError(
+                f"config={store}: the file has {file.size} bytes: expected at most {LARGEST_CONFIG}"
+            )
+        return FileRange.whole(file, 0, str(store)).read(0, file.size)
 
 
 def digest_source(opened: Opened) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import cached_property
 
 import msgspec
 
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, RangeChecksums, TensorPart
-from shardwise.errors import CheckpointExistsError
-from shardwise.store import LocalStore
+from shardwise.errors import CheckpointExistsError, StoreError
+from shardwise.store import FileStatus, Store, find_obstacle
 
 RECORDS = ".shardwise-convert"
 IDENTITY = "identity"
 LOCK = "lock"
+LARGEST_RECORD = 1 << 30
+MOST_FILES = 1 << 22
 
 
 class _FileRecord(msgspec.Struct, frozen=True):
@@ -31,13 +32,13 @@ class Journal:
     """The records of an export, in a directory of the target.
 
     Args:
-        folder: the target.
+        target: the target.
         identity: identifies the source and the options; only the same export is resumed.
     """
 
-    def __init__(self, folder: Path, identity: str) -> None:
-        self._folder = folder
-        self._records = folder / RECORDS
+    def __init__(self, target: Store, identity: str) -> None:
+        self._target = target
+        self._records = target.at(RECORDS)
         self._identity = identity
 
     @contextmanager
@@ -49,65 +50,72 @@ class Journal:
                 below a file, or another process is writing to it.
         """
         self._check()
-        records = LocalStore(self._records)
-        with records.hold(LOCK, shared=False) as locked:
+        with self._records.hold(LOCK, shared=False) as locked:
             if not locked:
                 raise CheckpointExistsError(
-                    f"another process is writing to {self._folder}: wait until it ends, or choose "
+                    f"another process is writing to {self._target}: wait until it ends, or choose "
                     "a new directory"
                 )
             self._check()  # again, because another process may have changed the target
-            records.publish(IDENTITY, self._identity.encode(), replace=True)
+            self._records.publish(IDENTITY, self._identity.encode(), replace=True)
             yield
 
     def _check(self) -> None:
-        existing = next(
-            each for each in (self._folder, *self._folder.parents) if os.path.lexists(each)
-        )
-        if not existing.is_dir():
-            kind = "a file" if existing.exists() else "a dangling symbolic link"
+        obstacle = find_obstacle(self._target)
+        if obstacle:
             raise CheckpointExistsError(
-                f"{self._folder}: cannot be created, because {existing} is {kind}. Choose a new "
-                "directory"
+                f"{self._target}: cannot be created, because {obstacle}. Choose a new directory"
             )
-        identity_file = self._records / IDENTITY
-        names = sorted({path.name for path in self._folder.glob("*")} - {RECORDS})
-        if names and not identity_file.is_file():
+        names = [name for name in self._target.list() if name != RECORDS]
+        try:
+            identity = self._records.read(IDENTITY, limit=LARGEST_RECORD).decode()
+        except FileNotFoundError:
+            identity = None
+        if names and identity is None:
             raise CheckpointExistsError(
-                f"{self._folder} is not empty (it has {names[0]}): choose a new directory"
+                f"{self._target} is not empty (it has {names[0]}): choose a new directory"
             )
-        if identity_file.is_file() and identity_file.read_text() != self._identity:
+        if identity not in (None, self._identity):
             raise CheckpointExistsError(
-                f"{self._folder} holds another unfinished export, of another source or with other "
+                f"{self._target} holds another unfinished export, of another source or with other "
                 "options: remove the directory, or choose a new one"
             )
 
+    @cached_property
+    def _found(self) -> dict[str, FileStatus]:
+        """The files in the target when this process began; empty if none was complete."""
+        if len(self._records.list()) <= len((IDENTITY, LOCK)):
+            return {}
+        return self._target.walk(MOST_FILES)
+
     def read_sums(self, file: OutputFile) -> RangeChecksums | None:
         """Return the checksums of a file from its record; None if the file is not complete."""
-        try:
-            record = msgspec.json.decode(self._record_path(file).read_bytes(), type=_FileRecord)
-        except (OSError, msgspec.DecodeError):
+        name = _record_of(file)
+        status = self._found.get(file.name)
+        if status is None or status.size != file.size or f"{RECORDS}/{name}" not in self._found:
             return None
-        path = self._folder / file.name
-        has_full_size = path.is_file() and path.stat().st_size == file.size
-        return record.sums if has_full_size and record.plan == _digest_contents(file) else None
+        try:
+            data = self._records.read(name, limit=LARGEST_RECORD)
+            record = msgspec.json.decode(data, type=_FileRecord)
+        except (OSError, StoreError, msgspec.DecodeError):
+            return None
+        return record.sums if record.plan == _digest_contents(file) else None
 
     def record_sums(self, file: OutputFile, sums: RangeChecksums) -> None:
         """Record that a file is complete and durable."""
-        path = self._record_path(file)
-        temporary = path.with_suffix(".part")
         record = _FileRecord(file.name, _digest_contents(file), list(sums))
-        temporary.write_bytes(msgspec.json.encode(record))
-        temporary.replace(path)
+        self._records.publish(_record_of(file), msgspec.json.encode(record), replace=True)
 
     def remove(self) -> None:
         """Remove all records."""
-        for record in self._records.glob("*"):
-            record.unlink()
-        self._records.rmdir()
+        for name in self._records.list():
+            self._records.delete(name)
+        self._records.remove()
 
-    def _record_path(self, file: OutputFile) -> Path:
-        return self._records / hashlib.blake2b(file.name.encode(), digest_size=16).hexdigest()
+
+def _record_of(file: OutputFile) -> str:
+    """Return the name of the record of a file."""
+    return hashlib.blake2b(file.name.encode(), digest_size=16).hexdigest()
 
 
 def _digest_contents(file: OutputFile) -> str:

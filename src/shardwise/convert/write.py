@@ -7,12 +7,10 @@ checksummed and written. Memory is bounded, whatever the size of the checkpoint.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -38,7 +36,7 @@ from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, size
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.store import LocalStore, WritableFile
+from shardwise.store import Store, WritableFile, store_below
 from shardwise.store.store import Buffer
 
 SMALLEST_MEMORY = 16 << 20
@@ -88,7 +86,7 @@ class Conversion:
         open_source: returns the source of the tensors, which reads through the given arena.
         copies: copies of tensors to compare before anything is written.
         files: the files to write.
-        folder: a directory that is new, empty, or has files of the same export.
+        folder: a place that is new, empty, or has files of the same export.
         identity: identifies the source and the options; only the same export is resumed.
         max_memory: the most host memory that each rank uses, in bytes.
         left_out: names that the source itself left out, with reasons.
@@ -97,7 +95,7 @@ class Conversion:
     open_source: Callable[[Arena], Source]
     copies: CopiesToCompare
     files: ExportFiles
-    folder: Path
+    folder: Store
     identity: str
     max_memory: int
     left_out: tuple[str, ...]
@@ -130,8 +128,8 @@ class Conversion:
                 sums |= msgspec.msgpack.decode(message, type=dict[str, list[int]])
             with self.recorder.stage("publish"):
                 for name, content in self.files.make_final_files(sums).items():
-                    store = _store_of(LocalStore(self.folder), name)
-                    store.publish(Path(name).name, content, replace=True)
+                    folder, file_name = _folder_of(self.folder, name)
+                    folder.publish(file_name, content, replace=True)
                 journal.remove()
             return b""
 
@@ -203,26 +201,20 @@ def _divide_among_ranks(files: tuple[OutputFile, ...], ranks: int) -> list[list[
     return shares
 
 
-def _write_file(file: OutputFile, source: Source, folder: Path, chunk: int) -> RangeChecksums:
-    """Write a file under a temporary name, and rename it when it is durable."""
-    store = _store_of(LocalStore(folder), file.name)
-    name = Path(file.name).name
-    temporary = f"{name}.part"
-    store.delete(temporary)
+def _write_file(file: OutputFile, source: Source, target: Store, chunk: int) -> RangeChecksums:
+    """Write a file, which appears under its name when it is durable."""
+    folder, name = _folder_of(target, file.name)
     try:
-        with closing(store.create(temporary, file.size)) as writable:
-            sums = write_contents(file, source, writable, chunk)
+        with closing(folder.create_atomic(name, file.size)) as writable:
+            return write_contents(file, source, writable, chunk)
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
         message = f"{error.strerror}: free some space, and run the same export again to resume it"
-        raise OSError(error.errno, message, str(store.path / name)) from error
-    os.replace(store.path / temporary, store.path / name)
-    store.sync()
-    return sums
+        raise OSError(error.errno, message, str(folder.at(name))) from error
 
 
-def _verify_file(file: OutputFile, sums: RangeChecksums, folder: Path, chunk: int) -> None:
+def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store, chunk: int) -> None:
     """Read a file back and compare its checksums. One chunk is summed while the next is read.
 
     Raises:
@@ -230,9 +222,9 @@ def _verify_file(file: OutputFile, sums: RangeChecksums, folder: Path, chunk: in
     """
     found = RunningChecksums(file)
     buffers = [aligned_buffer(chunk) for _ in range(2)]
-    store = _store_of(LocalStore(folder), file.name)
+    folder, name = _folder_of(target, file.name)
     with (
-        closing(store.open(Path(file.name).name)) as readable,
+        closing(folder.open(name)) as readable,
         ThreadPoolExecutor(1, "shardwise-convert-reread") as reader,
     ):
 
@@ -247,16 +239,15 @@ def _verify_file(file: OutputFile, sums: RangeChecksums, folder: Path, chunk: in
             found.add(data)
     if found.all() != list(sums):
         raise CorruptionError(
-            f"{folder / file.name}: does not read back as written. Check the storage, remove the "
+            f"{folder.at(name)}: does not read back as written. Check the storage, remove the "
             "file, and run the same export again"
         )
 
 
-def _store_of(store: LocalStore, path: str) -> LocalStore:
-    """Return the store of the directory that a file is in, given the file's path in `store`."""
-    for part in Path(path).parts[:-1]:
-        store = store.at(part)
-    return store
+def _folder_of(target: Store, path: str) -> tuple[Store, str]:
+    """Return the store of the directory that a file is in, and the last part of its name."""
+    folder, _, name = path.rpartition("/")
+    return (store_below(target, folder) if folder else target), name
 
 
 @dataclass(slots=True)
