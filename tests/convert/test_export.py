@@ -258,7 +258,7 @@ def test_a_place_that_holds_something_is_left_alone(source: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("target", "says"),
-    [("", "expected a path"), ("~/new", "expanduser"), ("s3://bucket/new", "s3://")],
+    [("", "expected a path"), ("~/new", "expanduser"), ("s3:///new", "s3://")],
 )
 def test_a_target_that_is_no_directory_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, says: str

@@ -25,6 +25,7 @@ class LocalStore:
     alignment = ALIGNMENT
     lock_expiry = 0.0
     reading_grace = 0.0
+    request_bytes = 0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -33,6 +33,7 @@ UPLOAD_REQUESTS = 8
 PUBLISH_ATTEMPTS = 5
 HEAD_THREADS = 16
 READING_GRACE = 900.0
+REQUEST_BYTES = 1 << 20
 
 log = logging.getLogger("shardwise")
 
@@ -52,6 +53,7 @@ class ObjectStore:
     alignment = 1
     lock_expiry = leases.LEASE_SECONDS
     reading_grace = READING_GRACE
+    request_bytes = REQUEST_BYTES
 
     def __init__(
         self,

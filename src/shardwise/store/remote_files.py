@@ -137,6 +137,7 @@ class RemoteFileStore:
     alignment = 1
     lock_expiry = leases.LEASE_SECONDS
     reading_grace = READING_GRACE
+    request_bytes = 1 << 20
 
     def __str__(self) -> str:
         return f"{self.files.url}{self.path}{self.files.options}"

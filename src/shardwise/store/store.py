@@ -237,6 +237,15 @@ class Store(Files, Protocol):
         ...
 
     @property
+    def request_bytes(self) -> int:
+        """How many bytes the store transfers in the time that a request takes to answer.
+
+        To read fewer bytes than this that nobody needs is faster than another request. 0 if a
+        request takes no time, as in a file system.
+        """
+        ...
+
+    @property
     def reading_grace(self) -> float:
         """How many seconds the files of a removed checkpoint must stay.
 

@@ -87,6 +87,11 @@ class FaultyStore:
         return self._store.lock_expiry
 
     @property
+    def request_bytes(self) -> int:
+        """As for the wrapped store."""
+        return self._store.request_bytes
+
+    @property
     def reading_grace(self) -> float:
         """As for the wrapped store."""
         return self._store.reading_grace

@@ -72,6 +72,7 @@ class AssembledStore:
     alignment = 4096
     lock_expiry = 0.0
     reading_grace = 0.0
+    request_bytes = 0
 
     def __init__(
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
