@@ -98,7 +98,7 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
         (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
         (f"{root}/step-00000500", "its save is still running, or was interrupted"),
         (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
-        ("s3://bucket", "unknown scheme s3://"),
+        ("nonsense://bucket", "unknown scheme nonsense://"),
     ]:
         ran = run(command, path)
         assert hint in ran.err

@@ -179,6 +179,11 @@ class TieredStore:
         return max(tier.lock_expiry for tier in self._tiers)
 
     @property
+    def request_bytes(self) -> int:
+        """As for the nearest tier."""
+        return self._tiers[0].request_bytes
+
+    @property
     def reading_grace(self) -> float:
         """The longest grace of any tier, in seconds."""
         return max(tier.reading_grace for tier in self._tiers)
