@@ -29,10 +29,13 @@ from shardwise.store import MappedStore
 
 WORTH_SHARING = 0.05
 """The smallest fraction of bytes to save for which the ranks of a node read together."""
-MOST_MEASURED = 4 << 20
-"""The most bytes that a rank reads to measure the storage."""
+MEASURED_ROUNDS = 3
+"""How often a rank reads some bytes to measure the storage."""
+MOST_MEASURED = 1 << 20
+"""The longest read to measure the storage, in bytes."""
 FRACTION_MEASURED = 0.005
-"""The most bytes that a rank reads to measure the storage, as a fraction of its reads."""
+"""The most bytes that a rank reads to measure the storage, as a fraction of its reads. A rank reads
+at least a block in each thread and round."""
 
 
 class _LoadMessage(msgspec.Struct, array_like=True):
@@ -182,30 +185,38 @@ def _read(
 def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
     """Measure how many bytes per second this rank reads from storage, by a part of its reads.
 
+    Each of several rounds reads a few bytes in all threads. The fastest round counts, because
+    another process may delay the others.
+
     Returns:
         The rate; 0 if there is nothing to read, or if a file cannot be read. The load itself then
         reports the reason.
     """
-    nbytes = min(MOST_MEASURED, int(reads.nbytes * FRACTION_MEASURED)) // arena.threads
-    count = max(nbytes // BLOCK, 1) * BLOCK
-    rows = list(range(min(arena.threads, len(reads))))
-
-    def read(row: int) -> int:
-        file = opened.store.open(opened.manifest.files[int(reads.file[row])].name)
-        try:
-            low, high = int(reads.low[row]), int(reads.high[row])
-            with arena.buffer() as buffer:
-                return file.read_at(low, buffer[: min(count, high - low)])
-        finally:
-            file.close()
-
-    start = time.perf_counter()
+    budget = int(reads.nbytes * FRACTION_MEASURED) // (MEASURED_ROUNDS * arena.threads)
+    count = min(max(budget // BLOCK, 1) * BLOCK, MOST_MEASURED)
+    rows = range(min(arena.threads, len(reads)))
+    if not rows:
+        return 0.0
     try:
-        with ThreadPoolExecutor(max(1, len(rows)), "shardwise-measure") as pool:
-            total = sum(pool.map(read, rows))
+        with ExitStack() as cleanup, ThreadPoolExecutor(len(rows), "shardwise-measure") as pool:
+            files = [opened.store.open(opened.manifest.files[i].name) for i in reads.file[rows]]
+            buffers = [cleanup.enter_context(arena.buffer()) for _ in rows]
+            for file in files:
+                cleanup.callback(file.close)
+
+            def read(row: int, number: int) -> int:
+                low = int(reads.low[row]) + number * count
+                size = min(count, int(reads.high[row]) - low)
+                return files[row].read_at(low, buffers[row][:size]) if size > 0 else 0
+
+            rates = []
+            for number in range(MEASURED_ROUNDS):
+                start = time.perf_counter()
+                nbytes = sum(pool.map(read, rows, [number] * len(rows)))
+                rates.append(nbytes / (time.perf_counter() - start))
+            return max(rates)
     except (OSError, StoreError):
         return 0.0
-    return total / (time.perf_counter() - start)
 
 
 def _encode_ranges(spans: Spans) -> bytes:
