@@ -85,18 +85,15 @@ class Links:
                 streams.append(kind(rank, link, ranges, nbytes, rows))
         for stream in streams:
             stream.link.setblocking(False)
-        failed = self._rank
         try:
             self._move(streams, buffers)
         except BaseException as error:
-            if isinstance(error, RankError):
-                failed = next(iter(error.failures), self._rank)
-            buffers.mark_failed()
+            buffers.mark_failed(error)
             raise
         finally:
-            if buffers.has_failed:
+            if buffers.failed_rank is not None:
                 for stream in streams:
-                    stream.report_failure(failed)
+                    stream.report_failure(buffers.failed_rank)
 
     def report_failure(self) -> None:
         """Tell the ranks at the other ends that this rank failed; no effect if they know it."""
@@ -106,7 +103,7 @@ class Links:
     def _move(self, streams: Sequence[_Stream], buffers: SharedBuffers) -> None:
         """Move bytes until all streams are done, or this rank fails."""
         progress = time.monotonic()
-        while not buffers.has_failed:
+        while buffers.failed_rank is None:
             unfinished = [stream for stream in streams if stream.reads]
             if not unfinished:
                 return
@@ -207,7 +204,7 @@ class _Stream:
     def _check_failure(self, frame: bytes) -> None:
         failed = _FRAME.unpack(frame)[-1]
         if failed != NOBODY:
-            raise RankError(OPERATION, {failed: "it could not read its share of the data"})
+            raise RankError(OPERATION, {failed: "it failed, or did not answer in time"})
 
     def _slot(self, buffers: SharedBuffers) -> memoryview:
         read = self.reads[0]

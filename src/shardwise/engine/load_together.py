@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -170,8 +171,8 @@ def _read(
     try:
         is_needed = shared.wanted[:, index] | ((shared.reader == index) & ~shared.is_received)
         readers = open_readers(shared.file[is_needed], opened, cleanup, verify=verify)
-    except BaseException:
-        buffers.mark_failed()
+    except BaseException as error:
+        buffers.mark_failed(error)
         raise
     spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
     exchange = None
@@ -185,8 +186,8 @@ def _read(
 def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
     """Measure how many bytes per second this rank reads from storage, by a part of its reads.
 
-    Each of several rounds reads a few bytes in all threads. The fastest round counts, because
-    another process may delay the others.
+    Each of several rounds reads a few bytes in all threads. The median round counts, because other
+    processes may delay some of the rounds.
 
     Returns:
         The rate; 0 if there is nothing to read, or if a file cannot be read. The load itself then
@@ -214,7 +215,7 @@ def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
                 start = time.perf_counter()
                 nbytes = sum(pool.map(read, rows, [number] * len(rows)))
                 rates.append(nbytes / (time.perf_counter() - start))
-            return max(rates)
+            return statistics.median(rates)
     except (OSError, StoreError):
         return 0.0
 

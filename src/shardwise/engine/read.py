@@ -92,8 +92,8 @@ def read_together(
         try:
             while (span := buffers.next_read()) is not None:
                 process(span)
-        except BaseException:
-            buffers.mark_failed()
+        except BaseException as error:
+            buffers.mark_failed(error)
             raise
 
     _run_in_threads(work, threads, exchange)

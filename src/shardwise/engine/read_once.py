@@ -1,14 +1,15 @@
 """Agree on what the nodes read for each other: what several nodes want is read from storage once.
 
-The ranks exchange three messages through rank 0, after each rank knows the other ranks of its node:
+Each rank knows the other ranks of its node. The ranks exchange up to four messages through rank 0:
 
 1. Each rank sends its address, and the first rank of a node a digest of what the node wants. Rank 0
    chooses one node for each different digest. Without anything to share, the exchange ends here.
 2. The first ranks of these nodes send the byte ranges. Rank 0 divides them (`share_between_nodes`),
    and sends the first rank of each node what its node reads, receives and sends, and the addresses
    of its neighbours. The other ranks of a node get this from its first rank.
-3. The ranks connect. Unless the user has chosen, they measure the rates of the storage and of the
-   network. Rank 0 decides by these whether the nodes share their reads.
+3. The ranks connect, and measure the rate of the network.
+4. Unless the user has chosen, all ranks measure the rate of the storage at the same time. Rank 0
+   decides by both rates whether the nodes share their reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -58,6 +60,7 @@ LARGEST_LISTS = 1 << 30
 CONNECT_SECONDS = 30.0
 DIGEST_SIZE = 16
 LOOPBACK = "127.0.0.1"
+YES = b"\1"
 SEE_FIRST_RANK = b"\0"
 """The reply to ranks that are not the first of their node."""
 
@@ -109,14 +112,14 @@ class _Plan(msgspec.Struct, array_like=True):
     reads: bytes
 
 
-class _Measured(msgspec.Struct, array_like=True):
-    """The third message of a rank: the rates that it measured, in bytes per second.
+class _Connected(msgspec.Struct, array_like=True):
+    """The third message of a rank.
 
     Attributes:
+        network: the rate at which this rank receives from other nodes, in bytes per second.
         failure: why this rank cannot connect to another node; None if it can.
     """
 
-    store: float = 0.0
     network: float = 0.0
     failure: str | None = None
 
@@ -179,16 +182,16 @@ def agree_on_reading_once(
         return None
 
     def connect_nodes() -> tuple[SharedWithNodes, bytes]:
-        shared, measured = _connect(group, node_ranks, plan, listener, cleanup)
-        if measured.failure is not None and read_once:
-            raise LostRankError(OPERATION, {group.rank: measured.failure})
-        if measured.failure is None and read_once is None:
-            own = (shared.reads.reader == node_ranks.index) & (shared.reads.source == NOBODY)
-            measured.store = measure_store(shared.reads.ranges.take(own))
-        return shared, msgspec.msgpack.encode(measured)
+        shared, connected = _connect(group, node_ranks, plan, listener, cleanup)
+        if connected.failure is not None and read_once:
+            raise LostRankError(OPERATION, {group.rank: connected.failure})
+        return shared, msgspec.msgpack.encode(connected)
 
-    shared, decision = exchange_with_local_value(group, "connecting", connect_nodes, lead.decide)
-    return shared if decision else None
+    shared, reply = exchange_with_local_value(group, "connecting", connect_nodes, lead.check)
+    if reply and read_once is None:
+        measure = partial(_encode_rate, measure_store, shared.reads.read_by(node_ranks.index))
+        reply = exchange(group, "measuring the storage", measure, lead.decide)
+    return shared if reply else None
 
 
 def _listen(cleanup: ExitStack) -> tuple[str, socket.socket]:
@@ -209,7 +212,7 @@ def _connect(
     received: bytes,
     listener: socket.socket,
     cleanup: ExitStack,
-) -> tuple[SharedWithNodes, _Measured]:
+) -> tuple[SharedWithNodes, _Connected]:
     """Connect this rank to its neighbours, and measure the rate at which it receives.
 
     Args:
@@ -231,19 +234,19 @@ def _connect(
     timeout = min(CONNECT_SECONDS, group.timeout.total_seconds() / 2)
     outgoing: Connections = {}
     incoming: Connections = {}
-    measured = _Measured()
+    connected = _Connected()
     try:
         outgoing, incoming = connect(
             group.rank, chosen, sources, listener, plan.token, timeout, cleanup
         )
-        measured.network = measure_network(outgoing.values(), incoming.values())
+        connected.network = measure_network(outgoing.values(), incoming.values())
     except LostRankError as error:
-        measured.failure = str(error)
+        connected.failure = str(error)
     except OSError as error:
-        measured.failure = f"a connection broke when it was measured: {error}"
+        connected.failure = f"a connection broke when it was measured: {error}"
     limit, doorbell = group.timeout.total_seconds(), node_ranks.link_doorbell
     links = Links(group.rank, outgoing, incoming, doorbell, limit, node_ranks.check_alive)
-    return SharedWithNodes(reads, links), measured
+    return SharedWithNodes(reads, links), connected
 
 
 class _Lead:
@@ -262,6 +265,7 @@ class _Lead:
         self._lists: list[bytes] = []  # the digests of all different lists of byte ranges
         self._senders: list[int] = []  # the rank that sends each list
         self._reads: NodeReads | None = None
+        self._networks: list[float] = []  # the rate of each rank
 
     def choose(self, _: object, messages: list[bytes]) -> bytes:
         """Return the ranks that have to send their byte ranges; none if nothing is shared."""
@@ -308,25 +312,27 @@ class _Lead:
             replies[offer.first] = msgspec.msgpack.encode(plan)
         return replies
 
-    def decide(self, _: object, messages: list[bytes]) -> bytes:
-        """Return a byte if the nodes share their reads, and nothing if every node reads alone."""
-        measured = [msgspec.msgpack.decode(each, type=_Measured) for each in messages]
-        failures = [each.failure for each in measured if each.failure is not None]
+    def check(self, _: object, messages: list[bytes]) -> bytes:
+        """Return nothing, so that every node reads alone, if a rank cannot connect to another."""
+        connected = [msgspec.msgpack.decode(each, type=_Connected) for each in messages]
+        self._networks = [each.network for each in connected]
+        failures = [each.failure for each in connected if each.failure is not None]
         if failures:
             log.warning("every node reads alone, because %s", failures[0])
-            return b""
-        return b"\1" if self._read_once or is_faster_shared(self._rates(measured)) else b""
+        return b"" if failures else YES
 
-    def _rates(self, measured: Sequence[_Measured]) -> list[NodeRates]:
+    def decide(self, messages: list[bytes]) -> bytes:
+        """Return whether it is faster if the nodes share their reads; nothing if it is not."""
+        stores = [msgspec.msgpack.decode(each, type=float) for each in messages]
         found = []
         for node, (ranks, offer) in enumerate(
             zip(self._ranks, self._offers_of_nodes(), strict=True)
         ):
             received = 0 if self._reads is None else self._reads.bytes_received(node)
-            store = sum(measured[rank].store for rank in ranks)
-            network = sum(measured[rank].network for rank in ranks)
+            store = sum(stores[rank] for rank in ranks)
+            network = sum(self._networks[rank] for rank in ranks)
             found.append(NodeRates(store, network, offer.nbytes, offer.nbytes - received, received))
-        return found
+        return YES if is_faster_shared(found) else b""
 
     def _offers_of_nodes(self) -> list[_Offer]:
         """Return the offer of the first rank of each node."""
@@ -337,6 +343,10 @@ class _Lead:
             _Peer(rank, self._offers[rank].host, self._offers[rank].port)
             for rank in self._ranks[node]
         ]
+
+
+def _encode_rate(measure: Callable[[Ranges], float], reads: Ranges) -> bytes:
+    return msgspec.msgpack.encode(measure(reads))
 
 
 def _encode_ranges(ranges: Ranges) -> bytes:

@@ -149,7 +149,7 @@ class SharedBuffers:
         if layout.users > layout.ranks:
             self._users = np.column_stack([reads.wanted, reads.target != NOBODY])
         self._turn_lock = threading.Lock()
-        self._failed = False
+        self._failed_rank: int | None = None
         own_first = sorted(range(len(layout.counts)), key=lambda ring: ring != index)
         self._pending = {ring: self._reads_to_process(ring) for ring in own_first}
 
@@ -159,9 +159,9 @@ class SharedBuffers:
         return self._index
 
     @property
-    def has_failed(self) -> bool:
-        """Whether `mark_failed` was called on this rank."""
-        return self._failed
+    def failed_rank(self) -> int | None:
+        """The rank in the group that failed first, as far as known; None if this rank works on."""
+        return self._failed_rank
 
     def next_read(self) -> int | None:
         """Return the next read that this rank can make or use; None after the last.
@@ -249,9 +249,15 @@ class SharedBuffers:
             raise RankError(OPERATION, {holder: "it could not read its share of the data"})
         return bool(state == READY)
 
-    def mark_failed(self) -> None:
-        """Mark this rank as failed. Others stop waiting for it, and `next_read` returns None."""
-        self._failed = True
+    def mark_failed(self, error: BaseException) -> None:
+        """Mark this rank as failed. Others stop waiting for it, and `next_read` returns None.
+
+        Args:
+            error: the reason, which may be that another rank failed.
+        """
+        if self._failed_rank is None:
+            known = list(error.failures) if isinstance(error, RankError) else []
+            self._failed_rank = known[0] if known else self._ranks[self._index]
         for number, ring in enumerate(self._rings):
             if number % self._layout.ranks == self._index:
                 ring.states[ring.states == 0] = FAILED
@@ -272,7 +278,7 @@ class SharedBuffers:
             ring_doorbell(doorbell)
 
     def _find_next(self) -> int | None:
-        if self._failed or not any(self._pending.values()):
+        if self._failed_rank is not None or not any(self._pending.values()):
             return NO_MORE_READS
         for ring, pending in self._pending.items():
             is_ready = self.is_free if ring == self._index else self.is_filled

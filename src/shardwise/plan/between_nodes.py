@@ -103,6 +103,10 @@ class ReadsOfNode:
     def __len__(self) -> int:
         return len(self.ranges)
 
+    def read_by(self, rank: int) -> Ranges:
+        """Return the reads from storage of the rank with this index in the node."""
+        return self.ranges.take((self.reader == rank) & (self.source == NOBODY))
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRates:
