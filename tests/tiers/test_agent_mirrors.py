@@ -129,6 +129,9 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     until(lambda: (root / "mirror.json").exists())
     mirrors.update()
     assert mirrors.is_busy()
+    first = mirrors._active[RUN].worker
+    now += 601.0
+    until(lambda: (mirrors.update(), mirrors._active[RUN].worker is not first)[1])  # opened anew
     now += 86500.0
     until(lambda: (mirrors.update(), not mirrors.is_busy())[1])
     mirrors.stop()

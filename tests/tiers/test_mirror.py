@@ -17,6 +17,7 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
+from shardwise.testing.faulty_store import FULL_DISK, Fault, FaultyStore
 from shardwise.tiers.mirroring import Mirroring, Rules, Saved
 from shardwise.tiers.record import MIRROR, read_mirror_record
 from shardwise.tiers.store import TieredStore
@@ -291,7 +292,7 @@ def test_an_outage_of_minutes(root: Path, mirror: Path, caplog: pytest.LogCaptur
     assert "503 Slow Down" in record.failure
     assert record.failing_since == pytest.approx(1e9 + 5.0, abs=1.0)
     watch = MirrorWatch(LocalStore(root))
-    assert "4 checkpoints wait to be copied, and 3 of them stay in" in watch.problem()
+    assert "Checkpoints that it lacks: 4; of them, 3 stay in" in watch.problem()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert 1 <= len(errors) <= 2
     simulation.down.clear()
@@ -468,3 +469,29 @@ def test_a_damaged_record_is_replaced(root: Path, mirror: Path) -> None:
     record = read_mirror_record(LocalStore(root))
     assert record is not None
     assert sorted(record.steps) == [1, 2]
+
+
+def test_a_full_root_and_a_failing_mirror_are_reported_together(
+    root: Path, mirror: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror.write_text("in the way")
+    store = FaultyStore(LocalStore(root), Fault(1, FULL_DISK, verbs=("create",), sticky=True))
+    checkpointer = sw.Checkpointer(store, keep=LAST, mirror=mirror, memory=None)
+    handle = checkpointer.save(1, state(1))
+    assert handle is not None
+    with pytest.raises(TimeoutError, match=r"step 1 is not in the mirror .*NotADirectoryError"):
+        handle.mirrored(2.0)
+    with pytest.raises(OSError, match="No space left") as caught:
+        checkpointer.save(2, state(2))
+    assert "Checkpoints that it lacks: 1. Reason" in str(caught.value.__notes__)
+    assert "Checkpoints that it lacks: 1. Reason" in caplog.text
+    checkpointer.close(wait=False)
+
+
+def test_a_checkpointer_without_the_mirror_of_its_root_warns(
+    root: Path, mirror: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(root, 1, mirror=mirror)
+    assert "mirror" not in caplog.text
+    save(root, 2)
+    assert f"{root} has the mirror {mirror}, which gets no copies without mirror=" in caplog.text

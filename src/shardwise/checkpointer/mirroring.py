@@ -92,3 +92,14 @@ class RunMirror:
             log.error("%s; the next training with this root and mirror copies them", problem)
         if self._worker is not None:
             self._worker.stop(STOP_TIMEOUT)
+
+
+def warn_of_unused_mirror(root: Store) -> None:
+    """Log a warning if a root has a mirror, but the Checkpointer was created without it."""
+    record = MirrorWatch(root).record()
+    if record is not None:
+        log.warning(
+            "%s has the mirror %s, which gets no copies without mirror=, and %d checkpoints that "
+            "it lacks may be removed: pass mirror=, or remove mirror.json from the root",
+            *(root, record.place, len(record.waiting)),
+        )

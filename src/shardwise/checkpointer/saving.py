@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
-from shardwise.checkpointer.mirroring import RunMirror
+from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.settings import Settings
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
@@ -76,6 +76,8 @@ class Saving:
         self._mirror: RunMirror | None = None
         if settings.mirror is not None:
             self._mirror = RunMirror(settings, settings.mirror, group, snapshots, damaged)
+        elif group.rank == 0:
+            warn_of_unused_mirror(settings.root)
         self.plan_cache = PlanCache()
 
     def save(

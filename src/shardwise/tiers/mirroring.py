@@ -250,7 +250,7 @@ class Mirroring:
         why = self.record.why_failing()
         if why and why != self._logged:
             log.error(
-                "the mirror %s of %s lacks %d checkpoints, and is tried again: %s",
+                "the mirror %s of %s fails, and is tried again (it lacks %d checkpoints): %s",
                 *(self._mirror, self._root, len(self.record.waiting), why),
             )
         elif self._logged and not why:

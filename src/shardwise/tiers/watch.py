@@ -62,13 +62,13 @@ class MirrorWatch:
             return ""
         minutes = max(0.0, self._clock.now() - record.failing_since) / 60
         pinned = (
-            f", and {len(record.pinned)} of them stay in {self._root} only until they are copied"
+            f"; of them, {len(record.pinned)} stay in {self._root} only until they are copied"
             if record.pinned
             else ""
         )
         return (
-            f"the mirror {record.place} has failed for {minutes:.0f} min: "
-            f"{len(record.waiting)} checkpoints wait to be copied{pinned}: {record.why_failing()}"
+            f"the mirror {record.place} has failed for {minutes:.0f} min. Checkpoints that it lacks: "
+            f"{len(record.waiting)}{pinned}. Reason: {record.why_failing()}"
         )
 
     def report(self, recorder: Recorder) -> None:

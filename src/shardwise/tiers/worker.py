@@ -64,6 +64,12 @@ class MirrorWorker:
         with self._changed:
             return not (self._has_news or self._failures or self._is_running)
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt failed, and no other runs now."""
+        with self._changed:
+            return self._failures > 0 and not self._is_running
+
     def due_in(self) -> float:
         """Return the seconds until the next attempt; 0 if it is due."""
         with self._changed:

@@ -26,6 +26,8 @@ from shardwise.tiers.worker import MirrorWorker
 
 PERIOD = 1.0
 RETRY_PERIOD = 60.0
+REOPEN_PERIOD = 600.0
+"""Seconds after which a mirror that fails is opened anew."""
 LONGEST_AFTER_END = 86400.0
 STOP_TIMEOUT = 5.0
 log = logging.getLogger("shardwise.agent")
@@ -97,6 +99,10 @@ class Mirrors:
     def _update_task(self, name: str, task: MirrorTask) -> None:
         active = self._active.get(name)
         if active is not None and active.worker is not None and _same_tiers(active.task, task):
+            if active.worker.is_failing and self._is_old(active):
+                self._end(name)  # opened anew, the stores may find other credentials
+                self._active[name] = _Active(task, _start(task), self._clock())
+                return
             if active.task != task:
                 active.worker.set_saved(_saved(task))
                 active.task = task
@@ -107,6 +113,9 @@ class Mirrors:
         elif active is not None:
             self._end(name)
         self._active[name] = _Active(task, _start(task), self._clock())
+
+    def _is_old(self, active: _Active) -> bool:
+        return self._clock() - active.started_at >= REOPEN_PERIOD
 
     def _is_finished(self, run: Run, active: _Active) -> bool:
         """Return whether a run has ended, and its mirror has everything or is given up."""
