@@ -67,8 +67,8 @@ class MirrorWatch:
             else ""
         )
         return (
-            f"the mirror {record.place} has failed for {minutes:.0f} min. Checkpoints that it lacks: "
-            f"{len(record.waiting)}{pinned}. Reason: {record.why_failing()}"
+            f"the mirror {record.place} has failed for {minutes:.0f} min. Checkpoints that it "
+            f"lacks: {len(record.waiting)}{pinned}. Reason: {record.why_failing()}"
         )
 
     def report(self, recorder: Recorder) -> None:
