@@ -116,7 +116,7 @@ def load(
     format: str | None = None,  # noqa: A002 - the usual name
     index: Index | None = None,
     read_once: bool | None = None,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    staging_bytes: int | None = None,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> LoadReport:
@@ -141,7 +141,9 @@ def load(
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format, index: as for `open`.
         read_once: one node reads what several need, and sends it on. Default: if that is faster.
-        staging_bytes, group, on_event: as for `save`.
+        staging_bytes: bound on the host memory used beyond the state, in bytes; at least 1 MiB.
+            Default: 64 MiB, and 256 MiB for checkpoints in object stores.
+        group, on_event: as for `save`.
 
     Raises:
         CheckpointNotFoundError, FormatError: as for `open`.

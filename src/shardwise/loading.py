@@ -15,7 +15,7 @@ from shardwise.adapters import (
     names_to_fill,
     optimizer_names,
 )
-from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena, check_staging_bytes
+from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads
@@ -33,7 +33,7 @@ from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
-from shardwise.store import Store
+from shardwise.store import Store, transfer_of
 
 State = MutableMapping[str, Any]
 
@@ -51,7 +51,7 @@ class LoadOptions:
     verify: bool = True
     allow_pickle: bool = False
     read_once: bool | None = None
-    staging_bytes: int = DEFAULT_STAGING_BYTES
+    staging_bytes: int | None = None
 
     def check(self) -> None:
         """Check the options that can be checked before a checkpoint is opened.
@@ -62,7 +62,8 @@ class LoadOptions:
         """
         Selection.from_patterns(self.only, self.skip)
         rename_function(self.rename)
-        check_staging_bytes(self.staging_bytes)
+        if self.staging_bytes is not None:
+            check_staging_bytes(self.staging_bytes)
 
     @property
     def terms(self) -> str:
@@ -101,7 +102,7 @@ def load_state(
         selection = Selection.from_patterns(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
         saved = SavedNames(opened.manifest, rename, opened.missing_files)
-        arena = Arena(options.staging_bytes)
+        arena = Arena.for_reading(transfer_of(opened.store), options.staging_bytes)
         with recorder.stage("match"):
             match = partial(_match_state, state, saved, selection, options)
             bindings, found, unexpected = agree_on_match(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -150,6 +151,24 @@ def test_no_whole_block_is_read_for_nothing(case: Case) -> None:
     source, _ = source_of(case)
     plan = plan_load(source, wanted_of(case), largest_read=case.largest_read, block=BLOCK)
     assert set(read_blocks(plan)) == needed_blocks(case, source)
+
+
+@given(cases(), st.integers(1, 6))
+def test_small_gaps_are_read_too(case: Case, gap: int) -> None:
+    """All gaps of at most `gap` blocks between needed blocks of a file are read, and no others."""
+    source, _ = source_of(case)
+    wanted = wanted_of(case)
+    plan = plan_load(
+        source, wanted, largest_read=case.largest_read, largest_gap=gap * BLOCK, block=BLOCK
+    )
+    needed = sorted(needed_blocks(case, source))
+    expected = set(needed)
+    for (file, block), (next_file, next_block) in pairwise(needed):
+        if file == next_file and next_block - block - 1 <= gap:
+            expected |= {(file, each) for each in range(block, next_block)}
+    read = read_blocks(plan)
+    assert len(read) == len(set(read))
+    assert set(read) == expected
 
 
 @given(cases())

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from shardwise.errors import StoreError
 from shardwise.store import Store, open_store
-from shardwise.testing.store_suite import StoreSuite
-from tests.store.servers import Server, moto, seaweedfs  # noqa: F401 - fixtures
+from shardwise.store.store import Buffer
+from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
+from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
+from tests.store.servers import (  # noqa: F401 - fixtures
+    Server,
+    free_ports,
+    moto,
+    rclone,
+    seaweedfs,
+)
 
 
 class TestMoto(StoreSuite):
@@ -20,3 +34,165 @@ class TestSeaweedFs(StoreSuite):
     @pytest.fixture
     def store(self, seaweedfs: Server) -> Store:  # noqa: F811
         return open_store(seaweedfs.new_url())
+
+    def test_stores_below_are_apart(self, store: Store) -> None:
+        """SeaweedFS lists a prefix for some time after its last object has gone."""
+        store.at("step-1").publish("a", b"1", replace=False)
+        store.at("step-2").publish("a", b"2", replace=False)
+        assert store.list() == ["step-1", "step-2"]
+        store.at("step-1").delete("a")
+        store.at("step-1").remove()
+        assert store.at("step-1").list() == []
+        assert store.stores_with("a") == {"step-2"}
+
+
+PART = 5 << 20  # the smallest part that S3 allows
+CHUNK = 1 << 20
+
+
+def upload(store: Store, data: Buffer, order: Sequence[int], threads: int = 4) -> None:
+    """Write an object in chunks, which begin in this order."""
+    file = store.create(KEY, len(data))
+
+    def write(index: int) -> None:
+        chunk = data[index * CHUNK : (index + 1) * CHUNK].copy()
+        file.write_at(index * CHUNK, chunk)
+        chunk[:] = 0  # the caller uses its buffer again
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(write, order))
+        file.commit()
+    finally:
+        file.close()
+
+
+@pytest.mark.parametrize("size", [PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 7])
+def test_objects_of_several_parts_are_written_and_read(moto: Server, size: int) -> None:  # noqa: F811
+    store = open_store(moto.new_url(part_mib="5"))
+    data = content(size)
+    upload(store, data, range(-(-size // CHUNK)))
+    assert read_file(store, KEY) == data.tobytes()
+    assert moto.unfinished_uploads() == []
+
+
+def test_chunks_of_an_upload_may_come_roughly_in_order(moto: Server) -> None:  # noqa: F811
+    """Later chunks wait in memory, up to two parts; the next chunk never waits."""
+    store = open_store(moto.new_url(part_mib="5"))
+    data = content(30 * CHUNK)
+    order = [index ^ 3 for index in range(28)] + [29, 28]
+    upload(store, data, order)
+    assert read_file(store, KEY) == data.tobytes()
+
+
+def test_an_upload_that_is_not_committed_leaves_nothing(moto: Server) -> None:  # noqa: F811
+    store = open_store(moto.new_url(part_mib="5"))
+    for written in (0, 1, 12):
+        file = store.create(KEY, 20 * CHUNK)
+        for index in range(written):
+            file.write_at(index * CHUNK, content(CHUNK))
+        file.close()
+    file = store.create(KEY, 20 * CHUNK)
+    file.write_at(0, content(CHUNK))
+    with pytest.raises(StoreError, match=f"byte {CHUNK} was never written"):
+        file.commit()
+    file.close()
+    assert store.list() == []
+    assert moto.unfinished_uploads() == []
+
+
+def test_each_byte_is_written_once(moto: Server) -> None:  # noqa: F811
+    file = open_store(moto.new_url(part_mib="5")).create(KEY, 20 * CHUNK)
+    try:
+        file.write_at(CHUNK, content(CHUNK))
+        with pytest.raises(StoreError, match="written twice"):
+            file.write_at(CHUNK, content(CHUNK))
+    finally:
+        file.close()
+
+
+def test_a_server_that_ignores_conditions_is_refused(rclone: Server) -> None:  # noqa: F811
+    store = open_store(rclone.new_url())
+    with pytest.raises(StoreError, match="single_writer=true"):
+        store.publish("manifest.json", b"1", replace=False)
+    assert "manifest.json" not in store.list()
+
+
+def test_a_single_writer_may_use_a_server_that_ignores_conditions(rclone: Server) -> None:  # noqa: F811
+    store = open_store(rclone.new_url(single_writer="true"))
+    store.publish("manifest.json", b"1", replace=False)
+    with pytest.raises(FileExistsError):
+        store.publish("manifest.json", b"2", replace=False)
+    assert store.read("manifest.json", limit=1) == b"1"
+
+
+def test_a_publication_whose_answer_is_lost_succeeds(moto: Server) -> None:  # noqa: F811
+    """The put is repeated, is refused then, and the object is read back."""
+    with FaultProxy(moto.endpoint) as proxy:
+        server = Server("s3", proxy.url)
+        store = open_store(server.new_url(retry="5"))
+        store.publish("first", b"1", replace=False)  # with the probe
+        proxy.inject(HttpFault(FaultKind.LOSE_ANSWER, methods=("PUT",)))
+        store.publish("manifest.json", b"mine", replace=False)
+        assert store.read("manifest.json", limit=10) == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/run?colour=red", "unknown option 'colour'"),
+        ("s3://bucket/run?secret_access_key=x", "looks like a secret"),
+        ("s3://user:password@bucket/run", "must not contain user names or passwords"),
+        ("s3://", "expected s3://HOST/PATH"),
+        ("s3://bucket/a/../b", "'..' component"),
+        ("s3://bucket/run?anonymous=maybe", "expected true or false"),
+        ("s3://bucket/run?timeout=soon", "expected a number"),
+        ("s3://bucket/run?endpoint=http://192.0.2.1:9000", "not encrypted"),
+        ("s3://bucket/run?profile=absent", "profile"),
+        ("ftp9://bucket/run", "unknown scheme"),
+    ],
+)
+def test_wrong_urls_are_refused(url: str, message: str) -> None:
+    with pytest.raises(StoreError, match=re.escape(message)):
+        open_store(url).list()
+
+
+def test_a_url_is_opened_again_by_its_name(moto: Server) -> None:  # noqa: F811
+    store = open_store(moto.new_url(region="us-east-1")).at("a b%?c")
+    again = open_store(str(store))
+    again.publish("x", b"1", replace=True)
+    assert store.list() == ["x"]
+    assert (again.name, str(again.parent)) == ("a b%?c", str(store.parent))
+
+
+def test_missing_buckets_and_servers_are_named() -> None:
+    (port,) = free_ports(1)
+    store = open_store(f"s3://bucket/run?endpoint=http://127.0.0.1:{port}&retry=0.5&timeout=1")
+    with pytest.raises(StoreError, match="did not answer: check the endpoint"):
+        store.list()
+
+
+def test_a_bucket_that_does_not_exist_is_named(moto: Server) -> None:  # noqa: F811
+    store = open_store(f"s3://absent-bucket/run?endpoint={moto.endpoint}")
+    with pytest.raises(StoreError, match="the bucket does not exist"):
+        store.list()
+    with pytest.raises(StoreError, match="the bucket does not exist"):
+        store.publish("a", b"", replace=True)
+
+
+def test_a_forked_process_is_told_to_start_otherwise(moto: Server) -> None:  # noqa: F811
+    url = moto.new_url()
+    open_store(url).list()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            open_store(url).list()
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert b"was forked" in pipe.read()
+    os.waitpid(pid, 0)

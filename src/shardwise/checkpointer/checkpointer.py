@@ -32,7 +32,6 @@ from shardwise.checkpointer.settings import (
     prepare_root,
 )
 from shardwise.checkpointer.signals import AfterSignal
-from shardwise.engine.buffers import DEFAULT_STAGING_BYTES
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
@@ -110,7 +109,7 @@ class Checkpointer:
         on_failure: Literal["raise", "warn"] = "raise",
         check_replicas: bool = False,
         allow_pickle: bool = False,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        staging_bytes: int | None = None,
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:

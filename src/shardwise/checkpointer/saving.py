@@ -283,7 +283,8 @@ class Saving:
                 self._step_hooks[optimizer] = optimizer.register_step_post_hook(record_step)
 
     def _make_save(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
-        arena = Arena(self._settings.staging_bytes)
+        staging_bytes = self._settings.staging_bytes
+        arena = Arena() if staging_bytes is None else Arena(staging_bytes)
         local_state = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
         return SaveRequest(state=local_state, store=store, arena=arena, options=options)
 

@@ -53,7 +53,7 @@ class Settings:
     memory: Memory | None
     check_replicas: bool
     allow_pickle: bool
-    staging_bytes: int
+    staging_bytes: int | None
     on_event: Sink | None
     save_at_end: bool
     on_failure: Literal["raise", "warn"]

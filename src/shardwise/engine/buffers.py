@@ -11,13 +11,11 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from shardwise.store.store import Buffer
+from shardwise.store.store import LOCAL_TRANSFER, Buffer, TransferOptions
 
 DEFAULT_STAGING_BYTES = 64 << 20
-THREADS = 4
 LARGEST_BUFFER = 8 << 20
 SMALLEST_BUFFER = 1 << 20
-LARGEST_READ = 2 << 20  # small enough to stay in the CPU cache until it is verified and copied
 LARGE_PAGE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE; Linux 6.1 and later
 _FIXED = 0x10  # MAP_FIXED
@@ -33,29 +31,58 @@ class Arena:
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
+        transfer: how the store is read.
 
     Attributes:
+        transfer: how the store is read.
         threads: the number of threads that move bytes at a time.
         buffer_size: the size of each buffer, in bytes.
-        read_size: the longest single read from a local file, in bytes.
+        read_size: the longest single read from storage, in bytes.
 
     Raises:
         ValueError: `staging_bytes` is less than 1 MiB.
     """
 
-    def __init__(self, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
+    def __init__(
+        self,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        transfer: TransferOptions = LOCAL_TRANSFER,
+    ) -> None:
         check_staging_bytes(staging_bytes)
-        self.threads = max(1, min(THREADS, staging_bytes // SMALLEST_BUFFER))
+        self.transfer = transfer
+        self.threads = max(1, min(transfer.read_threads, staging_bytes // SMALLEST_BUFFER))
         share = min(LARGEST_BUFFER, staging_bytes // self.threads)
         self.buffer_size = share // SMALLEST_BUFFER * SMALLEST_BUFFER
-        self.read_size = min(self.buffer_size, LARGEST_READ)
+        self.read_size = min(self.buffer_size, transfer.read_bytes)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.buffer_size))
 
-    def max_concurrent_reads(self, nbytes: int) -> int:
+    @classmethod
+    def for_reading(cls, transfer: TransferOptions, staging_bytes: int | None = None) -> Arena:
+        """Return an arena for reads from a store.
+
+        Args:
+            transfer: how the store is read.
+            staging_bytes: bound on the memory; None for the store's own.
+        """
+        if staging_bytes is None:
+            staging_bytes = transfer.staging_bytes
+        return cls(staging_bytes, transfer)
+
+    def threads_of(self, ranks_on_node: int) -> int:
+        """Return how many threads a rank uses if all ranks of its node read at the same time."""
+        requests = self.transfer.node_requests
+        return (
+            self.threads
+            if requests is None
+            else max(1, min(self.threads, requests // ranks_on_node))
+        )
+
+    def max_concurrent_reads(self, nbytes: int, ranks_on_node: int) -> int:
         """Return how many reads of `nbytes` bytes fit into the buffers at the same time."""
-        return max(1, min(2 * self.threads, self.threads * self.buffer_size // nbytes))
+        threads = self.threads_of(ranks_on_node)
+        return max(1, min(2 * threads, threads * self.buffer_size // nbytes))
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:

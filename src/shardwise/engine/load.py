@@ -130,7 +130,12 @@ def plan_reads(
         padded_rows([box.shape for box in boxes], dims, 1),
         opened.pieces.offset.shape[1],
     )
-    plan = plan_load(opened.source(), columns, largest_read=opened.largest_reads(arena))
+    plan = plan_load(
+        opened.source(),
+        columns,
+        largest_read=opened.largest_reads(arena),
+        largest_gap=arena.transfer.largest_gap,
+    )
     return PlannedLoad(leaves, targets, plan)
 
 
@@ -221,7 +226,7 @@ def fill_alone(
     spans = planned.plan.spans
     with ExitStack() as cleanup:
         readers = open_readers(spans.file, opened, cleanup, verify=verify)
-        threads = arena.threads
+        threads = arena.threads_of(ranks_on_node)
         if are_mapped(spans, opened):  # then only the processors limit the speed
             threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
         read_alone(spans, planned.copier(spans, opened), readers, arena, threads)

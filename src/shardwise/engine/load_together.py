@@ -166,7 +166,8 @@ def _read(
     index, transfers = plan.node_ranks.index, plan.own.plan.transfers
     longest_read = int((shared.high - shared.low).max())
     slot_bytes = BLOCK * block_count(longest_read + opened.bytes_past_end)
-    slots = min(arena.max_concurrent_reads(slot_bytes), int(np.bincount(shared.reader).max()))
+    reads = arena.max_concurrent_reads(slot_bytes, len(plan.node_ranks))
+    slots = min(reads, int(np.bincount(shared.reader).max()))
     buffers = plan.node_ranks.map_buffers(shared, slots, slot_bytes, opened.manifest.files)
     try:
         is_needed = shared.wanted[:, index] | ((shared.reader == index) & ~shared.is_received)
@@ -180,7 +181,8 @@ def _read(
         nbytes = opened.ends_of_reads(shared.file, shared.high) - shared.low
         exchange = partial(plan.between_nodes.links.run, shared, nbytes.tolist(), buffers)
     copier = plan.own.copier(spans, opened)
-    read_together(spans, copier, readers, buffers, arena.threads, exchange)
+    threads = arena.threads_of(len(plan.node_ranks))
+    read_together(spans, copier, readers, buffers, threads, exchange)
 
 
 def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:

@@ -115,7 +115,12 @@ class Source:
 
 
 def plan_load(
-    source: Source, wanted: tuple[Int, Int, Int], *, largest_read: int | Int, block: int = BLOCK
+    source: Source,
+    wanted: tuple[Int, Int, Int],
+    *,
+    largest_read: int | Int,
+    largest_gap: int = 0,
+    block: int = BLOCK,
 ) -> LoadPlan:
     """Intersect wanted boxes with pieces, and choose what to read.
 
@@ -124,16 +129,18 @@ def plan_load(
         wanted: columns `(tensor, offset, shape)` of the wanted fragments, of shapes `(n,)`,
             `(n, D)` and `(n, D)`. `tensor` has indices of tensors in the manifest.
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
+        largest_gap: the largest gap between wanted blocks that is read too, in bytes.
         block: the number of bytes that one checksum covers.
     """
     pieces = source.pieces
     found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
     transfers = _locate(source, found.right, found.left, found.offset, found.shape)
     needed = found.shape.prod(axis=1) * source.itemsize[pieces.tensor[found.right]]
-    transfers = _without_gaps(source, transfers, block)
+    transfers = _without_gaps(source, transfers, max(block, largest_gap))
     order = np.lexsort((transfers.low, transfers.file))
     transfers = transfers.take(order)
-    spans = _choose_spans(transfers, source.read_end, largest_read, block)
+    gap = largest_gap // block
+    spans = _choose_spans(transfers, source.read_end, largest_read, gap, block)
     return LoadPlan(transfers, spans, int(needed.sum()))
 
 
@@ -148,15 +155,15 @@ def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) 
     return Transfers(piece, fragment, offset, shape, pieces.file[piece], low, high)
 
 
-def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers:
-    """Cut transfers into rows if whole blocks between the rows are not needed."""
+def _without_gaps(source: Source, transfers: Transfers, gap: int) -> Transfers:
+    """Cut transfers into rows if at least `gap` bytes between the rows are not needed."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
         stride = source.stride[transfers.piece, dim]
         itemsize = source.itemsize[pieces.tensor[transfers.piece]]
         count = transfers.shape[:, dim]
         extent = (transfers.high - transfers.low) - (count - 1) * stride * itemsize
-        apart = (count > 1) & (stride * itemsize - extent >= block)
+        apart = (count > 1) & (stride * itemsize - extent >= gap)
         if not apart.any():
             continue
         near, far = np.flatnonzero(~apart), np.flatnonzero(apart)
@@ -184,12 +191,13 @@ def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tr
 
 
 def _choose_spans(
-    transfers: Transfers, read_end: Int, largest_read: int | Int, block: int
+    transfers: Transfers, read_end: Int, largest_read: int | Int, gap: int, block: int
 ) -> Spans:
     """Unite the blocks that transfers touch, and cut the union into spans.
 
     Args:
         transfers: sorted by file and start.
+        gap: the number of blocks between two unions that are read too, to unite them.
     """
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):
@@ -197,10 +205,10 @@ def _choose_spans(
         return Spans(none, none, none, np.zeros(1, np.int64), none)
     # Number the blocks of all files on one axis, with a gap after each file, so that a running
     # maximum finds the ends of unions.
-    width = int(high.max()) + 2
+    width = int(high.max()) + 2 + gap
     a, b = file * width + low, file * width + high
     reach = np.maximum.accumulate(b)
-    begins = np.concatenate([[True], a[1:] > reach[:-1]])
+    begins = np.concatenate([[True], a[1:] > reach[:-1] + gap])
     heads = np.flatnonzero(begins)
     first, last = a[heads], reach[np.concatenate([heads[1:], [len(a)]]) - 1]
     steps = np.maximum(longest_reads(largest_read, first // width) // block, 1)

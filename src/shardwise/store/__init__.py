@@ -10,7 +10,9 @@ from shardwise.store.store import (
     ReadableFile,
     ReplicatedFile,
     Store,
+    TransferOptions,
     WritableFile,
+    transfer_of,
 )
 from shardwise.store.url import (
     find_obstacle,
@@ -31,6 +33,7 @@ __all__ = [
     "ReadableFile",
     "ReplicatedFile",
     "Store",
+    "TransferOptions",
     "WritableFile",
     "find_obstacle",
     "local_path",
@@ -39,4 +42,5 @@ __all__ = [
     "opens_by_name",
     "resolve_links",
     "store_below",
+    "transfer_of",
 ]

@@ -18,7 +18,7 @@ from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client
 from shardwise.store.object_errors import translated
 from shardwise.store.object_reader import ObjectReader
-from shardwise.store.store import FileStatus, WritableFile
+from shardwise.store.store import REMOTE_TRANSFER, FileStatus, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
 from shardwise.store.uploads import MultipartUpload, SmallUpload
 
@@ -51,6 +51,7 @@ class ObjectStore:
     """
 
     alignment = 1
+    transfer = REMOTE_TRANSFER
     lock_expiry = leases.LEASE_SECONDS
     reading_grace = READING_GRACE
     request_bytes = REQUEST_BYTES

@@ -13,6 +13,48 @@ Buffer = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How a store is read fastest. A store has them as its attribute `transfer`.
+
+    Attributes:
+        read_bytes: the longest read, in bytes.
+        read_threads: the reads of one process at a time.
+        node_requests: the reads of all processes of a node at a time; None for no limit.
+        largest_gap: the largest gap between two wanted ranges of a file for which one read of both
+            is faster than two, in bytes.
+        staging_bytes: the memory for reads, in bytes, unless the user sets a bound.
+    """
+
+    read_bytes: int
+    read_threads: int
+    node_requests: int | None
+    largest_gap: int
+    staging_bytes: int
+
+
+LOCAL_TRANSFER = TransferOptions(
+    read_bytes=2 << 20,  # small enough to stay in the CPU cache until it is verified and copied
+    read_threads=4,
+    node_requests=None,
+    largest_gap=0,
+    staging_bytes=64 << 20,
+)
+REMOTE_TRANSFER = TransferOptions(
+    read_bytes=8 << 20,
+    read_threads=32,
+    node_requests=32,
+    largest_gap=1 << 20,  # takes about as long as the answer to another request
+    staging_bytes=256 << 20,
+)
+
+
+def transfer_of(store: object) -> TransferOptions:
+    """Return how a store is read fastest; `LOCAL_TRANSFER` if it does not say."""
+    found: TransferOptions = getattr(store, "transfer", LOCAL_TRANSFER)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class FileStatus:
     """What a store knows about a file without opening it.
 
