@@ -141,9 +141,7 @@ def load(
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format, index: as for `open`.
         read_once: one node reads what several need, and sends it on. Default: if that is faster.
-        staging_bytes: bound on the host memory used beyond the state, in bytes; at least 1 MiB.
-            Default: 64 MiB, and 256 MiB for checkpoints in object stores.
-        group, on_event: as for `save`.
+        staging_bytes, group, on_event: as for `save`; 256 MiB by default for object stores.
 
     Raises:
         CheckpointNotFoundError, FormatError: as for `open`.

@@ -9,16 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.store import Store, open_store
 from shardwise.store.store import Buffer
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.servers import (  # noqa: F401 - fixtures
+    BUCKET,
     Server,
     free_ports,
     moto,
     rclone,
+    s3_client,
     seaweedfs,
 )
 
@@ -196,3 +199,25 @@ def test_a_forked_process_is_told_to_start_otherwise(moto: Server) -> None:  # n
     with os.fdopen(reader, "rb") as pipe:
         assert b"was forked" in pipe.read()
     os.waitpid(pid, 0)
+
+
+def test_abandoned_uploads_are_aborted_at_the_next_start(moto: Server) -> None:  # noqa: F811
+    """As a killed process leaves them."""
+    url = moto.new_url()
+    prefix = open_store(url).url.path
+    client = s3_client(moto.endpoint)
+    client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/step-00000001/r00000.safetensors")
+    client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}-of-others/file")
+    with sw.Checkpointer(url, memory=None):
+        pass
+    assert moto.unfinished_uploads() == [f"{prefix}-of-others/file"]
+    assert open_store(f"{url.replace('/run?', '/run-of-others?')}").abort_uploads(0) == 1
+
+
+def test_uploads_that_may_still_run_are_kept(moto: Server) -> None:  # noqa: F811
+    """moto says that all uploads began in 2010, so the age is compared with a greater one."""
+    store = open_store(moto.new_url())
+    key = f"{store.url.path}/file"
+    s3_client(moto.endpoint).create_multipart_upload(Bucket=BUCKET, Key=key)
+    assert store.abort_uploads(1e9) == 0
+    assert store.abort_uploads(60) == 1

@@ -13,7 +13,7 @@ import msgspec
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, REMOVED, is_lock_file, made_by_save, save_of_file
-from shardwise.store import Store
+from shardwise.store import Store, UploadingStore
 
 REQUESTS_AT_ONCE = 16
 LARGEST_REMOVED = 1 << 12
@@ -79,6 +79,13 @@ def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
             store.remove()  # fails unless the directory is empty
 
     map_in_threads(clean, directories)
+    abort_uploads(root)
+
+
+def abort_uploads(store: Store) -> None:
+    """Abort the abandoned uploads below a store, whose parts would cost money."""
+    if isinstance(store, UploadingStore):
+        store.abort_uploads()
 
 
 def mark_as_removed(store: Store, removed_at: float) -> None:

@@ -14,7 +14,7 @@ from shardwise.engine.commit import publish_manifest
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_leftovers
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, size
@@ -166,6 +166,7 @@ def _lock_place(save: SaveRequest, cleanup: ExitStack) -> str:
     """Lock the place of a save until `cleanup` closes, and return the id of the save."""
     refuse_existing(save)
     remove_leftovers(save.store)
+    abort_uploads(save.store)
     for _ in range(LOCK_ATTEMPTS):
         save_id = new_save_id()
         cleanup.callback(_discard_lock, save.store, save_id)

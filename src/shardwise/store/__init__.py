@@ -11,6 +11,7 @@ from shardwise.store.store import (
     ReplicatedFile,
     Store,
     TransferOptions,
+    UploadingStore,
     WritableFile,
     transfer_of,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "ReplicatedFile",
     "Store",
     "TransferOptions",
+    "UploadingStore",
     "WritableFile",
     "find_obstacle",
     "local_path",

@@ -20,6 +20,7 @@ from shardwise.store.object_errors import translated
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
+from shardwise.store.unfinished_uploads import abort_uploads
 from shardwise.store.uploads import MultipartUpload, SmallUpload
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ PUBLISH_ATTEMPTS = 5
 HEAD_THREADS = 16
 READING_GRACE = 900.0
 REQUEST_BYTES = 1 << 20
+UPLOAD_MIN_AGE = 3600.0
+"""The age from which an unfinished upload counts as abandoned, in seconds."""
 
 log = logging.getLogger("shardwise")
 
@@ -151,7 +154,9 @@ class ObjectStore:
                 self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
             )
 
-        return MultipartUpload(place, size, put, lambda: self._abort_uploads(path), window=2 * part)
+        return MultipartUpload(
+            place, size, put, lambda: self._abort_uploads(path, 0), window=2 * part
+        )
 
     def open(self, key: str) -> ObjectReader:
         """Open an object."""
@@ -269,18 +274,18 @@ class ObjectStore:
                 errno.EROFS, "files on a web server can only be read", self._place(key)
             )
 
-    def _abort_uploads(self, path: str) -> None:
-        """Delete the parts of unfinished uploads of one object. S3 only, with boto3."""
+    def abort_uploads(self, min_age: float = UPLOAD_MIN_AGE) -> int:
+        """Abort the unfinished uploads below this prefix, which began `min_age` seconds ago.
+
+        This needs boto3, so it works for S3 only.
+        """
+        return self._abort_uploads(f"{self.url.path}/" if self.url.path else "", min_age)
+
+    def _abort_uploads(self, prefix: str, min_age: float) -> int:
         client = self._client.boto3_client()
-        if client is None:
-            return
-        pages = client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self.url.host, Prefix=path
+        return (
+            0 if client is None else abort_uploads(client, self.url.host, prefix, min_age=min_age)
         )
-        for upload in (upload for page in pages for upload in page.get("Uploads", [])):
-            client.abort_multipart_upload(
-                Bucket=self.url.host, Key=upload["Key"], UploadId=upload["UploadId"]
-            )
 
     def _part_bytes(self, size: int) -> int:
         """Return the size of the parts of an object, so that their number is allowed."""

@@ -322,6 +322,15 @@ class MappedStore(Store, Protocol):
 
 
 @runtime_checkable
+class UploadingStore(Store, Protocol):
+    """A store that keeps the parts of interrupted uploads until somebody aborts these."""
+
+    def abort_uploads(self) -> int:
+        """Abort the abandoned uploads of all files below, and return how many there were."""
+        ...
+
+
+@runtime_checkable
 class BoundedStore(Store, Protocol):
     """A store with limited space."""
 
