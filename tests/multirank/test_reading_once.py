@@ -21,6 +21,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.testing import Gang
 from shardwise.testing.throttled_store import Meter, ThrottledStore
 from tests.breadth import mostly_long
+from tests.conftest import PRELOAD
 
 ROWS, COLUMNS = 64, 4096
 TENSORS = 16
@@ -184,6 +185,17 @@ def load_with_slow_network(path: str, rate: float) -> int:
 def test_small_states_are_not_measured(gang: Gang, saved: str) -> None:
     loads = gang.run(load_parts, saved, whole, once=None, world=2)
     assert [received for _, _, received in loads] == [0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("per_node", [1, 2, 3])
+def test_eight_ranks_read_the_state_once(saved: str, per_node: int) -> None:
+    with Gang(8, preload=PRELOAD) as eight:
+        loads = eight.run(load_parts, saved, whole, per_node, world=8, timeout=120.0)
+        assert sum(read for read, _, _ in loads) <= 1.02 * NBYTES
+        assert loads[0][1] <= 1.02 * NBYTES
+        eight.run(load_parts, saved, overlapping_rows, per_node, world=8, timeout=120.0)
+        eight.run(load_parts, saved, columns, per_node, world=8, timeout=120.0)
 
 
 def save_foreign(path: Path) -> str:
@@ -391,6 +403,41 @@ def test_waiting_for_a_rank_of_another_node_ends(gang: Gang, saved: str) -> None
     errors = [outcome.exception for outcome in outcomes[:2]]
     assert all(isinstance(error, sw.RankError) for error in errors)
     assert any("2 s" in str(error) for error in errors)
+
+
+def save_steps(root: str) -> None:
+    box, state = state_of(rows)
+    with sw.Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            for i in range(TENSORS):
+                _fragment(state, i).copy_(reference(i + step)[box.slices()])
+            checkpointer.save(step, state)
+
+
+def restore(root: str) -> tuple[int | None, int]:
+    _, state = state_of(whole)
+    with on_nodes(1), sw.Checkpointer(root) as checkpointer:
+        step = checkpointer.restore(state, read_once=True)
+        assert checkpointer.last_restore is not None
+        received = checkpointer.last_restore.load.bytes_received
+    assert step is not None
+    assert all(torch.equal(_fragment(state, i), reference(i + step)) for i in range(TENSORS))
+    return step, received
+
+
+def test_a_restore_goes_back_to_an_intact_checkpoint(gang: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    gang.run(save_steps, str(root), world=2)
+    found = gang.run(restore, str(root), world=3)
+    assert [step for step, _ in found] == [2] * 3
+    assert all(received > 0 for _, received in found)
+    victim = max(root.glob("*2/r00001-*"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    found = gang.run(restore, str(root), world=3)
+    assert [step for step, _ in found] == [1] * 3
+    assert all(received > 0 for _, received in found)
 
 
 def load_refused(path: str, once: bool | None) -> int:

@@ -304,6 +304,7 @@ class Checkpointer:
         rename: Rename | None = None,
         cast: bool = False,
         spec: Specification | None = None,
+        read_once: bool | None = None,
     ) -> int | None:
         """Load the newest intact checkpoint or snapshot, or the one that `step` selects.
 
@@ -317,8 +318,8 @@ class Checkpointer:
         Args:
             state: as for `shardwise.load`.
             step: `"newest"`; `"best"`, by `Keep(best=…)`; a step number; or `sw.Best("loss")`.
-            strict, only, skip, rename, cast, spec: as for `shardwise.load`. They also apply to a
-                path in `start_from`.
+            strict, only, skip, rename, cast, spec, read_once: as for `shardwise.load`. They also
+                apply to a path in `start_from`.
 
         Returns:
             The step to continue from, or None to start at the beginning.
@@ -335,7 +336,7 @@ class Checkpointer:
         bound = partial(self._load, strict=strict, only=only, skip=skip, rename=rename, cast=cast)
 
         def load(place: api.Place) -> LoadReport:
-            return bound(place, state, spec=spec)
+            return bound(place, state, spec=spec, read_once=read_once)
 
         self._saving.forget_last()
         recorder = Recorder(self._settings.on_event)
