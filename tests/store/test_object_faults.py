@@ -1,0 +1,202 @@
+"""Each request of a save, a load and a removal fails once, in each way.
+
+Afterwards, committed checkpoints load byte for byte, the failed operation succeeds when it is
+repeated, and nothing stays in the bucket but what the time of locks allows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+from shardwise.retention import remove_checkpoint
+from shardwise.store import open_store
+from shardwise.store.leases import is_lease
+from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
+from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+
+KINDS = {
+    "500": HttpFault(FaultKind.ANSWER, status=500),
+    "503": HttpFault(FaultKind.ANSWER, status=503, retry_after=1),
+    "reset": HttpFault(FaultKind.RESET),
+    "lost": HttpFault(FaultKind.LOSE_ANSWER),
+    "cut": HttpFault(FaultKind.CUT_BODY),
+    "short": HttpFault(FaultKind.SHORTEN_BODY),
+    "slow": HttpFault(FaultKind.SLOW_BODY, bytes_per_second=2000),
+    "hang": HttpFault(FaultKind.HANG),
+}
+TIMEOUT = 1  # seconds until a request that hangs fails
+LONGEST = 30.0  # seconds for one operation with one fault
+REQUESTS = {"save": 30, "load": 14, "remove": 16}
+"""At least as many requests as each operation makes, for the sweep."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run in a bucket, reached with and without faults."""
+
+    server: Server
+    proxy: FaultProxy
+    path: str
+
+    def direct(self, step: int) -> str:
+        return self.server.url(f"{self.path}/step-{step:08d}", part_mib="5")
+
+    def faulty(self, step: int) -> str:
+        through = replace(self.server, endpoint=self.proxy.url)
+        path = f"{self.path}/step-{step:08d}"
+        return through.url(path, part_mib="5", timeout=str(TIMEOUT), retry="10")
+
+    def leftovers(self, step: int) -> list[str]:
+        return [key for key in self.server.keys(self.direct(step)) if not is_lease(key)]
+
+
+def state_of(seed: int) -> dict[str, object]:
+    weight = torch.randn(1_500_000, generator=torch.Generator().manual_seed(seed))  # two parts
+    return {"weight": weight, "bias": torch.full((7,), float(seed)), "step": seed}
+
+
+def load_and_compare(url: str, seed: int) -> None:
+    state = {"weight": torch.zeros(1_500_000), "bias": torch.zeros(7), "step": -1}
+    sw.load(url, state)
+    for name, value in state_of(seed).items():
+        same = torch.equal(state[name], value) if torch.is_tensor(value) else state[name] == value
+        assert same, name
+
+
+@pytest.fixture(scope="module")
+def proxy(moto: Server) -> Iterator[FaultProxy]:  # noqa: F811
+    logging.getLogger("shardwise").setLevel(logging.CRITICAL)
+    with FaultProxy(moto.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def place(moto: Server, proxy: FaultProxy) -> Place:  # noqa: F811
+    proxy.clear()
+    path = moto.new_url().partition("?")[0].split("/", 3)[3]
+    return Place(moto, proxy, path)
+
+
+def save(place: Place) -> None:
+    sw.save(place.faulty(2), state_of(2))
+
+
+def load(place: Place) -> None:
+    load_and_compare(place.faulty(1), 1)
+
+
+def remove(place: Place) -> None:
+    assert remove_checkpoint(open_store(place.faulty(1)))
+
+
+OPERATIONS: dict[str, Callable[[Place], None]] = {"save": save, "load": load, "remove": remove}
+CASES = [
+    (operation, kind, index)
+    for operation, count in REQUESTS.items()
+    for kind in KINDS
+    for index in range(count)
+]
+# Each request and each kind is in some of these, but not each pair.
+QUICK = [case for number, case in enumerate(CASES) if number % 37 == 0]
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "index"),
+    [
+        pytest.param(
+            *case, marks=() if case in QUICK else pytest.mark.long, id="-".join(map(str, case))
+        )
+        for case in CASES
+    ],
+)
+def test_one_request_fails(place: Place, operation: str, kind: str, index: int) -> None:
+    sw.save(place.direct(1), state_of(1))
+    place.proxy.inject(replace(KINDS[kind], index=index))
+    begin = time.monotonic()
+    error: BaseException | None = None
+    try:
+        OPERATIONS[operation](place)
+    except (ShardwiseError, OSError) as caught:
+        error = caught
+    assert time.monotonic() - begin < LONGEST
+    if error is not None:
+        assert len(str(error)) > 20
+    # If the answer with the upload's id is lost, a later save aborts the upload when it is old.
+    lost_upload = any(r.fault and r.status and "uploads" in r.path for r in place.proxy.requests)
+    place.proxy.clear()
+
+    if operation != "remove":
+        load_and_compare(place.direct(1), 1)
+    if operation == "save":
+        is_committed = "manifest.json" in place.leftovers(2)
+        assert is_committed or error is not None
+        if not is_committed:
+            sw.save(place.direct(2), state_of(2))
+        load_and_compare(place.direct(2), 2)
+    if operation == "remove":
+        remove_checkpoint(open_store(place.direct(1)))
+        assert place.leftovers(1) == []
+    unfinished = [each for each in place.server.unfinished_uploads() if place.path in each]
+    assert len(unfinished) <= lost_upload
+
+
+def test_the_sweep_covers_all_requests(place: Place) -> None:
+    for operation, act in OPERATIONS.items():
+        sw.save(place.direct(1), state_of(1))
+        place.proxy.clear()
+        act(place)
+        assert 3 < len(place.proxy.requests) <= REQUESTS[operation], [
+            (request.method, request.path) for request in place.proxy.requests
+        ]
+        if operation != "remove":
+            remove_checkpoint(open_store(place.direct(1)))
+
+
+def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> None:
+    lost = HttpFault(FaultKind.LOSE_ANSWER, count=6, methods=("PUT",), path="/manifest")
+    place.proxy.inject(lost)
+
+    def publish(number: int) -> bool:
+        store = open_store(place.faulty(1))
+        try:
+            store.publish("manifest.json", b"manifest of %d" % number, replace=False)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        published = list(pool.map(publish, range(8)))
+    assert sum(published) == 1
+    winner = b"manifest of %d" % published.index(True)
+    assert open_store(place.direct(1)).read("manifest.json", limit=100) == winner
+
+
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(8.0, marks=pytest.mark.long)])
+def test_a_save_survives_an_outage(place: Place, seconds: float) -> None:
+    sw.save(place.direct(1), state_of(1))
+    with ThreadPoolExecutor(1) as pool:
+        with place.proxy.outage():
+            saved = pool.submit(save, place)
+            time.sleep(seconds)
+        saved.result(LONGEST)
+    load_and_compare(place.direct(2), 2)
+
+
+def test_an_outage_that_lasts_is_an_error(place: Place) -> None:
+    sw.save(place.direct(1), state_of(1))
+    begin = time.monotonic()
+    with place.proxy.outage(), pytest.raises(OSError, match="manifest"):
+        open_store(place.faulty(1).replace("retry=10", "retry=1")).read(
+            "manifest.json", limit=10**6
+        )
+    assert time.monotonic() - begin < LONGEST
+    load_and_compare(place.faulty(1), 1)
