@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import CorruptionError, StoreError
+from shardwise.manifest.checksums import BLOCK
 from shardwise.store.store import Buffer
 
 
@@ -29,12 +31,15 @@ class Copies:
         first = next(i for i, each in enumerate(self._copies) if each is not None)
         return self.read_copy(first, offset, out)
 
+    def copy_size(self, number: int) -> int:
+        return len(self._copies[number] or b"")
+
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         data = self._copies[number]
         if data is None:
             raise StoreError("this copy is gone")
-        part = torch.frombuffer(bytearray(data[offset : offset + len(out)]), dtype=torch.uint8)
-        out[: len(part)] = part.numpy()
+        part = np.frombuffer(data[offset : offset + len(out)], np.uint8)
+        out[: len(part)] = part
         return len(part)
 
     def close(self) -> None:
@@ -60,3 +65,23 @@ def test_an_intact_copy_is_found_behind_those_that_are_gone_or_damaged(
     assert reader.read(0, 65536, aligned_buffer(65536)).tobytes() == data[:65536]
     with pytest.raises(CorruptionError):
         DataReader(Copies([None, damaged], len(data)), entry).read(0, 65536, aligned_buffer(65536))
+
+
+def test_blocks_are_combined_from_copies_that_are_damaged_in_different_places(
+    tmp_path: Path,
+) -> None:
+    sw.save(tmp_path / "c", {"t": torch.arange(100_000)})
+    (entry,) = sw.open(tmp_path / "c").manifest.files
+    data = (tmp_path / "c" / entry.name).read_bytes()
+    size = 6 * BLOCK
+    copies = [
+        flipped(flipped(data, 10), 3 * BLOCK + 10)[: 5 * BLOCK],  # has 1, 2 and 4
+        None,
+        flipped(flipped(data, BLOCK), 4 * BLOCK),  # has 0, 2, 3 and 5
+    ]
+    buffer = aligned_buffer(size)
+    reader = DataReader(Copies(copies, 5 * BLOCK), entry)
+    assert reader.read(0, size, buffer).tobytes() == data[:size]
+    copies[2] = flipped(copies[2] or b"", 3 * BLOCK + 20)
+    with pytest.raises(CorruptionError):
+        reader.read(0, size, buffer)
