@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
@@ -221,3 +225,33 @@ def test_uploads_that_may_still_run_are_kept(moto: Server) -> None:  # noqa: F81
     s3_client(moto.endpoint).create_multipart_upload(Bucket=BUCKET, Key=key)
     assert store.abort_uploads(1e9) == 0
     assert store.abort_uploads(60) == 1
+
+
+@pytest.fixture
+def web_server(tmp_path: Path) -> Iterator[str]:
+    """A web server of the files in a directory, with ranges and without listings."""
+    from aiohttp import web
+
+    loop = asyncio.new_event_loop()
+    app = web.Application()
+    app.router.add_static("/", tmp_path)
+    runner = web.AppRunner(app)
+    loop.run_until_complete(runner.setup())
+    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield "http://{}:{}".format(*runner.addresses[0])
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+    loop.close()
+
+
+def test_a_checkpoint_is_loaded_from_a_web_server(web_server: str, tmp_path: Path) -> None:
+    saved = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
+    sw.save(tmp_path / "run", {"a": saved})
+    loaded = {"a": torch.zeros(3 << 20, dtype=torch.uint8)}
+    sw.load(f"{web_server}/run", loaded)
+    assert torch.equal(loaded["a"], saved)
+    with pytest.raises(PermissionError, match="can only be read"):
+        sw.save(f"{web_server}/other", loaded)

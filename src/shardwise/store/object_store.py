@@ -16,7 +16,7 @@ from shardwise.store import leases
 from shardwise.store.conditional_put import check_conditions, create_object, read_if_exists
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client
-from shardwise.store.object_errors import translated
+from shardwise.store.object_errors import http_status, translated
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
@@ -34,6 +34,8 @@ UPLOAD_REQUESTS = 8
 PUBLISH_ATTEMPTS = 5
 HEAD_THREADS = 16
 READING_GRACE = 900.0
+NO_LISTINGS = (400, 404, 405, 501)
+"""The statuses of web servers that cannot list directories."""
 REQUEST_BYTES = 1 << 20
 UPLOAD_MIN_AGE = 3600.0
 """The age from which an unfinished upload counts as abandoned, in seconds."""
@@ -194,8 +196,16 @@ class ObjectStore:
         return content
 
     def list(self) -> list[str]:
-        """Return the names of all objects and prefixes one level below, sorted, without leases."""
-        prefixes, objects = self._list()
+        """Return the names of all objects and prefixes one level below, sorted, without leases.
+
+        Most web servers have no listings. Then the result is empty.
+        """
+        try:
+            prefixes, objects = self._list()
+        except (StoreError, FileNotFoundError) as error:
+            if not self._is_web or http_status(error.__cause__ or error) not in NO_LISTINGS:
+                raise
+            return []
         return sorted({*prefixes, *(name for name in objects if not leases.is_lease(name))})
 
     def delete(self, key: str) -> None:
@@ -268,8 +278,12 @@ class ObjectStore:
     def _put(self, path: str, data: bytes | memoryview) -> None:
         _obstore().put(self._client.open(), path, data, use_multipart=False)
 
+    @property
+    def _is_web(self) -> bool:
+        return self.url.scheme.startswith("http")
+
     def _refuse_read_only(self, key: str) -> None:
-        if self.url.scheme.startswith("http"):
+        if self._is_web:
             raise PermissionError(
                 errno.EROFS, "files on a web server can only be read", self._place(key)
             )
@@ -335,7 +349,7 @@ class _LeaseFiles:
 
     def modified(self, prefix: str) -> Mapping[str, float]:
         store = self._store
-        if store.url.scheme.startswith("http"):  # a web server has no listings
+        if store._is_web:  # a web server has no listings
             with suppress(FileNotFoundError):
                 store.open(prefix).close()
                 return {prefix: 0.0}
