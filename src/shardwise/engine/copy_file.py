@@ -93,8 +93,7 @@ def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
     try:
         file = store.create(entry.name, entry.size)
     except FileExistsError:
-        store.delete(entry.name)
-        file = store.create(entry.name, entry.size)
+        file = store.create_atomic(entry.name, entry.size)
     try:
         yield file
         file.commit()

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.object_clients import Client
 from shardwise.store.object_errors import http_status, translated
 
@@ -34,7 +34,7 @@ def create_object(
 
     Raises:
         FileExistsError: there is another object.
-        StoreError: the server did not say whether the put succeeded.
+        StoreUnavailableError: the server did not say whether the put succeeded.
     """
     for attempt in range(PUBLISH_ATTEMPTS):
         outcome = _try_to_create(client, path, data, place)
@@ -46,7 +46,7 @@ def create_object(
         if found is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place) from outcome
         sleep(PAUSE_SECONDS * 2**attempt)
-    raise StoreError(
+    raise StoreUnavailableError(
         f"{place}: cannot tell whether the object was written, after {PUBLISH_ATTEMPTS} attempts; "
         "check the storage, and try again"
     ) from outcome

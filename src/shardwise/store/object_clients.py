@@ -27,6 +27,8 @@ OPTIONS = {
 COMMON_OPTIONS = (
     "allow_http",
     "anonymous",
+    "grace_seconds",
+    "lock_seconds",
     "part_mib",
     "requests",
     "retry",
@@ -53,6 +55,7 @@ class Client:
         self.url = url
         self._lock = threading.Lock()
         self._opened: tuple[int, ObjectStore] | None = None
+        self._boto3: tuple[int, Any] | None = None
         self.checked_conditions = False  # whether a probe has shown that the server obeys them
 
     def open(self) -> ObjectStore:
@@ -83,7 +86,13 @@ class Client:
         Raises:
             StoreError: the profile does not exist.
         """
-        return _boto3_client(self.url) if self.url.scheme == "s3" else None
+        if self.url.scheme != "s3":
+            return None
+        pid = os.getpid()
+        with self._lock:
+            if self._boto3 is None or self._boto3[0] != pid:
+                self._boto3 = pid, _boto3_client(self.url)
+            return self._boto3[1]
 
 
 @cache

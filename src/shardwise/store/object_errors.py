@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
+_UNAVAILABLE = (408, 429, 500, 502, 503, 504)
 _LONGEST_REASON = 300
 
 
@@ -33,6 +34,7 @@ def translated(action: str, place: str) -> Iterator[None]:
         FileNotFoundError: the object does not exist.
         FileExistsError: the object exists, or a condition of the request does not hold.
         PermissionError: the credentials are missing or expired, or do not allow the request.
+        StoreUnavailableError: the server does not answer, or not now.
         StoreError: anything else.
     """
     try:
@@ -69,21 +71,23 @@ def _translate(action: str, place: str, error: Exception) -> OSError:
 
 
 def _store_error(action: str, place: str, error: Exception) -> StoreError:
-    text = str(error)
+    text, status = str(error), http_status(error)
+    kind = StoreError
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
         advice = "the bucket does not exist: create it, or correct the URL"
     elif "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
         advice = "the bucket is in another region: add region=NAME to the options of the URL"
-    elif http_status(error) == 501:
+    elif status == 501:
         advice = (
             "the server does not know this request; if it is a conditional put and only one "
             "process writes, add single_writer=true to the options of the URL"
         )
-    elif http_status(error) is None:
-        advice = "the server did not answer: check the endpoint and the network"
+    elif status is None or status in _UNAVAILABLE:
+        kind = StoreUnavailableError
+        advice = "the server does not answer now: check the endpoint and the network"
     else:
         advice = "the server refused the request, also when it was repeated"
-    return StoreError(f"{place}: cannot {action}: {advice} ({_reason(text)})")
+    return kind(f"{place}: cannot {action}: {advice} ({_reason(text)})")
 
 
 def _reason(text: str) -> str:

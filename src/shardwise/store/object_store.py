@@ -69,8 +69,10 @@ class ObjectStore:
     ) -> None:
         self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
         self._client = client or Client(self.url)
-        self._times = times or leases.LeaseTimes()
+        lock_seconds = self.url.number("lock_seconds", leases.LEASE_SECONDS, smallest=2)
+        self._times = times or leases.LeaseTimes(lease=lock_seconds)
         self.lock_expiry = self._times.lease
+        self.reading_grace = self.url.number("grace_seconds", READING_GRACE, smallest=0)
 
     def __repr__(self) -> str:
         return f"ObjectStore({str(self)!r})"
@@ -152,6 +154,7 @@ class ObjectStore:
         requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
 
         def put(chunks: Iterator[memoryview]) -> None:
+            self._abort_uploads(path, 0)  # of a process that was killed: nobody else uses this name
             _obstore().put(
                 self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
             )
