@@ -40,7 +40,11 @@ def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
     Returns:
         The names of the removed files.
     """
-    names = [name for name in store.list() if name != own_lock]
+    return _remove_leftovers(store, [name for name in store.list() if name != own_lock])
+
+
+def _remove_leftovers(store: Store, names: Sequence[str]) -> list[str]:
+    """Remove the leftovers among the files with these names, which the directory had before."""
     ours = [name for name in names if made_by_save(name)]
     if not ours or _is_one_checkpoint(names, ours):
         return []
@@ -75,8 +79,10 @@ def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
     def clean(name: str) -> None:
         store = root.at(name)
         with suppress(OSError):
-            remove_leftovers(store)
-            store.remove()  # fails unless the directory is empty
+            names = store.list()
+            _remove_leftovers(store, names)
+            if MANIFEST not in names:
+                store.remove()  # fails unless the directory is empty
 
     map_in_threads(clean, directories)
     abort_uploads(root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -248,12 +248,17 @@ def _publish_manifest(planned: PlannedSave, files: Sequence[FileEntry]) -> None:
         remove_leftovers(save.store, own_lock=lock_file(planned.save_id))
 
 
-def refuse_existing(save: SaveRequest) -> None:
+def refuse_existing(save: SaveRequest, steps: Collection[int] | None = None) -> None:
     """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
+
+    Args:
+        steps: look only for checkpoints of these steps; None for all.
 
     Raises:
         CheckpointExistsError: the place has a checkpoint.
     """
+    if steps is not None and save.options.step not in steps:
+        return
     if not save.options.overwrite and MANIFEST in save.store.list():
         raise _exists_error(save.store)
 

@@ -44,6 +44,10 @@ def translated(action: str, place: str) -> Iterator[None]:
     except FileNotFoundError as error:
         if "NoSuchBucket" in str(error):
             raise _store_error(action, place, error) from error
+        if "NoSuchUpload" in str(error):
+            raise StoreUnavailableError(
+                f"{place}: cannot {action}: another process has aborted the upload; try again"
+            ) from error
         raise FileNotFoundError(errno.ENOENT, "no such object", place) from error
     except Exception as error:
         if not type(error).__module__.startswith("obstore") and not isinstance(error, OSError):

@@ -66,7 +66,7 @@ class Snapshots:
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
         )
-        self._steps_at_start: frozenset[int] = frozenset()
+        self._steps_to_look_for: frozenset[int] | None = None  # when a step is saved; None: all
         run_on_all(group, "reclaiming memory", self._reclaim)
         self._rings = Rings(options, self.membership, group)
         self._staging = Staging(
@@ -91,7 +91,8 @@ class Snapshots:
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
         if self._group.rank == 0 and self._root.lock_expiry > 0.0:
-            self._steps_at_start = frozenset(committed_steps(self._root))
+            # Training must not wait for an object store. The agent looks again when it publishes.
+            self._steps_to_look_for = frozenset(committed_steps(self._root))
         if self.is_first_of_node:
             forget_lost_ranks(self.run)
             remove_other_runs(self.home, self.run, str(self._root))
@@ -148,7 +149,7 @@ class Snapshots:
 
         def admit(save: SaveRequest, requests: list[bytes]) -> str:
             if policy.durable:
-                self._refuse_existing(save)
+                refuse_existing(save, self._steps_to_look_for)
             decoded = [
                 msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in requests
             ]
@@ -171,15 +172,6 @@ class Snapshots:
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
         return self._stage(planned, policy, recorder, bytes_sent_before)
-
-    def _refuse_existing(self, save: SaveRequest) -> None:
-        """Refuse a save to a place that has a checkpoint. This runs on rank 0.
-
-        Training must not wait for an object store. There, only steps are looked up that existed
-        when the training started; the agent looks again when it publishes the checkpoint.
-        """
-        if self._root.lock_expiry == 0.0 or save.options.step in self._steps_at_start:
-            refuse_existing(save)
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
