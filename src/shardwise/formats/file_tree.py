@@ -20,6 +20,11 @@ from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
 THREADS = 8
+THREADS_OF_REQUESTS = 32
+"""How many files are read at the same time if each read is a request to another machine."""
+MOST_BUFFERED = 2**18
+MOST_KEPT = 128
+"""Of how many files the first and last bytes are kept from one read to the next."""
 
 Value = TypeVar("Value")
 
@@ -42,9 +47,15 @@ class FileTree:
     ) -> None:
         self.store = open_store(place)
         self.skip_unknown = skip_unknown
+        self._kept: dict[str, dict[int, Buffer]] = {}
 
     def __str__(self) -> str:
         return str(self.store)
+
+    @property
+    def threads(self) -> int:
+        """How many files to read at the same time."""
+        return THREADS_OF_REQUESTS if self.store.request_bytes else THREADS
 
     @property
     def parent(self) -> str:
@@ -168,8 +179,12 @@ class FileTree:
         Raises:
             FormatError: the file does not exist.
         """
+        slow = self.store.request_bytes
         with closing(self.open(name)) as file:
-            yield FileRange.whole(file, file_index, self.label(name))
+            kept = self._kept.setdefault(name, {}) if len(self._kept) < MOST_KEPT else {}
+            buffered = BufferedEnds(file, min(slow, MOST_BUFFERED), kept) if slow else file
+            label = self.label(name)
+            yield FileRange(buffered, file_index, 0, file.size, label, slow=bool(slow))
 
     def read_each(
         self, file_indices: Mapping[str, int], read: Callable[[FileRange], Value]
@@ -188,7 +203,7 @@ class FileTree:
             with self.open_range(name, file_indices[name]) as file_range:
                 return read(file_range)
 
-        with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
+        with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
             return dict(zip(file_indices, pool.map(open_and_read, file_indices), strict=True))
 
     def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
@@ -224,6 +239,45 @@ class ForeignFiles:
         """
         content = self._contents.get(key)
         return self._tree.open(key) if content is None else BytesFile(content)
+
+
+class BufferedEnds:
+    """A file whose first and last bytes are read in one request each, and kept.
+
+    Headers, pickles and directories are at the start or at the end of files.
+
+    Args:
+        file: the file.
+        count: the number of bytes to keep of each end.
+        kept: the bytes that are kept, by their offset. Several readers of a file can share them.
+    """
+
+    def __init__(self, file: ReadableFile, count: int, kept: dict[int, Buffer]) -> None:
+        self._file = file
+        self.size = file.size
+        self._ends = (
+            ((0, file.size),)
+            if file.size <= 2 * count
+            else ((0, count), (file.size - count, file.size))
+        )
+        self._kept = kept
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        """Read bytes from `offset` into `out`; return the number of bytes."""
+        stop = min(offset + len(out), self.size)
+        for low, high in self._ends:
+            if low <= offset and stop <= high:
+                if low not in self._kept:
+                    buffer = np.empty(high - low, np.uint8)
+                    self._kept[low] = buffer[: self._file.read_at(low, buffer)]
+                part = self._kept[low][offset - low : stop - low]
+                out[: len(part)] = part
+                return len(part)
+        return self._file.read_at(offset, out)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class BytesFile:

@@ -20,6 +20,7 @@ class FileRange:
         offset: the start of the range in the file, in bytes.
         size: the length in bytes.
         label: the path of the file and the part of it, for messages.
+        slow: whether each read is a request to another machine, so that few reads matter.
     """
 
     file: ReadableFile
@@ -27,6 +28,7 @@ class FileRange:
     offset: int
     size: int
     label: str
+    slow: bool = False
 
     @classmethod
     def whole(cls, file: ReadableFile, file_index: int, label: str) -> FileRange:
@@ -45,7 +47,8 @@ class FileRange:
                 f"are only {self.size} bytes: copy the file again"
             )
         start = self.offset + offset
-        return FileRange(self.file, self.file_index, start, size, f"{self.label}: {label}")
+        label = f"{self.label}: {label}"
+        return FileRange(self.file, self.file_index, start, size, label, self.slow)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.

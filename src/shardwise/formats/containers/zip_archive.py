@@ -21,6 +21,11 @@ ZIP64_FIELD = 1
 ENCRYPTED = 1
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 _LARGEST_WINDOW = 2**20
+_CHECKED_HEADERS = 4
+"""How many headers are read of an archive whose other headers are not needed."""
+_ALIGNMENT = 64
+_DESCRIPTOR_SIZES = (0, 16, 24)
+"""The sizes of the record after the content of an entry, which may be missing."""
 _LARGEST_GAP = 2**14
 """The largest gap in bytes between headers that are read in one request."""
 
@@ -53,9 +58,9 @@ def read_entry_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
 
 def _read_entries(archive: FileRange) -> list[tuple[str, Entry, int]]:
     try:
-        directory, count = _read_directory_bytes(archive)
+        directory, count, directory_start = _read_directory_bytes(archive)
         entries = sorted(_list_entries(archive, directory, count))
-        located = _locate_entries(archive, entries)
+        located = _locate_entries(archive, entries, directory_start)
         return [
             (name, entry, each.crc32) for each, (name, entry) in zip(entries, located, strict=True)
         ]
@@ -82,8 +87,8 @@ class _DirectoryEntry(NamedTuple):
     crc32: int
 
 
-def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int]:
-    """Return the bytes of the directory, and its number of entries."""
+def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int, int]:
+    """Return the bytes of the directory, its number of entries, and its offset."""
     tail_offset = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
     tail = archive.read(tail_offset, archive.size - tail_offset)
     position = tail.rfind(END_MARK)
@@ -108,7 +113,7 @@ def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int]:
             raise _damaged(archive, "its two end records contradict each other")
     if disk or first_disk or start + size != end or count * ENTRY.size > size:
         raise _damaged(archive, "its directory is not before its end record")
-    return archive.read(start, size), count
+    return archive.read(start, size), count, start
 
 
 def _list_entries(archive: FileRange, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
@@ -157,11 +162,48 @@ def _read_zip64_numbers(archive: FileRange, extra: bytes, *narrow: int) -> Itera
 
 
 def _locate_entries(
-    archive: FileRange, entries: Sequence[_DirectoryEntry]
+    archive: FileRange, entries: Sequence[_DirectoryEntry], directory_start: int
 ) -> Iterator[tuple[str, Entry]]:
     """Yield the name and content of each entry. The content follows the header of the entry."""
+    starts = _infer_starts(archive, entries, directory_start) if archive.slow else None
     seen: set[bytes] = set()
     previous_end = 0
+    for entry, start in zip(entries, starts or _read_starts(archive, entries), strict=True):
+        if (
+            entry.name in seen
+            or entry.header_offset < previous_end
+            or start + entry.size > archive.size
+        ):
+            raise _damaged(archive, f"{entry.name[:80]!r} occurs twice, or overlaps another entry")
+        seen.add(entry.name)
+        previous_end = start + entry.size
+        yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
+
+
+def _infer_starts(
+    archive: FileRange, entries: Sequence[_DirectoryEntry], directory_start: int
+) -> list[int] | None:
+    """Return where the contents start, without reading all headers; None if this is unknown.
+
+    torch.save aligns each content, and writes the next header or the directory right behind it.
+    The headers of the first entries and of the last one are read, to check that this is so.
+    """
+    next_offsets = [*(entry.header_offset for entry in entries[1:]), directory_start]
+    starts = []
+    for entry, next_offset in zip(entries, next_offsets, strict=True):
+        end_of_name = entry.header_offset + LOCAL.size + len(entry.name)
+        ends = (next_offset - size for size in _DESCRIPTOR_SIZES)
+        aligned = [end - entry.size for end in ends if (end - entry.size) % _ALIGNMENT == 0]
+        if len(aligned) != 1 or aligned[0] < end_of_name:
+            return None
+        starts += aligned
+    checked = sorted({*range(len(entries))[:_CHECKED_HEADERS], *range(len(entries))[-1:]})
+    found = _read_starts(archive, [entries[index] for index in checked])
+    return starts if list(found) == [starts[index] for index in checked] else None
+
+
+def _read_starts(archive: FileRange, entries: Sequence[_DirectoryEntry]) -> Iterator[int]:
+    """Yield where the content of each entry starts, after a check of its header."""
     for entry, header in zip(entries, _read_entry_headers(archive, entries), strict=True):
         signature, _, flags, method, _, _, _, packed_size, size, name_size, extra = (
             LOCAL.unpack_from(header)
@@ -172,20 +214,11 @@ def _locate_entries(
         )
         if signature != ZIP_START or method or name != entry.name or name_size != len(name):
             raise _damaged(archive, f"header and directory disagree about {entry.name[:80]!r}")
-        start = entry.header_offset + LOCAL.size + name_size + extra
         if not size_fits or flags & ENCRYPTED:
             raise _damaged(
                 archive, f"header and directory disagree about the size of {entry.name[:80]!r}"
             )
-        if (
-            entry.name in seen
-            or entry.header_offset < previous_end
-            or start + entry.size > archive.size
-        ):
-            raise _damaged(archive, f"{entry.name[:80]!r} occurs twice, or overlaps another entry")
-        seen.add(entry.name)
-        previous_end = start + entry.size
-        yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
+        yield entry.header_offset + LOCAL.size + name_size + extra
 
 
 def _read_entry_headers(archive: FileRange, entries: Sequence[_DirectoryEntry]) -> Iterator[bytes]:

@@ -30,7 +30,6 @@ INDEX = ".index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 _LARGEST_INDEX = 2**28
 _WEIGHTS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
-_THREADS = 8
 
 
 def recognise(tree: FileTree) -> bool:
@@ -59,7 +58,7 @@ def read(tree: FileTree) -> Foreign:
     index = _read_index(tree, main) if main.endswith(INDEX) else None
     names = sorted(set(index.values())) if index is not None else [main]
     tree.require(names, f"{main} names")
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(tree.threads) as threads:
         shards = list(threads.map(partial(_read_shard, tree), names, range(len(names))))
     files = tuple(tree.file(name) for name in names)
     builder = Builder(files)

@@ -259,7 +259,7 @@ def _read_items(
             file.close()
 
     groups = [(name, list(group)) for name, group in groupby(order, key=lambda i: items[i].file)]
-    with ThreadPoolExecutor(min(_THREADS, max(1, len(groups)))) as pool:
+    with ThreadPoolExecutor(min(max(_THREADS, tree.threads), max(1, len(groups)))) as pool:
         for _ in pool.map(read_file, groups):
             pass
 
