@@ -121,3 +121,38 @@ def test_a_lock_that_was_deleted_before_it_was_locked_is_not_held(
     monkeypatch.setattr("shardwise.store.local.fcntl.flock", deleted_first)
     with LocalStore(tmp_path).hold("lock", shared=False) as held:
         assert not held
+
+
+def test_a_link_that_was_made_although_its_answer_was_lost_is_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS: the client asks again, and the server answers that the name is taken."""
+    link = os.link
+
+    def linked_before(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(target)
+
+    monkeypatch.setattr("shardwise.store.local.os.link", linked_before)
+    store = LocalStore(tmp_path)
+    store.publish("manifest.json", b"one", replace=False)
+    assert store.read("manifest.json", limit=3) == b"one"
+    assert store.list() == ["manifest.json"]
+    monkeypatch.undo()
+    with pytest.raises(FileExistsError):
+        store.publish("manifest.json", b"two", replace=False)
+
+
+def test_files_that_nfs_keeps_for_readers_are_ignored(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "step")
+    write_file(store, KEY, content(10))
+    kept = tmp_path / "step" / ".nfs0000000000a1b2c300000001"
+    kept.touch()
+    with pytest.raises(OSError, match="not empty"):
+        store.remove()
+    store.delete(KEY)
+    assert store.list() == []
+    store.remove()
+    kept.unlink()
+    store.remove()
+    assert not store.exists()

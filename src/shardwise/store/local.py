@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.store import Buffer, FileStatus
 
 ALIGNMENT = 4096
+_DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 
 
 class LocalStore:
@@ -113,7 +115,7 @@ class LocalStore:
             if replace:
                 os.replace(temporary, target)
             else:
-                os.link(temporary, target)
+                _link(temporary, target)
             self.sync()
         finally:
             temporary.unlink(missing_ok=True)
@@ -131,9 +133,12 @@ class LocalStore:
             reader.close()
 
     def list(self) -> list[str]:
-        """Return the names of all files and directories, sorted."""
+        """Return the names of all files and directories, sorted.
+
+        Files that NFS keeps for readers after they were deleted are left out.
+        """
         try:
-            return sorted(os.listdir(self.path))
+            return sorted(n for n in os.listdir(self.path) if not _DELETED_IN_NFS.fullmatch(n))
         except FileNotFoundError:
             return []
 
@@ -142,9 +147,17 @@ class LocalStore:
         self._path_to_write(key).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the directory, if it is empty."""
-        with suppress(FileNotFoundError):
+        """Remove the directory, if it is empty.
+
+        It stays if it has files that NFS keeps for readers. A later call removes it.
+        """
+        try:
             os.rmdir(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY) or self.list():
+                raise
 
     def free_bytes(self) -> int | None:
         """Return the free space for this user; None if the file system does not report it."""
@@ -221,6 +234,19 @@ class LocalStore:
 def local_path(store: object) -> Path | None:
     """Return the path of a store on a local or shared file system; None for any other store."""
     return store.path if isinstance(store, LocalStore) else None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, unless it is taken.
+
+    If the answer of an NFS server is lost, its client asks again, and the second answer is that the
+    name is taken. The number of links tells whether it is taken by this file.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        if os.stat(source).st_nlink < 2:
+            raise
 
 
 def _sync(directory: Path) -> None:
