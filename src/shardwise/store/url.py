@@ -53,7 +53,9 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     if scheme is None:
         return LocalStore(path)
     rest = path[len(scheme) + 3 :]
-    if scheme == "file" and rest.startswith("/"):
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise StoreError(f"{path!r}: a file URL names no host: use file:///path, or the path")
         return LocalStore(rest)
     if scheme in OBJECT_SCHEMES:
         from shardwise.store.object_store import ObjectStore
