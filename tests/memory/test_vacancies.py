@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.memory import reclaim
 from shardwise.memory.agent import process
+from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import lock_directory
 from shardwise.memory.home import Home, Run, new_run
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
@@ -129,7 +130,8 @@ def test_an_agent_of_which_nothing_is_needed_ends(
     run = begun(home)
 
     async def live() -> None:
-        ending = asyncio.ensure_future(process._until_ended(home, asyncio.Event(), until_idle=True))
+        idle = process._until_ended(home, Mirrors(home), asyncio.Event(), until_idle=True)
+        ending = asyncio.ensure_future(idle)
         await asyncio.sleep(0.3)
         assert not ending.done()
         reclaim.remove_if_unused(home, run)

@@ -175,7 +175,7 @@ def test_a_url_is_opened_again_by_its_name(moto: Server) -> None:  # noqa: F811
 def test_missing_buckets_and_servers_are_named() -> None:
     (port,) = free_ports(1)
     store = open_store(f"s3://bucket/run?endpoint=http://127.0.0.1:{port}&retry=0.5&timeout=1")
-    with pytest.raises(StoreError, match="did not answer: check the endpoint"):
+    with pytest.raises(StoreError, match="does not answer now: check the endpoint"):
         store.list()
 
 
