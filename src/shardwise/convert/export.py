@@ -158,9 +158,9 @@ def _select(
     if not tensors:
         raise StateError(
             "nothing to write: only= and skip= select none of the checkpoint's tensors, whose "
-            f"first one is {manifest.tensors[0].name}"
+            f"first one is {manifest.tensors[0].name}; change the patterns"
             if manifest.tensors
-            else "nothing to write: the checkpoint has no tensors"
+            else "nothing to write: the checkpoint has no tensors; choose another checkpoint"
         )
     names = dict.fromkeys(each.name for each in tensors)
     start = f"{root}." if root else ""

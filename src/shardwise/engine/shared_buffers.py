@@ -246,7 +246,10 @@ class SharedBuffers:
         state = self._rings[self._ring[read]].states[self._position[read]]
         if state == FAILED:
             holder = self._ranks[self._ring[read] % self._layout.ranks]
-            raise RankError(OPERATION, {holder: "it could not read its share of the data"})
+            why = (
+                "it could not read its share of the data; its error says why"
+            )
+            raise RankError(OPERATION, {holder: why})
         return bool(state == READY)
 
     def mark_failed(self, error: BaseException) -> None:

@@ -22,7 +22,7 @@ Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
 class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A repetition of a piece in arithmetic progression.
+    """Further pieces of the same shape, at constant distances.
 
     Attributes:
         count: the number of pieces, with the first.

@@ -2,8 +2,9 @@
 
 <home>/mirrors/<run>.json
 
-Trainers and agents write a task. The agent removes it when the run has ended and its mirror has
-everything. So the agent continues after the training has ended, and after a restart of the agent.
+Trainers and agents write a task. The agent removes the task when the run has ended and the mirror
+has all checkpoints to copy. So the agent continues after the training has ended, and after a
+restart of the agent.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class FsspecFiles:
         if size is None:
             entry = self.find(path)
             if entry.is_directory:
-                raise StoreError(f"{self.url}{path} is not a regular file")
+                raise StoreError(f"{self.url}{path} is a directory, but a file is expected")
             size = entry.size
         return _FsspecFile(self, path, size)
 

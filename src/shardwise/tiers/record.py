@@ -43,11 +43,11 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
         place: the path or URL of the mirror.
         steps: the checkpoints that the mirror has, by step.
         waiting: the steps to copy, in this order.
-        pinned: steps that only wait to be copied; the rules of the root drop them.
+        pinned: steps that the rules of the root would remove, but that stay until they are copied.
         failures: why a step could not be copied, by step.
         failure: why the mirror could not be used at all; "" if it could.
-        failing_since: the time of the first of the failures in a row, in seconds since 1970; None
-            if the last attempt had none.
+        failing_since: the time since when every attempt has failed, in seconds since 1970; None if
+            the last attempt succeeded.
     """
 
     place: str

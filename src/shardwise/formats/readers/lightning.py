@@ -1,4 +1,4 @@
-"""Lightning: a file, or a DCP directory with the state that is not sharded in `meta.pt`."""
+"""Reads checkpoints of Lightning: a file, or a DCP directory with unsharded state in `meta.pt`."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         needed = self.parity and chunk_size([each.size for each in self.members], n, self.parity)
         if self.chunk != needed:
             raise ValueError(
-                f"group {self.name}: chunks of {self.chunk} bytes; its files need {needed} bytes"
+                f"group {self.name} has chunks of {self.chunk} bytes, but its files need {needed} "
+                "bytes"
             )
 
     def stripes(self) -> tuple[Stripe, ...]:

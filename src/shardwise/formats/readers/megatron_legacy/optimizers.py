@@ -27,7 +27,10 @@ ALIGNMENTS = (64, 1)
 MOST_KEYS = 64
 _HALF_DTYPES = ("float16", "bfloat16")
 _TORCH_OPTIMIZER = "optimizer"
-_UNSUPPORTED = "the file is damaged, or an unsupported version of Megatron-LM wrote it"
+_UNSUPPORTED = (
+    "the file is damaged, or an unsupported version of Megatron-LM wrote it; copy the file again, "
+    "or leave out the optimizer with skip="
+)
 _MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -368,7 +371,7 @@ def _lay_out_buffer(
 
 
 def list_bucketings(args: Mapping[str, Any], stage: int, stages: int) -> list[Bucketing]:
-    """Return how the buckets can have been made, the most likely way first.
+    """Return the possible divisions into buckets, the most likely one first.
 
     Args:
         args: the arguments of the program that wrote the checkpoint.
