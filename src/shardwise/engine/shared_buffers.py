@@ -246,9 +246,7 @@ class SharedBuffers:
         state = self._rings[self._ring[read]].states[self._position[read]]
         if state == FAILED:
             holder = self._ranks[self._ring[read] % self._layout.ranks]
-            why = (
-                "it could not read its share of the data; its error says why"
-            )
+            why = "it could not read its share of the data; its error says why"
             raise RankError(OPERATION, {holder: why})
         return bool(state == READY)
 
