@@ -74,9 +74,12 @@ def load_and_compare(url: str, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def proxy(moto: Server) -> Iterator[FaultProxy]:  # noqa: F811
-    logging.getLogger("shardwise").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("shardwise")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     with FaultProxy(moto.endpoint) as proxy:
         yield proxy
+    logger.setLevel(level)
 
 
 @pytest.fixture

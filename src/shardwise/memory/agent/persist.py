@@ -149,8 +149,9 @@ def lock_for_publishing(
     Args:
         root: the root of the save, opened.
         deadline: how long to wait for the lock. By default, until the lock of an agent that was
-            killed has expired, and one second more: a Checkpointer that is being opened holds the
-            lock for a moment, while it looks for leftovers.
+            killed has surely expired: twice its time, because servers report whole seconds. To
+            this, one second is added, because a Checkpointer that is being opened holds the lock
+            for a moment, while it looks for leftovers.
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
@@ -166,7 +167,7 @@ def lock_for_publishing(
     if names and not has_begun:
         remove_leftovers(store)
     with ExitStack() as locks:
-        deadline = deadline or Deadline(LOCK_TIMEOUT + store.lock_expiry)
+        deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.lock_expiry)
         attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
             raise StoreError(
