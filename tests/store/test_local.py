@@ -13,6 +13,7 @@ import pytest
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
 from shardwise.store import LocalStore, Store, open_store
+from shardwise.store.local import is_cached
 from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
 
@@ -35,6 +36,12 @@ class TestInMemory(StoreSuite):
             yield LocalStore(Path(folder, "store"))
 
 
+class TestThroughPageCache(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "store", page_cache=True)
+
+
 class TestFaultyWithoutFault(StoreSuite):
     """A faulty store whose fault never comes is a store like any other."""
 
@@ -50,6 +57,30 @@ def test_places_are_paths_urls_or_stores(tmp_path: Path) -> None:
         assert str(open_store(place)) == str(tmp_path)
     with pytest.raises(StoreError, match="unknown scheme ftp9://"):
         open_store("ftp9://bucket/run")
+
+
+def test_files_stay_in_the_page_cache_only_on_request(tmp_path: Path) -> None:
+    for name in ("direct", "cached"):
+        option = "?page_cache=true" if name == "cached" else ""
+        store = open_store(f"file://{tmp_path}/{name}{option}").at("run")
+        assert str(open_store(str(store))) == str(store)
+        data = content(1 << 20)
+        write_file(store, KEY, data)
+        with open(tmp_path / name / "run" / KEY, "rb") as file:
+            if name == "direct" and is_cached(file.fileno(), 0, len(data)):
+                pytest.skip("this file system has no direct I/O")
+            assert is_cached(file.fileno(), 0, len(data)) == (name == "cached")
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert not is_cached(file.fileno(), 0, len(data))
+            assert read_file(store, KEY) == data.tobytes()
+            assert is_cached(file.fileno(), 0, len(data)) == (name == "cached")
+
+
+def test_options_of_file_urls_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="page_cache=yes: expected true or false"):
+        open_store(f"file://{tmp_path}?page_cache=yes")
+    with pytest.raises(StoreError, match="unknown option 'cache'"):
+        open_store(f"file://{tmp_path}?cache=true")
 
 
 @pytest.mark.parametrize("name", ["a b", "epoch=0-step=10.ckpt", "é", "..."])

@@ -16,27 +16,41 @@ from pathlib import Path
 from shardwise.errors import StoreError
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.store import Buffer, FileStatus
+from shardwise.store.store_url import StoreUrl
 
 ALIGNMENT = 4096
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 
 
 class LocalStore:
-    """Files in a directory, which are read and written without the page cache where possible."""
+    """Files in a directory.
+
+    By default, files are written by direct I/O, and what the page cache lacks is read by direct
+    I/O, where the file system supports it. This is fast, and leaves the page cache as it is.
+
+    Args:
+        path: the directory.
+        page_cache: read and write through the page cache instead. The next reader on this node then
+            finds the files there.
+    """
 
     alignment = ALIGNMENT
     lock_expiry = 0.0
     reading_grace = 0.0
     request_bytes = 0
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, page_cache: bool = False) -> None:
         self.path = Path(path)
+        self._page_cache = page_cache
 
     def __repr__(self) -> str:
-        return f"LocalStore({str(self.path)!r})"
+        option = ", page_cache=True" if self._page_cache else ""
+        return f"LocalStore({str(self.path)!r}{option})"
 
     def __str__(self) -> str:
-        return str(self.path)
+        if not self._page_cache:
+            return str(self.path)
+        return str(StoreUrl("file", "", str(self.path.absolute())[1:], {"page_cache": "true"}))
 
     @property
     def name(self) -> str:
@@ -46,11 +60,15 @@ class LocalStore:
     @property
     def parent(self) -> LocalStore | None:
         """The directory above; None for the root of the file system."""
-        return None if self.path.parent == self.path else LocalStore(self.path.parent)
+        return None if self.path.parent == self.path else self.at_path(self.path.parent)
 
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""
-        return LocalStore(self._path_to_read(name))
+        return self.at_path(self._path_to_read(name))
+
+    def at_path(self, path: Path) -> LocalStore:
+        """Return the store at another path, with the same options."""
+        return LocalStore(path, page_cache=self._page_cache)
 
     def exists(self) -> bool:
         """Return whether the path exists. Links are followed."""
@@ -82,23 +100,23 @@ class LocalStore:
 
     def open_below(self, path: str, size: int | None = None) -> _LocalReader:
         """Open a regular file. Links are followed, for example in caches of published models."""
-        return _LocalReader((self.path / path).resolve())
+        return _LocalReader((self.path / path).resolve(), self._page_cache)
 
     def create(self, key: str, size: int) -> _LocalWriter:
         """Create a file of `size` bytes."""
         self._create_directory()
-        return _LocalWriter(self._path_to_write(key), size)
+        return _LocalWriter(self._path_to_write(key), size, page_cache=self._page_cache)
 
     def create_atomic(self, key: str, size: int) -> _LocalWriter:
         """Create a file under a temporary name, and rename it when it is committed."""
         temporary = self._path_to_write(f"{key}.part")
         self._create_directory()
         temporary.unlink(missing_ok=True)
-        return _LocalWriter(temporary, size, self._path_to_write(key))
+        return _LocalWriter(temporary, size, self._path_to_write(key), page_cache=self._page_cache)
 
     def open(self, key: str) -> _LocalReader:
         """Open a regular file. Symbolic links are refused."""
-        return _LocalReader(self._path_to_read(key))
+        return _LocalReader(self._path_to_read(key), self._page_cache)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
@@ -274,15 +292,19 @@ class _LocalWriter:
         path: the path, at which no file exists.
         size: the size in bytes.
         final_path: the path to rename the file to when it is committed; None to keep its path.
+        page_cache: write through the page cache.
     """
 
-    def __init__(self, path: Path, size: int, final_path: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, size: int, final_path: Path | None = None, *, page_cache: bool
+    ) -> None:
         self._path = path
         self._final_path = final_path
         self._size = size
+        self._page_cache = page_cache
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._fd = os.open(path, flags | os.O_DIRECT, 0o666)
+            self._fd = os.open(path, flags | (0 if page_cache else os.O_DIRECT), 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -292,6 +314,8 @@ class _LocalWriter:
         view = data.data
         while view:
             written = self._write(view, offset)
+            if self._page_cache:
+                start_writeback(self._fd, offset, written)
             offset += written
             view = view[written:]
 
@@ -318,9 +342,16 @@ class _LocalWriter:
 
 
 class _LocalReader:
-    """A file whose cached pages are read from the page cache, and other pages by direct I/O."""
+    """A file that is being read.
 
-    def __init__(self, path: Path) -> None:
+    Pages that are in the page cache are read there, and other pages by direct I/O.
+
+    Args:
+        path: the path.
+        page_cache: read all pages through the page cache.
+    """
+
+    def __init__(self, path: Path, page_cache: bool = False) -> None:
         self._path = path
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
@@ -335,8 +366,9 @@ class _LocalReader:
             os.close(self._fd)
             raise StoreError(f"{path} is not a regular file")
         self.size = found.st_size
-        with suppress(OSError):
-            self._direct = os.open(path, flags | os.O_DIRECT)
+        if not page_cache:
+            with suppress(OSError):
+                self._direct = os.open(path, flags | os.O_DIRECT)
 
     def read_at(self, offset: int, out: Buffer) -> int:
         done = 0
@@ -383,7 +415,17 @@ class _Statistics(ctypes.Structure):
     )
 
 
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+def start_writeback(fd: int, offset: int, length: int) -> None:
+    """Start to write a range of the page cache to the disk.
+
+    This only saves time. `fsync` writes the rest, and reports errors.
+    """
+    _libc.sync_file_range(fd, offset, length, _START_WRITEBACK)
 
 
 def is_cached(fd: int, offset: int, length: int) -> bool:

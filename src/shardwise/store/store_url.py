@@ -75,12 +75,13 @@ def scheme_of(place: str) -> str | None:
     return match.group(1).lower() if match else None
 
 
-def parse_url(place: str, known: Iterable[str]) -> StoreUrl:
+def parse_url(place: str, known: Iterable[str], *, needs_host: bool = True) -> StoreUrl:
     """Parse the URL of a store.
 
     Args:
         place: the URL.
         known: the names of the options that this kind of store has.
+        needs_host: whether the URL must name a bucket or server.
 
     Raises:
         StoreError: the URL has no host, unknown options, or a secret.
@@ -94,7 +95,7 @@ def parse_url(place: str, known: Iterable[str]) -> StoreUrl:
             "passwords, because URLs are logged: use the environment variables or the "
             "configuration files of the storage's own tools"
         )
-    if not host:
+    if not host and needs_host:
         raise StoreError(f"{place}: expected {scheme}://HOST/PATH, with a bucket or server as HOST")
     pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)

@@ -7,7 +7,7 @@ import os
 from shardwise.errors import StoreError
 from shardwise.store.local import LocalStore
 from shardwise.store.store import Store
-from shardwise.store.store_url import scheme_of
+from shardwise.store.store_url import parse_url, scheme_of
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
 
@@ -19,7 +19,7 @@ def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
         StoreError: as for `open_store`.
     """
     store = open_store(place)
-    return LocalStore(store.path.absolute()) if type(store) is LocalStore else store
+    return store.at_path(store.path.absolute()) if type(store) is LocalStore else store
 
 
 def opens_by_name(store: Store) -> bool:
@@ -52,11 +52,8 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     scheme = scheme_of(path)
     if scheme is None:
         return LocalStore(path)
-    rest = path[len(scheme) + 3 :]
     if scheme == "file":
-        if not rest.startswith("/"):
-            raise StoreError(f"{path!r}: a file URL names no host: use file:///path, or the path")
-        return LocalStore(rest)
+        return _open_file_url(path)
     if scheme in OBJECT_SCHEMES:
         from shardwise.store.object_store import ObjectStore
 
@@ -70,12 +67,19 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     return open_fsspec(path)
 
 
+def _open_file_url(place: str) -> LocalStore:
+    if not place[len("file://") :].startswith("/"):
+        raise StoreError(f"{place!r}: a file URL names no host: use file:///path, or the path")
+    url = parse_url(place, ("page_cache",), needs_host=False)
+    return LocalStore(f"/{url.path}", page_cache=url.is_set("page_cache"))
+
+
 def resolve_links(store: Store) -> Store:
     """Return the store at the place that symbolic links lead to.
 
     The paths of two such stores are equal if they are the same place.
     """
-    return LocalStore(store.path.resolve()) if type(store) is LocalStore else store
+    return store.at_path(store.path.resolve()) if type(store) is LocalStore else store
 
 
 def store_below(store: Store, path: str) -> Store:
