@@ -13,7 +13,7 @@ import pytest
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
 from shardwise.store import LocalStore, Store, open_store
-from shardwise.store.local import is_cached
+from shardwise.store.local_files import is_cached
 from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.errors import StoreError
+from shardwise.store.local_files import ALIGNMENT, LocalReader, LocalWriter, sync_directory
 from shardwise.store.names import check_name, check_name_to_write
-from shardwise.store.store import Buffer, FileStatus
+from shardwise.store.store import FileStatus
 from shardwise.store.store_url import StoreUrl
 
-ALIGNMENT = 4096
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 
 
@@ -98,25 +96,25 @@ class LocalStore:
                 )
         return dict(sorted(found.items()))
 
-    def open_below(self, path: str, size: int | None = None) -> _LocalReader:
+    def open_below(self, path: str, size: int | None = None) -> LocalReader:
         """Open a regular file. Links are followed, for example in caches of published models."""
-        return _LocalReader((self.path / path).resolve(), self._page_cache)
+        return LocalReader((self.path / path).resolve(), self._page_cache)
 
-    def create(self, key: str, size: int) -> _LocalWriter:
+    def create(self, key: str, size: int) -> LocalWriter:
         """Create a file of `size` bytes."""
         self._create_directory()
-        return _LocalWriter(self._path_to_write(key), size, page_cache=self._page_cache)
+        return LocalWriter(self._path_to_write(key), size, page_cache=self._page_cache)
 
-    def create_atomic(self, key: str, size: int) -> _LocalWriter:
+    def create_atomic(self, key: str, size: int) -> LocalWriter:
         """Create a file under a temporary name, and rename it when it is committed."""
         temporary = self._path_to_write(f"{key}.part")
         self._create_directory()
         temporary.unlink(missing_ok=True)
-        return _LocalWriter(temporary, size, self._path_to_write(key), page_cache=self._page_cache)
+        return LocalWriter(temporary, size, self._path_to_write(key), page_cache=self._page_cache)
 
-    def open(self, key: str) -> _LocalReader:
+    def open(self, key: str) -> LocalReader:
         """Open a regular file. Symbolic links are refused."""
-        return _LocalReader(self._path_to_read(key), self._page_cache)
+        return LocalReader(self._path_to_read(key), self._page_cache)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
@@ -194,7 +192,7 @@ class LocalStore:
 
     def sync(self) -> None:
         """Sync the directory."""
-        _sync(self.path)
+        sync_directory(self.path)
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
@@ -238,7 +236,7 @@ class LocalStore:
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:
             with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
-                _sync(each.parent)
+                sync_directory(each.parent)
 
     def _path_to_read(self, name: str) -> Path:
         check_name(name, str(self.path))
@@ -267,14 +265,6 @@ def _link(source: Path, target: Path) -> None:
             raise
 
 
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _status_of(path: Path) -> FileStatus:
     status = path.stat()
     return FileStatus(status.st_size, str(status.st_mtime_ns))
@@ -283,154 +273,3 @@ def _status_of(path: Path) -> FileStatus:
 def _raise_error(error: OSError) -> None:
     """Raise the error of a directory that cannot be listed, which `os.walk` ignores by default."""
     raise error
-
-
-class _LocalWriter:
-    """A file that is being written.
-
-    Args:
-        path: the path, at which no file exists.
-        size: the size in bytes.
-        final_path: the path to rename the file to when it is committed; None to keep its path.
-        page_cache: write through the page cache.
-    """
-
-    def __init__(
-        self, path: Path, size: int, final_path: Path | None = None, *, page_cache: bool
-    ) -> None:
-        self._path = path
-        self._final_path = final_path
-        self._size = size
-        self._page_cache = page_cache
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            self._fd = os.open(path, flags | (0 if page_cache else os.O_DIRECT), 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        view = data.data
-        while view:
-            written = self._write(view, offset)
-            if self._page_cache:
-                start_writeback(self._fd, offset, written)
-            offset += written
-            view = view[written:]
-
-    def _write(self, view: memoryview, offset: int) -> int:
-        try:
-            return os.pwrite(self._fd, view, offset)
-        except OSError as error:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                raise
-            # The file system does not support O_DIRECT after all, or a write was short before.
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-            return os.pwrite(self._fd, view, offset)
-
-    def commit(self) -> None:
-        os.ftruncate(self._fd, self._size)
-        os.fsync(self._fd)
-        if self._final_path is not None:
-            os.replace(self._path, self._final_path)
-            _sync(self._path.parent)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class _LocalReader:
-    """A file that is being read.
-
-    Pages that are in the page cache are read there, and other pages by direct I/O.
-
-    Args:
-        path: the path.
-        page_cache: read all pages through the page cache.
-    """
-
-    def __init__(self, path: Path, page_cache: bool = False) -> None:
-        self._path = path
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            self._fd = os.open(path, flags)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise StoreError(f"{path} is a symbolic link, which is not followed") from error
-            raise
-        self._direct: int | None = None
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(self._fd)
-            raise StoreError(f"{path} is not a regular file")
-        self.size = found.st_size
-        if not page_cache:
-            with suppress(OSError):
-                self._direct = os.open(path, flags | os.O_DIRECT)
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        done = 0
-        view = out.data
-        while done < len(view):
-            count = self._read(view[done:], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
-
-    def read_all(self) -> bytes:
-        return os.pread(self._fd, self.size, 0)
-
-    def _read(self, view: memoryview, offset: int) -> int:
-        direct = self._direct
-        if direct is not None and offset % ALIGNMENT == 0 and len(view) >= ALIGNMENT:
-            whole = view[: len(view) // ALIGNMENT * ALIGNMENT]
-            if not is_cached(self._fd, offset, min(len(whole), self.size - offset)):
-                try:
-                    return os.preadv(direct, [whole], offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-        return os.preadv(self._fd, [view], offset)
-
-    def close(self) -> None:
-        os.close(self._fd)
-        if self._direct is not None:
-            os.close(self._direct)
-
-
-_CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
-
-
-_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-
-
-def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Start to write a range of the page cache to the disk.
-
-    This only saves time. `fsync` writes the rest, and reports errors.
-    """
-    _libc.sync_file_range(fd, offset, length, _START_WRITEBACK)
-
-
-def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Return whether all pages of a range are in the page cache; False if unknown."""
-    wanted, found = _Range(offset, length), _Statistics()
-    status = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0)
-    pages = -(-(offset + length) // 4096) - offset // 4096
-    return bool(status == 0 and found.cached >= pages)

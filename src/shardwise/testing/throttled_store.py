@@ -8,7 +8,8 @@ import struct
 import time
 from pathlib import Path
 
-from shardwise.store.local import LocalStore, _LocalReader
+from shardwise.store.local import LocalStore
+from shardwise.store.local_files import LocalReader
 from shardwise.store.store import Buffer
 
 _METER = struct.Struct("<dQ")  # when the last read so far ends, and the bytes of all reads
@@ -68,7 +69,7 @@ class ThrottledStore(LocalStore):
         return _ThrottledReader(self._path_to_read(key), self._meter)
 
 
-class _ThrottledReader(_LocalReader):
+class _ThrottledReader(LocalReader):
     def __init__(self, path: Path, meter: Meter) -> None:
         super().__init__(path)
         self._meter = meter
