@@ -129,7 +129,10 @@ def load_start(
 
     def keeps_step() -> bytes:
         if not isinstance(loaded, LoadReport):
-            raise StateError(f"start_from returned {loaded!r}: expected the report of sw.load")
+            raise StateError(
+                f"start_from returned {loaded!r}: expected the report of sw.load; end the function "
+                "with `return sw.load(path, state)`"
+            )
         has_optimizers = any(True for _ in torch_optimizers_in(state))
         return b"1" if loaded.optimizers or not has_optimizers else b""
 
@@ -233,9 +236,12 @@ class Restoring:
         report, skipped = self._load_first_intact(stored, step, load)
         if report is None and not is_stored:
             reasons = "".join(f"; {each.reason}" for each in skipped)
-            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}{reasons}")
+            raise CheckpointNotFoundError(
+                f"{self._root} has no checkpoint of step {step}{reasons}; `shardwise ls` shows the "
+                "steps that it has"
+            )
         if report is None:
-            raise self._none_is_intact(skipped)
+            raise self._none_is_intact(skipped, f"of step {step} ")
         return report
 
     def _load_first_intact(
@@ -334,9 +340,12 @@ class Restoring:
         self._recorder.add("asking", time.perf_counter() - start - found.choosing_seconds)
         return found
 
-    def _none_is_intact(self, skipped: Sequence[_Skipped]) -> CorruptionError:
+    def _none_is_intact(self, skipped: Sequence[_Skipped], of_step: str = "") -> CorruptionError:
         reasons = "\n".join(f"  - step {each.step}: {each.reason}" for each in skipped)
-        return CorruptionError(f"no checkpoint below {self._root} is intact:\n{reasons}")
+        advice = "restore another step" if of_step else "restore from a mirror or another copy"
+        return CorruptionError(
+            f"no checkpoint {of_step}below {self._root} is intact; {advice}:\n{reasons}"
+        )
 
 
 def _first_few(reasons: Mapping[str, str]) -> str:

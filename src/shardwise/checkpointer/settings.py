@@ -109,11 +109,16 @@ def check_options(
     if keep is not None and not isinstance(keep, Keep):
         raise TypeError(f"keep={keep!r}: expected sw.Keep, for example sw.Keep(last=3)")
     if memory is not None and not isinstance(memory, Memory):
-        raise TypeError(f"memory={memory!r}: expected sw.Memory(…) or None")
+        raise TypeError(
+            f"memory={memory!r}: expected sw.Memory, for example sw.Memory(slots=2), or None"
+        )
     if start_from is not None and not (
         callable(start_from) or isinstance(start_from, (str, os.PathLike, Store))
     ):
-        raise TypeError(f"start_from={start_from!r}: expected a path, a store or a function")
+        raise TypeError(
+            f"start_from={start_from!r}: expected a path, a store, or a function such as "
+            "lambda state: sw.load(path, state)"
+        )
     if isinstance(save_on_signals, (int, str)) or not isinstance(save_on_signals, Iterable):
         raise TypeError(
             f"save_on_signals={save_on_signals!r}: expected a list of signals, for example "
@@ -166,7 +171,9 @@ def open_mirror(
     options = Mirror.of(mirror)
     store = open_root_store(options.place, for_agents=for_agents)
     if str(store) == str(root):
-        raise StateError(f"mirror={str(store)!r}: this is the root itself; pass another place")
+        raise StateError(
+            f"mirror={str(store)!r}: this is the root itself; pass another path or URL"
+        )
     return replace(options, place=store)
 
 
@@ -244,12 +251,15 @@ def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:
     names = dict.fromkeys(name for options in options_of_ranks for name in options)
     problems = []
     for name in names:
-        values = [options.get(name, "nothing") for options in options_of_ranks]
+        values = [options.get(name, "no value") for options in options_of_ranks]
         rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if rank is not None:
             problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")
     if problems:
-        raise MismatchError("the options of the Checkpointer differ between ranks:", problems)
+        raise MismatchError(
+            "the options of the Checkpointer differ between ranks; pass the same on all ranks:",
+            problems,
+        )
 
 
 def call_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -59,7 +59,8 @@ class Signals:
         except (OSError, TypeError, ValueError) as error:
             self._restore_handlers()
             raise ValueError(
-                f"save_on_signals={numbers!r}: cannot handle a signal: {error}"
+                f"save_on_signals={numbers!r}: cannot handle a signal: {error}; pass signals such "
+                "as [signal.SIGTERM, signal.SIGUSR1]"
             ) from error
 
     @property

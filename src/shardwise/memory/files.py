@@ -117,7 +117,10 @@ def read_record(path: Path, record_type: type[T]) -> T | None:
     try:
         return msgspec.json.decode(data, type=record_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"{path}: the record is damaged: {error}") from error
+        raise StoreError(
+            f"{path}: the record is damaged: {error}; what it describes is lost: remove the file, "
+            "and save again"
+        ) from error
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

@@ -102,7 +102,10 @@ class Home:
             StoreError: `run` is not a run id.
         """
         if not _RUN.fullmatch(run):
-            raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
+            raise StoreError(
+                f"{run!r} is not a run id: expected 16 hexadecimal digits, as `shardwise agent "
+                "status` shows them"
+            )
         return Run(self.path / "runs" / run)
 
     def open_lock(self, name: str) -> int:
@@ -186,7 +189,7 @@ class SnapshotInUse(Exception):  # noqa: N818
     """The snapshot is locked by another process or thread; the caller can try again later."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__(f"{place.path} is locked by another process")
+        super().__init__(f"{place.path} is in use: another process or thread has locked it")
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,7 @@ class Place:
         if self.has(ABANDONED):
             raise StoreError(
                 f"step {self.step} is abandoned: run {self.run.name} was resumed from an older "
-                "step, and this node discards the snapshot"
+                f"step, so this node discards {self.path}; use a snapshot that was saved later"
             )
 
     def is_committed(self) -> bool:
@@ -294,7 +297,7 @@ class Place:
         if committed != save_id:
             raise StoreError(
                 f"{self.path}: step {self.step} was saved again meanwhile: save {committed} has "
-                f"replaced save {save_id}"
+                f"replaced save {save_id}; wait for the newer save instead"
             )
         return manifest
 
@@ -316,7 +319,7 @@ class Place:
                 raise StoreError(why.failure)
         raise StoreError(
             f"timed out waiting for {self.path / name}: the process that writes it has ended, or "
-            "is slower than Memory(wait=…) allows"
+            "is too slow; see the agent's log, or pass a larger Memory(wait=…)"
         )
 
     def has(self, name: str) -> bool:

@@ -51,7 +51,10 @@ def secret_of(home: Home, secret_file: Path | None) -> str:
         with secret_file.open("rb") as file:
             secret = file.read(LONGEST_SECRET + 2).decode(errors="replace").strip()
     except OSError as error:
-        raise StoreError(f"{secret_file}: cannot read the secret: {error.strerror}") from error
+        raise StoreError(
+            f"{secret_file}: cannot read the secret: {error.strerror}; pass a readable file with "
+            "--secret-file, or omit the option"
+        ) from error
     if not _SECRET.fullmatch(secret):
         raise StoreError(
             f"{secret_file}: the file does not contain a secret of {SHORTEST_SECRET} to "
@@ -152,7 +155,7 @@ def _address_of_interface(name: str) -> str:
     if name not in names:
         raise StoreError(
             f"interface {name!r} is neither an address nor a network interface of "
-            f"{socket.gethostname()}, which has {', '.join(names)}"
+            f"{socket.gethostname()}: pass an address, or one of {', '.join(names)}"
         )
     request = struct.pack("256s", name.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:

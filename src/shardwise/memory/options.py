@@ -57,7 +57,8 @@ class Tls:
         except (OSError, ValueError) as error:
             raise StoreError(
                 f"Tls(certificate={self.certificate}, key={self.key}, ca={self.ca}): cannot use "
-                f"these files: {error}"
+                f"these files: {error}; pass readable PEM files, and the key of this certificate "
+                "without a passphrase"
             ) from error
         return context
 

@@ -104,7 +104,8 @@ def _open_checked(path: Path, size: int, *, writable: bool) -> int:
     if actual != size:
         os.close(fd)
         raise CorruptionError(
-            f"{path} has {actual} bytes; expected {size}, as recorded when the file was staged"
+            f"{path} has {actual} bytes; expected {size}, as recorded when the file was staged; "
+            "the file was cut off or replaced: restore another step"
         )
     return fd
 

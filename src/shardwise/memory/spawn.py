@@ -82,7 +82,8 @@ def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
     if not options.start_agent:
         raise StoreError(
             f"the agent of {home} (process {info.process}) belongs to another version of "
-            "shardwise: stop it, and start an agent of the version that trains"
+            f"shardwise: stop it (kill {info.process}), and start an agent of the version that "
+            "trains"
         )
     if any(has_trainers(home.run(run)) for run in home.runs()):
         raise StoreError(

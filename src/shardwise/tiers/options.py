@@ -34,7 +34,10 @@ class Mirror:
 
     def __post_init__(self) -> None:
         if not isinstance(self.place, (str, os.PathLike, Store)):
-            raise TypeError(f"Mirror({self.place!r}): expected a path, a URL or a store")
+            raise TypeError(
+                f"Mirror(place={self.place!r}): expected a path, a URL or a store, for example "
+                '"s3://bucket/run"'
+            )
         if not isinstance(self.keep, Keep):
             raise TypeError(f"Mirror(keep={self.keep!r}): expected sw.Keep, as in sw.Keep(last=3)")
         if self.budget is not None:

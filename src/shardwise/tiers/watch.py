@@ -111,7 +111,10 @@ class MirrorWatch:
                 )
             since = record and record.failing_since
             if timeout is None and since and self._clock.now() - since >= LONGEST_COPY:
-                raise StoreError(f"step {step} is not in the mirror: {self.problem()}")
+                raise StoreError(
+                    f"step {step} is not in the mirror: {self.problem()}; the copy is tried again "
+                    "once the cause is mended"
+                )
 
     def wait_until_current(self, step: int | None) -> str:
         """Wait until the mirror has everything that it should have.

@@ -206,7 +206,7 @@ def _have_mirrored(place: Place, request: Retain, mirror: MirrorRequest) -> int:
 def _read_existing(path: Path, record_type: type[Record]) -> Record:
     record = read_record(path, record_type)
     if record is None:
-        raise StoreError(f"the record {path} was removed: the snapshot is being freed")
+        raise StoreError(f"the record {path} was removed, because the snapshot is being freed")
     return record
 
 

@@ -185,7 +185,7 @@ class _LedSave:
         if commit.failure:
             raise StoreError(
                 f"step {self.place.step} cannot be persisted, because its commit failed: "
-                f"{commit.failure}"
+                f"{commit.failure}; save the step again"
             )
         # An earlier attempt may have lost its lock during an outage, and its files with it.
         stored = set(store.list())

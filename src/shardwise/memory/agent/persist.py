@@ -98,7 +98,8 @@ def copy_files_of_lost_nodes(
     if assembly.step is None:
         reasons = "; ".join(reason for _, reason in assembly.skipped)
         raise StoreError(
-            f"step {place.step}: the files of lost nodes cannot be persisted: {reasons}"
+            f"step {place.step}: the files of lost nodes cannot be persisted: {reasons}; save a "
+            "newer step"
         )
     total = 0
     with closing(AssembledStore(assembly, place.run, node, tls, threads=READ_THREADS)) as source:
@@ -171,8 +172,8 @@ def lock_for_publishing(
         attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
             raise StoreError(
-                f"{store}: another agent is persisting this save (it holds the lock {lock}); the "
-                "agent of the save's leader persists it, and no other agent does"
+                f"{store}: cannot lock {lock}, because another agent is persisting this save; wait "
+                "until it has ended"
             )
         try:
             yield Publication(store, pending, is_published)

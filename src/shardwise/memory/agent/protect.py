@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -171,8 +172,8 @@ class _ProtectionFiles:
             intact = intact and not table.damaged(low // BLOCK, chunk)
         if not intact:
             raise CorruptionError(
-                f"step {self._place.step}: {entry.name} cannot be copied from node {owner}: the "
-                "bytes differ from those that the node sealed"
+                f"step {self._place.step}: cannot copy {entry.name} from node {owner}: its bytes "
+                "have changed since the node sealed them; save a newer step"
             )
 
     def _make_parity(self, group: ProtectionGroup, index: int, names: list[str]) -> None:
@@ -196,7 +197,7 @@ class _ProtectionFiles:
         fds = {name: self._create(name, size) for name in names}
 
         def write(name: str, offset: int, data: Buffer) -> None:
-            _write_all(fds[name], offset, data)
+            _write_all(fds[name], offset, data, self._place.temporary(name))
 
         try:
             write_parity(self._save_id, group, index, self._nodes.read_range, write)
@@ -250,12 +251,12 @@ class _ProtectionFiles:
         self._place.temporary(name).rename(self._place.path / name)
 
 
-def _write_all(fd: int, offset: int, data: Buffer) -> None:
+def _write_all(fd: int, offset: int, data: Buffer, path: Path) -> None:
     view = data.data
     while view:
         written = os.pwrite(fd, view, offset)
         if not written:
-            raise StoreError(f"cannot write parity at byte {offset}: no bytes were accepted")
+            raise StoreError(f"{path}: cannot write at byte {offset}: free some memory")
         offset += written
         view = view[written:]
 
@@ -367,7 +368,7 @@ def _has_sealed_checksums(ring_file: RingFile, entry: FileEntry, owner: str, nod
     if crc32(table) != entry.checksums_crc32:
         raise CorruptionError(
             f"{entry.name} on node {owner} is damaged: its table of checksums has changed since "
-            "the node sealed it"
+            "the node sealed it; save a newer step"
         )
     low, high = ring_file.ranges[entry.name]
     checksums = np.frombuffer(ring_file.checksums[entry.name], "<u4")

@@ -53,7 +53,7 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
         ValueError: the token is empty.
     """
     if not token:
-        raise ValueError("the token is empty: without a token, anybody could read the snapshots")
+        raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
     handlers = _Handlers(home, wake)
     app = web.Application(middlewares=[_require_token(token)])
     app.router.add_get("/health", handlers.health)
@@ -204,9 +204,9 @@ def _path_of(request: web.Request) -> tuple[str, str, str]:
         if name != MANIFEST:
             check_file_name(name)
     except FormatError as error:
-        raise web.HTTPBadRequest(text="not a plain file name") from error
+        raise web.HTTPBadRequest(text=f"{name!r} is not a plain file name") from error
     if step_of_directory(info["step"]) is None:
-        raise web.HTTPBadRequest(text="not the name of a step's directory")
+        raise web.HTTPBadRequest(text=f"{info['step']!r} is not the name of a step's directory")
     return info["run"], info["step"], name
 
 
@@ -216,7 +216,7 @@ def _wait_of(request: web.Request) -> float:
     except ValueError:
         wait = -1.0
     if not wait >= 0.0:
-        raise web.HTTPBadRequest(text="wait must be a number of seconds")
+        raise web.HTTPBadRequest(text="wait= must be a number of seconds, 0 or more")
     return min(wait, LONGEST_WAIT)
 
 

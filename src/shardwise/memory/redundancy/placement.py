@@ -64,8 +64,12 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         names = [check_file_name(name) for name, _ in self.files]
-        if any(one >= other for one, other in pairwise(names)):
-            raise ValueError(f"the files of node {self.node} are not sorted by name")
+        for one, other in pairwise(names):
+            if one >= other:
+                raise ValueError(
+                    f"the files of node {self.node} are not sorted by name, or a file is repeated: "
+                    f"{one} comes before {other}"
+                )
 
     @property
     def size(self) -> int:
@@ -95,12 +99,16 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name == file:
                 if not 0 <= offset <= offset + nbytes <= size:
                     raise FormatError(
-                        f"{file} of node {self.node} has {size} bytes; requested bytes "
-                        f"{offset} to {offset + nbytes}"
+                        f"cannot rebuild bytes {offset} to {offset + nbytes} of {file} of node "
+                        f"{self.node}: by the record of copies and parity, the file has only "
+                        f"{size} bytes; restore another step"
                     )
                 return start + offset
             start += size
-        raise FormatError(f"node {self.node} has no file {file} according to the protection record")
+        raise FormatError(
+            f"node {self.node} has no file {file} by the record of copies and parity; restore "
+            "another step"
+        )
 
 
 class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +139,7 @@ class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.copies >= n or self.parity >= n:
             raise ValueError(
                 f"group {self.name}: {n} nodes cannot store {self.copies} copies or {self.parity} "
-                "parity chunks of each other"
+                f"parity chunks of each other; use at most {n - 1}"
             )
         needed = self.parity and chunk_size([each.size for each in self.members], n, self.parity)
         if self.chunk != needed:
@@ -262,8 +270,8 @@ def combine_groups(
     return Protection(save_id, tuple(named), tuple(gaps))
 
 
-def decode_protection(data: bytes) -> Protection:
-    """Decode a protection from JSON.
+def decode_protection(data: bytes, step: int) -> Protection:
+    """Decode the protection of a step's snapshot from JSON.
 
     Raises:
         FormatError: the JSON is malformed, or contradicts itself.
@@ -272,7 +280,8 @@ def decode_protection(data: bytes) -> Protection:
         return msgspec.json.decode(data, type=Protection)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"the protection of a snapshot is malformed: {error}; restore an older step"
+            f"step {step}: the record of its copies and parity is damaged: {error}; restore "
+            "another step"
         ) from error
 
 
@@ -296,7 +305,10 @@ def group_of_file(protection: Protection, file: str) -> tuple[ProtectionGroup, i
         for index, member in enumerate(group.members):
             if any(name == file for name, _ in member.files):
                 return group, index
-    raise FormatError(f"{file} is not a file of save {protection.save_id}")
+    raise FormatError(
+        f"{file} is not a file of save {protection.save_id} by the record of copies and parity; "
+        "restore another step"
+    )
 
 
 def files_to_copy(group: ProtectionGroup, index: int) -> tuple[tuple[Member, str, int], ...]:

@@ -90,7 +90,8 @@ class Rebuilder:
             return
         if not group.parity:
             raise StoreError(
-                f"{file} of node {member.node} is not protected by parity, so it cannot be rebuilt"
+                f"{file} of node {member.node} is not protected by parity, so it cannot be "
+                "rebuilt: restore another step"
             )
         decoder = self._decoder(len(group.members) - group.parity, group.parity)
 
@@ -158,6 +159,7 @@ class Rebuilder:
             f"{len(group.members) - group.parity} chunks needed are left; its group of "
             f"{len(group.members)} nodes survives the loss of {group.parity}; also missing: "
             + "; ".join(reasons)
+            + "; restart these nodes' agents if their memory is intact, or restore another step"
         )
 
     def _read_chunk(

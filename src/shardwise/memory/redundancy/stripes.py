@@ -212,4 +212,7 @@ def _padded_size(size: int) -> int:
 
 def _require_chunks(count: int, needed: int) -> None:
     if count < needed:
-        raise StoreError(f"a stripe needs {needed} of its chunks, and only {count} are left")
+        raise StoreError(
+            f"a stripe needs {needed} of its chunks, and only {count} are left; restore another "
+            "step"
+        )

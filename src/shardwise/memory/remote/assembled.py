@@ -78,7 +78,10 @@ class AssembledStore:
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
     ) -> None:
         if assembly.step is None:
-            raise StoreError(f"no snapshot of run {run.name} was found in memory on any node")
+            raise StoreError(
+                f"no snapshot of run {run.name} was found in memory on any node: load a checkpoint "
+                "from the root"
+            )
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
@@ -93,7 +96,7 @@ class AssembledStore:
         self._rebuilder: Rebuilder | None = None
         self._owner_of: dict[str, str] = {}
         if assembly.protection:
-            protection = decode_protection(assembly.protection)
+            protection = decode_protection(assembly.protection, assembly.step)
             self._owner_of = {
                 name: member.node
                 for group in protection.groups
@@ -353,7 +356,9 @@ class _RemoteFile:
                 failures.append(str(error))
                 continue
             return count
-        raise CorruptionError(f"{self.name} cannot be read from any node: {'; '.join(failures)}")
+        raise CorruptionError(
+            f"{self.name} cannot be read from any node: {'; '.join(failures)}; restore another step"
+        )
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         origin, read = self.sources[number]

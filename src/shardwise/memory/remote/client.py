@@ -33,7 +33,7 @@ _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
 SYN_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
-NO_AGENT = "the server is not an agent, or of another version of shardwise"
+NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
@@ -86,7 +86,7 @@ class AgentClient:
         self._host, self._port, self._uses_tls = _parse_url(info)
         self._tls = tls
         if not _TOKEN.fullmatch(info.token):
-            raise StoreError(f"{self._description}: the token in its agent info is invalid")
+            raise StoreError(f"{self._description}: its record has an invalid token: restart it")
         self._headers = {"Authorization": f"Bearer {info.token}"}
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
@@ -162,7 +162,7 @@ class AgentClient:
                 count = response.readinto(remaining)
                 if count == 0:
                     done = len(out) - len(remaining)
-                    raise StoreError(f"{request}: the connection ended after {done} bytes")
+                    raise StoreError(f"{request}: the agent closed it after {done} bytes")
                 remaining = remaining[count:]
 
         path = _url_path(run, step, name)
@@ -191,7 +191,7 @@ class AgentClient:
             StoreError: the record is larger than 256 MiB, or the node has no space for it.
         """
         if len(data) > LARGEST_RECORD:
-            raise StoreError(f"{self}: {name} has {len(data):,} bytes; at most {LARGEST_RECORD:,}")
+            raise StoreError(f"{self}: {name}: {len(data):,} bytes; at most {LARGEST_RECORD:,}")
         self._request("PUT", _url_path(run, step, name), HTTPResponse.read, body=data)
 
     def wake(self) -> None:
@@ -208,10 +208,7 @@ class AgentClient:
         body: bytes | None = None,
         wait: float = 0.0,
     ) -> T:
-        """Send a request, and return the result of `read_response`, which reads to the end.
-
-        The agent may wait for `wait` seconds before it replies.
-        """
+        """Send a request, to which the agent may reply after `wait` seconds; read the response."""
         request = f"{self}: {method} {path}"
         connection: HTTPConnection | None = None
         response: HTTPResponse | None = None
@@ -233,7 +230,9 @@ class AgentClient:
         except (StoreError, FileNotFoundError):
             raise
         except TimeoutError as error:
-            raise StoreError(f"{request}: timed out; the node is lost or overloaded") from error
+            seconds = self._connect_timeout if connection is None else self._read_timeout + wait
+            text = f"timed out after {seconds:g} s; the node is lost or overloaded"
+            raise StoreError(f"{request}: {text}") from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
@@ -294,9 +293,7 @@ class AgentClient:
         if response.length is None:
             raise StoreError(f"{self}: GET {path}: no Content-Length; {NO_AGENT}")
         if response.length > limit:
-            raise StoreError(
-                f"{self}: GET {path}: {response.length} bytes; at most {limit} allowed"
-            )
+            raise StoreError(f"{self}: GET {path}: {response.length} bytes; at most {limit}")
         return response.read()
 
     def _decode(self, response: HTTPResponse, path: str, response_type: type[T]) -> T:
@@ -385,7 +382,10 @@ def _parse_url(info: AgentInfo) -> tuple[str, int, bool]:
     except ValueError:
         url, port = urlsplit(""), None
     if url.scheme not in ("http", "https") or not url.hostname or port is None:
-        raise StoreError(f"node {info.node}: {info.url!r} is not an http(s) URL with host and port")
+        raise StoreError(
+            f"node {info.node}: the address of its agent, {info.url!r}, is not an http(s) URL with "
+            "host and port: restart this agent, which writes its address again"
+        )
     return url.hostname, port, url.scheme == "https"
 
 

@@ -148,7 +148,7 @@ class Nodes:
                     if not self._has(node, request):
                         raise _NoRetryError(
                             f"node {node} has discarded step {self._place.step}, so it will not "
-                            f"provide {name}"
+                            f"provide {name}; use a newer snapshot"
                         )
                     deadline = Deadline(self._wait)
             except _NoRetryError:
@@ -159,7 +159,7 @@ class Nodes:
             if deadline.has_passed():
                 raise StoreError(
                     f"node {node} did not provide {name} of step {self._place.step} within "
-                    f"{self._wait:.0f} s: its agent is lost, stopped or overloaded"
+                    f"{self._wait:.0f} s: its agent is lost, stopped or overloaded; see its log"
                 )
 
     def write(self, node: str, name: str, record: object) -> None:
@@ -264,8 +264,8 @@ class Nodes:
                 absent = sorted(set(nodes) - present)
                 if absent:
                     raise _NoRetryError(
-                        f"step {self._place.step}: the run continued without node "
-                        f"{', '.join(absent)}"
+                        f"step {self._place.step} is not completed, because the run continued "
+                        f"without node {', '.join(absent)}; use a newer snapshot"
                     )
                 return
 
@@ -324,4 +324,7 @@ class Nodes:
         try:
             return msgspec.json.decode(data, type=record_type)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"node {node}: record {name} is damaged: {error}") from error
+            raise StoreError(
+                f"node {node}: the record {name} of step {place.step} is damaged: {error}; save "
+                "again"
+            ) from error

@@ -163,7 +163,7 @@ class Copying:
         self.hurry()
         if self.belongs_to_parent_process() and not self.done.is_set():
             raise StoreError(
-                f"process {self._process} makes the copy, so this forked child cannot wait for "
-                "it: wait in the parent"
+                f"this forked child (process {os.getpid()}) cannot wait for the copy that process "
+                f"{self._process} makes: wait in that process"
             )
         return self.done.wait(timeout)

@@ -331,7 +331,8 @@ class Staging:
             self._wake()
         raise _NoSlotError(
             f"no slot became free within {self._options.wait:.0f} s: the agent of {self._home} is "
-            f"behind or stuck (its log: {self._home.log})"
+            f"behind or stuck (its log: {self._home.log}); pass more Memory(slots=…), or a larger "
+            "Memory(wait=…)"
         )
 
     def _bytes_to_lock(self, nbytes: int, ring: Ring) -> int:
