@@ -392,7 +392,7 @@ def test_ranges_past_the_end_are_refused(offset: int, count: int) -> None:
     cluster = Cluster([[10]] * 2, 1)
     with (
         closing(Rebuilder(cluster.protection, cluster.read)) as rebuilder,
-        pytest.raises(FormatError, match="has 10 bytes"),
+        pytest.raises(FormatError, match="has only 10 bytes"),
     ):
         rebuilder.read(f"r00000-{SAVE}.safetensors", offset, np.empty(count, np.uint8))
 
