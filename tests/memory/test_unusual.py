@@ -210,7 +210,7 @@ def test_a_forked_child_waits_for_no_copy_and_keeps_no_lock(tmp_path: Path) -> N
     home = Home(tmp_path)
 
     def child() -> None:
-        with pytest.raises(StoreError, match="wait in the parent"):
+        with pytest.raises(StoreError, match="wait in that process"):
             copying.wait()
         attending.close()
 
