@@ -46,6 +46,7 @@ RUNS = [
     ),
     *(Run("overhead", processes) for processes in (1, 2)),
     *(Run("read_once", processes) for processes in (4, 8)),
+    Run("data_loader", 1),
     Run("object_store"),
     Run("rebuild", 3),
     Run("recover", 4),

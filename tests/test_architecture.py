@@ -19,7 +19,7 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("shardwise",),  # the package's __init__, which exports the public names
-    ("checkpointer",),
+    ("checkpointer", "data"),
     ("exporting", "combining"),
     ("api",),
     ("loading",),

@@ -68,6 +68,20 @@ def test_the_page_of_tiers_runs(
     assert steps == [1, 3]
 
 
+def test_the_page_of_data_loaders_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "data.md").read_text()
+    names: dict[str, Any] = {}
+    said = []
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(block, "docs/data.md", "exec"), names)
+        said += re.findall(r"^print.*  # (.*)$", block, re.M)
+    assert len(said) == 2
+    assert capsys.readouterr().out.splitlines() == said
+
+
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)

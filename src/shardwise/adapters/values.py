@@ -12,7 +12,7 @@ from shardwise.adapters.binding import Binding
 from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.leaves import LocalState, Shards, TensorLeaf
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
@@ -25,7 +25,7 @@ class Stateful(Protocol):
     """An object with `state_dict` and `load_state_dict`, for example an LR scheduler."""
 
     def state_dict(self) -> object:
-        """Return the object's state: plain values and tensors."""
+        """Return the object's state: plain values, tensors and `Shards`."""
         ...
 
     def load_state_dict(self, state_dict: object, /) -> object:
@@ -126,11 +126,11 @@ class ObjectBinding(Binding):
             with user_code(self.name, "load_state_dict()"):
                 self._set_value(value)
 
-    def _filled_tensor(self, name: str) -> torch.Tensor:
+    def _filled_tensor(self, name: str) -> torch.Tensor | Shards:
         tensor = self._tensors.get(name)
         if isinstance(tensor, np.ndarray):
             return tensor_of_array(name, tensor)
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, (torch.Tensor, Shards)):
             raise StateError(f"{name}: the saved value contains a tensor that was not loaded")
         return tensor
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 Fields: TypeAlias = dict[str, Any]
+JsonValue: TypeAlias = Any
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _MOST_DIMS = 64

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Box
-from shardwise.state.plain_values import JsonValue
+from shardwise.state.json_fields import JsonValue
 
 _NUMPY_DTYPE_BY_SIZE = {
     1: torch.uint8,

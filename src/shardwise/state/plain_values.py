@@ -12,7 +12,7 @@ import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,10 +39,11 @@ from shardwise.state.json_fields import (
     text_of,
     why_unsavable,
 )
+from shardwise.state.json_fields import JsonValue as JsonValue
+from shardwise.state.leaves import Shards
 
-JsonValue: TypeAlias = Any
 OnTensor = Callable[[str, Any], None]
-GetTensor = Callable[[str], torch.Tensor]
+GetTensor = Callable[[str], torch.Tensor | Shards]
 
 TAG = "$"
 DEEPEST = 200
@@ -259,19 +260,19 @@ def _size(items: list[Any]) -> torch.Size:
     return torch.Size(items)
 
 
-def _encode_tensor(value: torch.Tensor, cursor: _Cursor) -> Fields | None:
+def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
     if cursor.on_tensor is not None:
         cursor.on_tensor(cursor.name, value)
         return {"name": cursor.name}
-    if hasattr(value, "placements"):
+    if isinstance(value, Shards) or hasattr(value, "placements"):
         raise StateError(
-            f"{cursor.name}: a DTensor cannot be part of a plain value: save its full tensor, or "
-            "make it an item of the state"
+            f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
+            "tensor, or make it an item of the state"
         )
     return tensor_fields(value)
 
 
-def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor:
+def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
     return _named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
 
 
@@ -282,11 +283,12 @@ def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
     return {"name": cursor.name}
 
 
-def _decode_array(encoded: Fields, cursor: _Cursor) -> Array:
-    return _named_tensor(encoded, cursor).numpy() if "name" in encoded else array_of(encoded)
+def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
+    found = _named_tensor(encoded, cursor) if "name" in encoded else array_of(encoded)
+    return found.numpy() if isinstance(found, torch.Tensor) else found
 
 
-def _named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor:
+def _named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
     if cursor.get_tensor is None:
         raise StateError(f"{cursor.name}: the value refers to a tensor, which is not possible here")
     return cursor.get_tensor(text_of(encoded["name"]))
@@ -371,9 +373,7 @@ def _items_kind(value_type: type, of: Callable[[list[Any]], object]) -> _Kind:
 
 
 def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
-    return _Kind(
-        value_type, _encode_pairs, lambda fields, at: value_type(_decode_pairs(fields, at))
-    )
+    return _Kind(value_type, _encode_pairs, lambda data, at: value_type(_decode_pairs(data, at)))
 
 
 _KINDS: Mapping[str, _Kind] = {
@@ -396,4 +396,5 @@ _KINDS: Mapping[str, _Kind] = {
     "pickle": _Kind(object, _pickled, _unpickled),
 }
 _EXACT = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
+_EXACT[Shards] = "tensor"
 _INHERITED = [(kind.value_type, tag) for tag, kind in _KINDS.items() if kind.with_subclasses]

@@ -1,0 +1,169 @@
+"""The states of streams as the rows of tensors, which a checkpoint stores like any others.
+
+Each stream has one row. A rank holds the rows of its streams, so a load under another number of
+ranks reads exactly the rows that each rank needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from shardwise.data.random_order import ORDER_VERSION
+from shardwise.data.sources import Place
+from shardwise.data.streams import ElasticStreamDataset, Failure, StreamState
+from shardwise.errors import StateError
+from shardwise.layout import Box
+from shardwise.state.leaves import Shards
+
+_COUNTS = 4
+"""The first columns of `cursors`: samples, used tokens, buffered tokens, failures."""
+_FAILURE = 5
+"""The fields of a failure: source, epoch, segment, offset, rest."""
+
+
+def encode_states(
+    dataset: ElasticStreamDataset, states: Mapping[int, StreamState]
+) -> dict[str, object]:
+    """Return the states of this rank's streams, and the settings that they depend on.
+
+    Returns:
+        A dict with plain values, and with `Shards` of three tensors that have a row for each
+        stream of the dataset: `cursors` (int64), `buffers` (int32) and `failures` (int64).
+    """
+    names = list(dataset.sources)
+    cursors = np.zeros((len(states), _COUNTS + 2 * len(names)), np.int64)
+    buffers = np.zeros((len(states), _capacity(dataset)), np.int32)
+    failures = np.zeros((len(states), dataset.failures_allowed, _FAILURE), np.int64)
+    for row, state in enumerate(states.values()):
+        places = [state.places.get(name, Place()) for name in names]
+        counts = (state.samples, state.used, len(state.buffer), len(state.failures))
+        cursors[row] = [*counts, *(n for each in places for n in (each.begun, each.offset))]
+        buffers[row, : len(state.buffer)] = state.buffer
+        for i, each in enumerate(state.failures):
+            source = names.index(each.source)
+            failures[row, i] = source, each.epoch, each.segment, each.offset, each.rest
+    first = min(states)
+    return {
+        **_settings(dataset),
+        "sources": {name: source.segments for name, source in dataset.sources.items()},
+        "cursors": _rows(cursors, first, dataset.streams),
+        "buffers": _rows(buffers, first, dataset.streams),
+        "failures": _rows(failures, first, dataset.streams),
+    }
+
+
+def decode_states(
+    dataset: ElasticStreamDataset, state: Mapping[str, object], streams: range
+) -> dict[int, StreamState]:
+    """Return the states of some streams.
+
+    Args:
+        state: what `encode_states` returned; with whole tensors, or with the rows of `streams`.
+        streams: the streams of this rank.
+
+    Raises:
+        StateError: the state belongs to other streams, or is invalid.
+    """
+    saved_names = _check_settings(dataset, state)
+    cursors = _array(state, "cursors", streams, dataset)
+    buffers = _array(state, "buffers", streams, dataset)
+    failures = _array(state, "failures", streams, dataset)
+    if cursors.ndim != 2 or buffers.ndim != 2 or failures.ndim != 3 or (cursors < 0).any():
+        raise StateError("the state of the streams has negative numbers, or wrong dimensions")
+    if cursors.shape[1] != _COUNTS + 2 * len(saved_names) or failures.shape[2] != _FAILURE:
+        raise StateError(f"the state of the streams has no columns for {saved_names}")
+    found = {}
+    for row, stream in enumerate(streams):
+        samples, used, buffered, failed, *places = map(int, cursors[row])
+        if buffered > buffers.shape[1] or failed > failures.shape[1]:
+            raise StateError(f"stream {stream}: its counts exceed its rows")
+        if failed > dataset.failures_allowed:
+            raise StateError(
+                f"stream {stream} has skipped {failed} failures, but failures_allowed is "
+                f"{dataset.failures_allowed}: allow at least as many as before"
+            )
+        found[stream] = StreamState(
+            samples,
+            used,
+            dict(zip(saved_names, map(Place, places[::2], places[1::2]), strict=True)),
+            buffers[row, :buffered].astype(np.int32),
+            tuple(_failure(stream, each, saved_names) for each in failures[row, :failed]),
+        )
+    return found
+
+
+def _settings(dataset: ElasticStreamDataset) -> dict[str, object]:
+    return {
+        "version": ORDER_VERSION,
+        "streams": dataset.streams,
+        "seed": dataset.seed,
+        "packer": None if dataset.packer is None else dataset.packer().name,
+    }
+
+
+def _check_settings(dataset: ElasticStreamDataset, state: Mapping[str, object]) -> list[str]:
+    """Return the names of the saved sources, in the order of their columns.
+
+    Raises:
+        StateError: a setting that determines the items differs.
+    """
+    saved = state.get("sources")
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
+        raise StateError("the state is not that of an ElasticStreamLoader: it has no sources")
+    changed = [
+        f"{name} was {state.get(name)!r} and is {value!r}"
+        for name, value in _settings(dataset).items()
+        if state.get(name) != value
+    ]
+    for name, segments in saved.items():
+        source = dataset.sources.get(name)
+        if source is None:
+            changed.append(f"source {name!r} is missing; keep it with weight 0")
+        elif source.segments != segments:
+            changed.append(f"source {name!r} had {segments} segments and has {source.segments}")
+    if changed:
+        raise StateError(
+            f"the streams have changed: {'; '.join(changed)}. Pass the same settings; only the "
+            "weights, global_batch and the number of ranks may change, and sources may be added"
+        )
+    return sorted(saved)
+
+
+def _capacity(dataset: ElasticStreamDataset) -> int:
+    return 0 if dataset.packer is None else dataset.packer().capacity
+
+
+def _rows(array: np.ndarray, first: int, streams: int) -> Shards:
+    """Return the rows from `first` on of a tensor with a row for each stream."""
+    data = torch.from_numpy(array)
+    box = Box((first, *(0 for _ in array.shape[1:])), array.shape)
+    return Shards((streams, *array.shape[1:]), data.dtype, [(box, data)])
+
+
+def _array(
+    state: Mapping[str, object], name: str, streams: range, dataset: ElasticStreamDataset
+) -> np.ndarray:
+    """Return the rows of some streams: of a whole tensor, or of `Shards` with just these rows."""
+    value = state.get(name)
+    if isinstance(value, Shards) and not value.fragments and 0 in value.shape:
+        value = torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, torch.Tensor) and value.shape[:1] == (dataset.streams,):
+        return value[streams.start : streams.stop].numpy()
+    if isinstance(value, Shards):
+        for fragment in value.fragments:
+            if fragment.box.offset[0] == streams.start and len(fragment.data) == len(streams):
+                return fragment.data.numpy()
+    raise StateError(
+        f"the state has no {name!r} for the streams {streams.start} to {streams.stop - 1}: load it "
+        "with sw.load, or pass the state of a single rank"
+    )
+
+
+def _failure(stream: int, row: Sequence[int], names: list[str]) -> Failure:
+    source, epoch, segment, offset, rest = map(int, row)
+    if not 0 <= source < len(names):
+        raise StateError(f"stream {stream}: a failure in source {source} of {len(names)}")
+    return Failure(stream, names[source], epoch, segment, offset, bool(rest))

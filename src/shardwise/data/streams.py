@@ -1,0 +1,312 @@
+"""Virtual streams: endless sequences of items, each with a place in every source and a buffer.
+
+A stream depends on nothing but its number and the dataset. Streams move between ranks and workers
+as a whole, so the items do not depend on the number of ranks and workers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.packing import Packer, Tokens
+from shardwise.data.sources import Place, Source, SourceReader
+from shardwise.engine.options import check_integer
+from shardwise.errors import StateError, add_note
+
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""2⁶⁴ divided by the golden ratio. Its multiples are spread evenly over 2⁶⁴."""
+_MOST_EMPTY_DOCUMENTS = 1_000_000
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A sample, or the rest of a segment, that could not be read and was skipped.
+
+    Attributes:
+        stream: the number of the stream.
+        source: the name of the source.
+        epoch, segment, offset: the sample: the epoch of the source, the segment, and the number of
+            the sample in the segment.
+        rest: whether the rest of the segment was skipped too, because the source raised the error.
+            Otherwise, `transform` raised it.
+        reason: the error. Empty if the failure was loaded from a checkpoint.
+    """
+
+    stream: int
+    source: str
+    epoch: int
+    segment: int
+    offset: int
+    rest: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """How far a stream is.
+
+    Attributes:
+        samples: how many samples the stream has finished, of all sources.
+        used: how many tokens of the next sample are used already.
+        places: the place in each source, by name.
+        buffer: the tokens in the packer.
+        failures: what was skipped.
+    """
+
+    samples: int = 0
+    used: int = 0
+    places: Mapping[str, Place] = field(default_factory=dict)
+    buffer: Tokens = field(default_factory=lambda: _NO_TOKENS)
+    failures: tuple[Failure, ...] = ()
+
+
+class ElasticStreamDataset:
+    """A mixture of sources, optionally packed into sequences, in virtual streams.
+
+    A stream never ends: after the last sample of a source, the next epoch of that source begins.
+    Read the dataset with an `ElasticStreamLoader`.
+
+    Args:
+        sources: the sources by name. Each needs at least as many segments as there are streams.
+        streams: the number of streams. It is fixed for the run, and limits the number of ranks.
+        weights: how often each source is read, by name. Default: equally often. Weights may change
+            on resume. A source with weight 0 keeps its place.
+        transform: turns a sample into an item, or, with a packer, into a one-dimensional array of
+            tokens. It must always return the same for the same sample.
+        packer: returns a new packer, for example `lambda: ConcatPacker(8192)`. Without it, each
+            sample is an item.
+        seed: selects the random order of segments.
+        failures_allowed: how many failures each stream may skip. The next failure is raised.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, or is out of range.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        *,
+        streams: int,
+        weights: Mapping[str, float] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        packer: Callable[[], Packer] | None = None,
+        seed: int = 0,
+        failures_allowed: int = 0,
+    ) -> None:
+        of = "ElasticStreamDataset"
+        self.sources = {name: sources[name] for name in sorted(sources)}
+        self.streams = check_integer(f"{of}(streams", streams)
+        self.transform = transform
+        self.packer = packer
+        self.seed = check_integer(f"{of}(seed", seed, least=0)
+        self.failures_allowed = check_integer(f"{of}(failures_allowed", failures_allowed, least=0)
+        self._names = tuple(self.sources)
+        self._thresholds = _thresholds(self._names, weights)
+        for name, source in self.sources.items():
+            if source.segments < self.streams:
+                raise ValueError(
+                    f"{of}: the source {name!r} has {source.segments} segments, less than one for "
+                    f"each of {self.streams} streams: use fewer streams, or smaller segments"
+                )
+
+    def source_of(self, stream: int, sample: int) -> str:
+        """Return the source of sample number `sample` of a stream.
+
+        The numbers of a stream hit each source in proportion to its weight, within any short
+        sequence. Streams begin at evenly spaced points, so the same holds for a global batch.
+        """
+        start = (stream << 64) // self.streams
+        point = (start + sample * _GOLDEN_RATIO) % 2**64
+        return self._names[bisect_right(self._thresholds, point)]
+
+
+def _thresholds(names: tuple[str, ...], weights: Mapping[str, float] | None) -> list[int]:
+    """Return, for each source, the end of its part of the numbers below 2⁶⁴."""
+    given = dict.fromkeys(names, 1.0) if weights is None else dict(weights)
+    if given.keys() != set(names):
+        raise ValueError(
+            f"ElasticStreamDataset(weights): expected a weight for each of {list(names)}, not for "
+            f"{list(given)}"
+        )
+    ends = list(accumulate(float(given[name]) for name in names))
+    if not ends or not all(0 <= each < np.inf for each in given.values()) or ends[-1] <= 0:
+        raise ValueError(
+            f"ElasticStreamDataset(weights={weights}): expected at least one source, and weights "
+            "of at least 0 that are not all 0"
+        )
+    return [int(end / ends[-1] * 2**64) for end in ends]
+
+
+class Stream:
+    """One virtual stream of a dataset, from a state on."""
+
+    def __init__(self, dataset: ElasticStreamDataset, number: int, state: StreamState) -> None:
+        self._dataset = dataset
+        self._number = number
+        self._samples = state.samples
+        self._used = state.used
+        self._failures = state.failures
+        self._document: Any = None  # the next sample, if it was read already
+        self._packer = None if dataset.packer is None else dataset.packer()
+        if self._packer is not None:
+            self._packer.restore(state.buffer)
+        self._readers = {
+            name: SourceReader(
+                name,
+                source,
+                dataset.seed,
+                range(number, source.segments, dataset.streams),
+                state.places.get(name, Place()),
+            )
+            for name, source in dataset.sources.items()
+        }
+
+    def state(self) -> StreamState:
+        """Return the state after the last item."""
+        places = {name: reader.place for name, reader in self._readers.items()}
+        buffer = _NO_TOKENS if self._packer is None else self._packer.buffered()
+        return StreamState(self._samples, self._used, places, buffer, self._failures)
+
+    def next_item(self) -> Any:
+        """Return the next item.
+
+        Raises:
+            StateError: a sample is not an array of tokens, a source is empty, or the packer does
+                not follow its protocol.
+            Exception: the source or `transform` raised it, and no more failures are allowed.
+        """
+        if self._packer is None:
+            item = self._read_sample()
+            self._finish_sample()
+            return item
+        empty = 0
+        while (sequence := self._packer.finished()) is None:
+            document = self._read_document()
+            taken = self._packer.add(document) if len(document) else 0
+            self._used += taken
+            if taken == len(document):
+                empty = 0 if taken else empty + 1
+                self._finish_sample()
+            elif (sequence := self._packer.finished()) is not None:
+                return sequence
+            else:
+                raise StateError(
+                    f"the packer {self._packer.name!r} took {taken} of {len(document)} tokens, but "
+                    "finished no sequence: Packer.add may leave tokens only if it finishes one"
+                )
+            if empty > _MOST_EMPTY_DOCUMENTS:
+                raise StateError(f"{empty} documents in a row have no tokens: check `transform`")
+        return sequence
+
+    def _read_document(self) -> Tokens:
+        """Return the tokens of the next sample that are not used yet."""
+        if self._document is None:
+            tokens = np.asarray(self._read_sample())
+            if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+                raise StateError(
+                    f"{self._where()}: expected a one-dimensional array of integers to pack, not "
+                    f"{tokens.dtype} of shape {list(tokens.shape)}: return one from `transform`"
+                )
+            if len(tokens) < self._used:
+                raise StateError(
+                    f"{self._where()}: it has {len(tokens)} tokens, but {self._used} of them were "
+                    "used before the restart: `transform` must return the same at each call"
+                )
+            self._document = tokens
+        rest: Tokens = self._document[self._used :]
+        return rest
+
+    def _read_sample(self) -> Any:
+        """Return the next sample that can be read, transformed."""
+        transform = self._dataset.transform
+        while True:
+            reader = self._reader()
+            try:
+                sample = reader.read()
+            except StateError:
+                raise
+            except Exception as error:
+                self._record(error, rest=True)
+                reader.skip_segment()
+                self._count_sample()
+                continue
+            try:
+                return sample if transform is None else transform(sample)
+            except Exception as error:
+                self._record(error, rest=False)
+                self._finish_sample()
+
+    def _finish_sample(self) -> None:
+        self._reader().skip_sample()
+        self._count_sample()
+
+    def _count_sample(self) -> None:
+        self._samples += 1
+        self._used = 0
+        self._document = None
+
+    def _reader(self) -> SourceReader:
+        return self._readers[self._dataset.source_of(self._number, self._samples)]
+
+    def _record(self, error: Exception, *, rest: bool) -> None:
+        """Record that a sample is skipped, or raise the error if no more failures are allowed."""
+        if len(self._failures) >= self._dataset.failures_allowed:
+            add_note(error, f"{self._where()}; failures_allowed= would skip it")
+            raise error
+        reader = self._reader()
+        failure = Failure(
+            stream=self._number,
+            source=reader.name,
+            epoch=reader.epoch,
+            segment=reader.segment,
+            offset=reader.place.offset,
+            rest=rest,
+            reason=f"{type(error).__name__}: {error}"[:200],
+        )
+        self._failures += (failure,)
+
+    def _where(self) -> str:
+        reader = self._reader()
+        return (
+            f"sample {reader.place.offset} in segment {reader.segment} of the source "
+            f"{reader.name!r} (epoch {reader.epoch}, stream {self._number})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker contributes to a batch.
+
+    Attributes:
+        number: the number of the batch, counted from the start of the iteration.
+        items: the items, in the order of their streams.
+        states: the states of the worker's streams after these items.
+    """
+
+    number: int
+    items: list[Any]
+    states: dict[int, StreamState]
+
+
+def produce_parts(
+    dataset: ElasticStreamDataset, states: Mapping[int, StreamState], items_per_stream: int
+) -> Iterator[Part]:
+    """Yield a worker's parts of all batches.
+
+    Args:
+        states: the worker's streams, and where they begin.
+        items_per_stream: how many items each stream contributes to a batch.
+    """
+    streams = {number: Stream(dataset, number, state) for number, state in states.items()}
+    number = 0
+    while True:
+        items = [stream.next_item() for stream in streams.values() for _ in range(items_per_stream)]
+        yield Part(number, items, {each: stream.state() for each, stream in streams.items()})
+        number += 1
