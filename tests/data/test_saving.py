@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.data.labelled import label_sources, tokens_of
 
 SAVE_EVERY = 3
-SAMPLES = 50
+SAMPLES = 52
 
 
 def make_dataset(**options: Any) -> ElasticStreamDataset:
@@ -224,17 +225,11 @@ def run_rank(root: Path, ledger: Path, until: int, kill_at: int, workers: int) -
     """Train with both loaders; with `kill_at`, all ranks are killed after that step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sampler = ElasticBatchSampler(SAMPLES, global_batch=8, last_batch="short")
-    persistent = workers > 0
-    indices = repeat(
-        DataLoader(
-            Numbers(),  # type: ignore[arg-type]
-            batch_sampler=sampler,
-            num_workers=workers,
-            persistent_workers=persistent,
-            prefetch_factor=3 if workers else None,
-        )
-    )
-    loader = ElasticStreamLoader(make_dataset(), num_workers=workers, prefetch_factor=3)
+    ahead: dict[str, Any] = {"prefetch_factor": 3, "multiprocessing_context": "fork"}
+    more = {"persistent_workers": True, **ahead} if workers else {}
+    numbers: Any = Numbers()
+    indices = repeat(DataLoader(numbers, batch_sampler=sampler, num_workers=workers, **more))
+    loader = ElasticStreamLoader(make_dataset(), num_workers=workers, **ahead)
     sequences = iter(loader)
     weights = torch.zeros(3)
     state = {"weights": weights, "sampler": sampler, "loader": loader}
@@ -249,6 +244,8 @@ def run_rank(root: Path, ledger: Path, until: int, kill_at: int, workers: int) -
             (ledger / f"{step}-{rank}-{world}").write_text(json.dumps(batch))
             run.save(step, state)
             if step == kill_at:
+                for worker in multiprocessing.active_children():
+                    worker.kill()  # they would hold the gang's pipe open for seconds
                 os.kill(os.getpid(), signal.SIGKILL)
     assert weights.tolist() == [step] * 3
     return start

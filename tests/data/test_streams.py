@@ -113,8 +113,8 @@ def test_packing_uses_each_document_once(packer: Any) -> None:
         tokens += stream.next_item().tolist()
     found = whole_samples(tokens)
     assert set(found) == set(sources["s0"].samples())
-    assert set(found.values()) <= {1, 2}
-    assert Counter(found.values())[2] >= 20
+    assert set(found.values()) <= {1, 2, 3}  # the third epoch has just begun
+    assert Counter(found.values())[2] >= 16
 
 
 def test_failures_are_skipped_recorded_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +163,7 @@ def test_the_rest_of_a_segment_that_cannot_be_read_is_skipped() -> None:
     (failure,) = stream.state().failures
     assert (failure.segment, failure.offset, failure.rest) == (1, 1, True)
     with pytest.raises(OSError, match="bad block"):
-        [stream.next_item() for _ in range(7)]
+        [stream.next_item() for _ in range(8)]
 
 
 def test_an_empty_source_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from torch.utils.data import Sampler
 
-from shardwise.data.random_order import MOST_ITEMS, ORDER_VERSION, permute
+from shardwise.data.random_order import MOST_ITEMS, ORDER_VERSION, Positions, permute
 from shardwise.data.shares import MOST_BATCHES_AHEAD, data_rank, share_of
 from shardwise.engine.options import check_integer
 from shardwise.errors import StateError
@@ -208,7 +208,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         while positions:
             epoch, first = divmod(positions.start, self.length)
             count = min(len(positions), self.length - first)
-            places = np.arange(first, first + count, dtype=np.int64)
+            places: Positions = np.arange(first, first + count, dtype=np.int64)
             if self.shuffle:
                 places = permute(places, self.length, f"{self.seed} {epoch}")
             indices += places.tolist()

@@ -18,23 +18,28 @@ ORDER_VERSION = 1
 """The version of this algorithm, which states contain."""
 MOST_ITEMS = 2**62
 _ROUNDS = 8
+_MOST_HASHED = 256
 
 
 def permute(positions: Positions, length: int, key: str) -> Positions:
     """Return which items are at these positions of a random order of `length` items.
 
-    The order is a Feistel network on the square with at least `length` fields. A result outside of
-    the order is permuted again until it lies within (*cycle walking*), which keeps the items
-    distinct.
+    The order of up to 256 items is that of their hashes. A longer order is a Feistel network on the
+    square with at least `length` fields. A result outside of the order is permuted again until it
+    lies within (*cycle walking*), which keeps the items distinct. On small squares, this would
+    prefer some orders.
 
     Args:
         positions: numbers from 0 to `length - 1`, one-dimensional.
         length: the number of items, from 1 to 2⁶².
         key: the order depends on this text and on `length` only.
     """
-    side = isqrt(length - 1) + 1
     digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
+    if length <= _MOST_HASHED:
+        hashes = _mix(np.arange(length, dtype=np.uint64) ^ round_keys[0])
+        return np.argsort(hashes, kind="stable")[positions]
+    side = isqrt(length - 1) + 1
     items = _permute_square(positions, side, round_keys)
     outside = np.flatnonzero(items >= length)
     while len(outside):
