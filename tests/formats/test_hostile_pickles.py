@@ -161,7 +161,7 @@ def test_an_object_that_reduces_to_a_call(protocol: int, canary: list[object]) -
     bird.__qualname__, bird.__module__ = "Bird", "canary"
     data = pickle.dumps({"weights": [Attack()]}, protocol)
     canary.clear()
-    with pytest.raises(FormatError, match=r"canary\.Bird; nothing of it was run"):
+    with pytest.raises(FormatError, match=r"canary\.Bird; shardwise ran no code"):
         unpickle(data, "it")
     assert unpickle(data, "it", skip_unknown=True).value == {
         "weights": [UnknownObject("canary.Bird")]

@@ -148,7 +148,10 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa:
 def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
     if found:
         names = " and ".join(f"{reader.name} (format={reader.key!r})" for reader in found)
-        return f"{tree}: the checkpoint does not have the given format, but that of {names}"
+        return (
+            f"{tree}: the checkpoint does not have the given format, but that of {names}: pass "
+            "this format, or leave out format="
+        )
     known = ", ".join(reader.name for reader in READERS)
     files = ", ".join(list(tree.sizes)[:5]) or "no file"
     return (

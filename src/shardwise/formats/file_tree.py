@@ -72,7 +72,7 @@ class FileTree:
         if self.store.is_file():
             return self.store.name
         if not self.store.exists():
-            raise CheckpointNotFoundError(f"{self}: no such file or directory")
+            raise CheckpointNotFoundError(f"{self}: no such file or directory: check the path")
         return None
 
     @cached_property
@@ -215,7 +215,7 @@ class FileTree:
         if self.file(name).size > limit:
             raise FormatError(
                 f"{self.label(name)}: the file has {self.sizes[name]} bytes; at most {limit} are "
-                "supported"
+                "supported: copy the file again from an intact source"
             )
         with self.open_range(name) as file:
             return file.read(0, file.size)

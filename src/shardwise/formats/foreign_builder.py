@@ -101,7 +101,7 @@ class Builder:
         if math.prod(n for n in shape if n) * itemsize > LARGEST:
             raise FormatError(
                 f"{name}: a tensor of shape {list(shape)} is larger than {LARGEST} bytes: the "
-                "checkpoint is damaged"
+                "checkpoint is damaged: copy it again from an intact source"
             )
         self._index[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))
@@ -273,7 +273,8 @@ def number_tensor(value: float, name: str) -> torch.Tensor:
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     except OverflowError as error:
         raise FormatError(
-            f"{name}: the number {str(value)[:40]} is too large for a float"
+            f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
+            "damaged: copy it again from an intact source"
         ) from error
 
 

@@ -63,7 +63,8 @@ def merge_ranks(
     state = merger.merge(tuple(states), ())
     if state is _DIFFERS:
         raise FormatError(
-            f"{path}: the ranks saved different values, and not dicts: there is nothing to merge"
+            f"{path}: the ranks saved different values, and not dicts, so they cannot be merged: "
+            "open the file of one rank"
         )
     left_out = [f"{_name_of(each)}: its value differs between ranks" for each in merger.differing]
     leaves = find_leaves(state if isinstance(state, dict) else {"value": state}, files)

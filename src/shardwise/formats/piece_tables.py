@@ -105,7 +105,8 @@ def pad_table(table: PieceTable, dims: int) -> PieceTable:
     missing = dims - pieces.offset.shape[1]
     if missing < 0:
         raise FormatError(
-            f"a piece has {pieces.offset.shape[1]} dimensions, but no tensor has more than {dims}"
+            f"a piece has {pieces.offset.shape[1]} dimensions, but no tensor has more than {dims}: "
+            "copy the checkpoint again from an intact source"
         )
     if missing == 0:
         return table

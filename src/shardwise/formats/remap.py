@@ -43,7 +43,12 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     catalogue = catalogue_of(opened.manifest.tensors)
     inside_values = _are_inside_values(opened)
     remapped = _drop_means(
-        apply_spec(spec, _select_rows(catalogue, np.flatnonzero(~inside_values)), sizes=sizes)
+        apply_spec(
+            spec,
+            _select_rows(catalogue, np.flatnonzero(~inside_values)),
+            sizes=sizes,
+            checkpoint=str(opened.store),
+        )
     )
     remapped = _add_unchanged(remapped, catalogue, np.flatnonzero(inside_values).tolist())
     stored = PieceTable(opened.pieces, opened.stride)
@@ -198,11 +203,12 @@ def _compose_pieces(
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
     first = new.start // itemsize[new.file]
     first_offset = first[:, None] // strides[new.file] % shapes[new.file]
-    source = _find_source_dims(remapped, new_table, shapes, strides)
+    source = _find_source_dims(str(opened.store), remapped, new_table, shapes, strides)
     extents = np.ones((len(new), dims), np.int64)
     rows, dims_of_new = np.nonzero(source >= 0)
     extents[rows, source[rows, dims_of_new]] = new.shape[rows, dims_of_new]
-    _refuse_reshapes(remapped, new_table, first_offset + extents > shapes[new.file])
+    crosses_shards = first_offset + extents > shapes[new.file]
+    _refuse_reshapes(str(opened.store), remapped, new_table, crosses_shards)
     overlaps = find_overlaps(
         (new.file, first_offset, extents),
         (old.tensor, _pad_columns(old.offset, dims, 0), _pad_columns(old.shape, dims, 1)),
@@ -231,7 +237,9 @@ def _compose_pieces(
     return PieceTable(pieces, take_along_source(old_stride, 0)), (new_rows, old_rows)
 
 
-def _find_source_dims(remapped: Foreign, table: PieceTable, shapes: Int, strides: Int) -> Int:
+def _find_source_dims(
+    path: str, remapped: Foreign, table: PieceTable, shapes: Int, strides: Int
+) -> Int:
     """Return the dimension of the old tensor for each dimension of each piece; -1 for size 1.
 
     Raises:
@@ -241,20 +249,24 @@ def _find_source_dims(remapped: Foreign, table: PieceTable, shapes: Int, strides
     runs = pieces.shape > 1
     matches = stride[:, :, None] == strides[pieces.file][:, None, :]
     matches &= (shapes[pieces.file] > 1)[:, None, :]
-    _refuse_reshapes(remapped, table, (runs & ~matches.any(axis=2)))
+    _refuse_reshapes(path, remapped, table, (runs & ~matches.any(axis=2)))
     source: Int = np.where(runs, matches.argmax(axis=2), -1)
     return source
 
 
 def _refuse_reshapes(
-    remapped: Foreign, table: PieceTable, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+    path: str,
+    remapped: Foreign,
+    table: PieceTable,
+    wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
 ) -> None:
     rows = np.flatnonzero(wrong.any(axis=1))
     if len(rows):
         name = remapped.tensors[int(table.pieces.tensor[rows[0]])].name
         raise StateError(
-            f"{name}: the specification joins or splits dimensions of a stored tensor across the "
-            "borders of its shards; load the tensor without this rule, and reshape it afterwards"
+            f"{path}: {name}: the specification joins or splits dimensions of a stored tensor "
+            "across the borders of its shards; load the tensor without this rule, and reshape it "
+            "afterwards"
         )
 
 

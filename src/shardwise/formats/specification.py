@@ -54,7 +54,7 @@ class Specification:
             MismatchError: the rules do not fit; `problems` lists everything that is wrong.
         """
         catalogue, values = _read_rank_files(tree, self.files or "")
-        foreign = apply_spec(self.rules, catalogue, sizes=self.sizes)
+        foreign = apply_spec(self.rules, catalogue, sizes=self.sizes, checkpoint=str(tree))
         builder = Builder.from_foreign(foreign)
         builder.left_out += describe_differing_values(values)
         for name, value in values[0].items():
@@ -83,7 +83,10 @@ def spec(
     """
     invalid = [name for name, size in sizes.items() if type(size) is not int]
     if invalid:
-        raise StateError(f"{invalid[0]}={sizes[invalid[0]]!r}: expected a whole number")
+        raise StateError(
+            f"{invalid[0]}={sizes[invalid[0]]!r}: expected a whole number, for example "
+            f"{invalid[0]}=8"
+        )
     if isinstance(source, str) and ("->" in source or "\n" in source):
         return Specification(parse(source), sizes, files)
     if source in builtin_names():
@@ -117,7 +120,8 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
     coordinates = dict(_match_files(tree, pattern))
     if not coordinates:
         raise CheckpointNotFoundError(
-            f"{tree}: no file matches {pattern}, which is relative to this directory"
+            f"{tree}: no file matches {pattern}, which is relative to this directory: correct "
+            "files=, for example files='mp_rank_{tp}/model_optim_rng.pt'"
         )
     coordinate = np.array(list(coordinates.values()), np.int64).reshape(len(coordinates), len(axes))
     sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}

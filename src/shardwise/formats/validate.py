@@ -20,6 +20,8 @@ from shardwise.manifest.names import LONGEST_NAME, RESERVED
 from shardwise.manifest.pieces import Int, check_table_size, padded_rows
 from shardwise.manifest.validate import MOST_PIECES
 
+_COPY_AGAIN = "copy the checkpoint again from an intact source, or open another one"
+
 
 def validate_foreign(foreign: Foreign) -> Foreign:
     """Check a foreign checkpoint; return it with columns padded to its widest tensor.
@@ -38,12 +40,14 @@ def validate_foreign(foreign: Foreign) -> Foreign:
     for item in (table, replicas):
         if len(item) > MOST_PIECES:
             raise FormatError(
-                f"the checkpoint has {len(item)} pieces; at most {MOST_PIECES} are supported"
+                f"the checkpoint has {len(item)} pieces; at most {MOST_PIECES} are supported: save "
+                "it again from fewer ranks"
             )
         _check_pieces(foreign, item)
     if foreign.replica_names and len(foreign.replica_names) != len(replicas):
         raise FormatError(
-            f"the manifest has {len(foreign.replica_names)} names for {len(replicas)} replicas"
+            f"the index has {len(foreign.replica_names)} names for {len(replicas)} replicas: it is "
+            "damaged: delete the index file, and open the checkpoint again"
         )
     pieces = foreign.table.pieces
     shapes = _padded_shapes(foreign, pieces.offset.shape[1])
@@ -53,7 +57,9 @@ def validate_foreign(foreign: Foreign) -> Foreign:
     wrong = uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
     if len(wrong):
         names = ", ".join(foreign.tensors[i].name for i in wrong[:5].tolist())
-        raise FormatError(f"pieces overlap or leave gaps in {len(wrong)} tensor(s): {names}")
+        raise FormatError(
+            f"pieces overlap or leave gaps in {len(wrong)} tensor(s): {names}; {_COPY_AGAIN}"
+        )
     return foreign
 
 
@@ -72,23 +78,25 @@ def _check_names(foreign: Foreign) -> None:
         if not name or len(name) > LONGEST_NAME or name.startswith(RESERVED):
             raise FormatError(
                 f"{name[:60]!r} is not a valid name of a tensor or value: names have 1 to "
-                f"{LONGEST_NAME} characters and do not start with {RESERVED!r}"
+                f"{LONGEST_NAME} characters and do not start with {RESERVED!r}; save it under "
+                "another name"
             )
         seen.add(name)
     files = [file.name for file in foreign.files]
     if len(set(files)) != len(files):
         (duplicate, _), *_ = Counter(files).most_common(1)
-        raise FormatError(f"the file {duplicate[:200]!r} is listed twice")
+        raise FormatError(f"the file {duplicate[:200]!r} is listed twice; {_COPY_AGAIN}")
     for file in foreign.files:
         parts = file.name.split("/")
         if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
             raise FormatError(
-                f"{file.name[:200]!r} is not a path below the directory of the checkpoint"
+                f"{file.name[:200]!r} is not a path below the directory of the checkpoint; "
+                f"{_COPY_AGAIN}"
             )
         if file.content is not None and len(file.content) != file.size:
             raise FormatError(
                 f"{file.name[:200]!r}: the content has {len(file.content)} bytes instead of "
-                f"{file.size}"
+                f"{file.size}; {_COPY_AGAIN}"
             )
 
 
@@ -97,22 +105,30 @@ def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
     for tensor in tensors:
         dtype_info = DTYPES.get(tensor.dtype)
         if dtype_info is None:
-            raise FormatError(f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}")
+            raise FormatError(
+                f"{tensor.name}: the dtype {tensor.dtype[:40]!r} is not supported: convert the "
+                "tensor before saving it"
+            )
         if math.prod(n for n in tensor.shape if n) * dtype_info.itemsize > LARGEST:
-            raise FormatError(f"{tensor.name}: shape {list(tensor.shape)} is too large")
+            raise FormatError(
+                f"{tensor.name}: a tensor of shape {list(tensor.shape)} is larger than {LARGEST} "
+                f"bytes; {_COPY_AGAIN}"
+            )
         if tensor.pieces:
             raise FormatError(
-                f"{tensor.name}: the entry contains pieces, which belong into the table"
+                f"{tensor.name}: the entry contains pieces, which belong into the table; "
+                f"{_COPY_AGAIN}"
             )
         target = by_name.get(tensor.same_as) if tensor.same_as is not None else tensor
         if target is None or (target is not tensor and target.same_as is not None):
             raise FormatError(
-                f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, which is not stored"
+                f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, which is not stored; "
+                f"{_COPY_AGAIN}"
             )
         if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
             raise FormatError(
-                f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, which has another dtype "
-                "or shape"
+                f"{tensor.name}: the tensor is {tensor.dtype} {list(tensor.shape)}, but is tied to "
+                f"{tensor.same_as!r}, which is {target.dtype} {list(target.shape)}; {_COPY_AGAIN}"
             )
 
 
@@ -126,7 +142,8 @@ def _check_pieces(foreign: Foreign, table: PieceTable) -> None:
     ):
         if (indices < 0).any() or (indices >= count).any():
             raise FormatError(
-                f"a piece refers to a {subject} that does not exist; there are {count}"
+                f"a piece refers to a {subject} that does not exist: the index of the {subject} is "
+                f"not in [0, {count}); {_COPY_AGAIN}"
             )
     shapes = _padded_shapes(foreign, pieces.offset.shape[1])[pieces.tensor]
     inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
@@ -178,5 +195,6 @@ def _refuse_pieces(foreign: Foreign, table: PieceTable, wrong: npt.ArrayLike, pr
         tensor = foreign.tensors[int(table.pieces.tensor[rows[0]])]
         file = foreign.files[int(table.pieces.file[rows[0]])]
         raise FormatError(
-            f"{tensor.name}, of shape {list(tensor.shape)}: a piece in {file.name} {problem}"
+            f"{tensor.name}, of shape {list(tensor.shape)}: a piece in {file.name} {problem}; "
+            f"{_COPY_AGAIN}"
         )

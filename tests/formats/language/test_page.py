@@ -112,5 +112,9 @@ def test_the_problems_on_the_page_are_those_that_are_told() -> None:
         (1,): {"odd": numbered(5, 2)},
     }
     with pytest.raises(MismatchError) as error:
-        apply_spec(parse(text, "my.spec"), catalogue({"tp": 2}, ranks))
+        apply_spec(
+            parse(text, "my.spec"),
+            catalogue({"tp": 2}, ranks),
+            checkpoint="checkpoints/step_100",
+        )
     assert f"```\n{error.value}\n```" in PAGE

@@ -129,7 +129,7 @@ def _check_array(dtype: object, shape: object, data: object) -> None:
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
         raise TypeError("a numpy array has an invalid shape")
     if len(shape) > 32 or not isinstance(data, (bytes, bytearray)):
-        raise TypeError("the content of a numpy array is not bytes")
+        raise TypeError("a numpy array has more than 32 dimensions, or its content is not bytes")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes are not a numpy array of shape {list(shape)}")
 
@@ -169,7 +169,7 @@ def _make_bytes(data: object = b"", codec: object = None) -> bytes:
         return _encode_text(data, codec)
     # bytes(n) would allocate n zeros.
     if not isinstance(data, (bytes, bytearray, list)):
-        raise TypeError("bytes() of something that is not bytes or a list")
+        raise TypeError(f"bytes() is called with a {type(data).__name__}, not with bytes or a list")
     return bytes(data)
 
 
@@ -197,7 +197,7 @@ def _pairs_of(pairs: object) -> Iterable[tuple[Any, Any]]:
 
 def _as_list(items: object) -> list[Any]:
     if not isinstance(items, (list, tuple, set, frozenset)):
-        raise TypeError("items of something that is not a list, tuple or set")
+        raise TypeError(f"expected a list, tuple or set of items, found {type(items).__name__}")
     return list(items)
 
 
@@ -217,7 +217,7 @@ def _make_frozenset(items: object = ()) -> frozenset[Any]:
 
 def _make_complex(real: object = 0.0, imaginary: object = 0.0) -> complex:
     if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
-        raise TypeError("complex() of something that is not a number")
+        raise TypeError("complex() is called with a value that is not a number")
     return complex(real, imaginary)
 
 
@@ -233,7 +233,7 @@ def _make_range(*bounds: Any) -> range:
 
 def _check_bounds(bounds: tuple[object, ...]) -> None:
     if not 1 <= len(bounds) <= 3 or not all(n is None or type(n) is int for n in bounds):
-        raise TypeError("slice or range with bounds that are not integers")
+        raise TypeError("a slice or range has bounds that are not 1 to 3 integers")
 
 
 def _make_enum_member(enum_class: object, member: object) -> object:
@@ -241,10 +241,10 @@ def _make_enum_member(enum_class: object, member: object) -> object:
     if isinstance(enum_class, UnknownObject):
         return enum_class
     if not isinstance(enum_class, AllowedCallable) or not isinstance(member, str):
-        raise TypeError("getattr() of something that is not an enum")
+        raise TypeError("getattr() is called with a value that is not an enum")
     value = enum_class.construct(member)
     if not isinstance(value, PickledInstance):
-        raise UnsupportedValueError(f"getattr() of {enum_class.name}, which is not an enum")
+        raise UnsupportedValueError(f"an attribute of {enum_class.name}, which is not an enum")
     return value
 
 
@@ -252,7 +252,7 @@ def _make_instance(instance_class: object, *args: object) -> object:
     if isinstance(instance_class, UnknownObject):
         return instance_class
     if not isinstance(instance_class, AllowedCallable):
-        raise TypeError("an instance of something that is not a class")
+        raise TypeError("an instance is created from a value that is not a class")
     return instance_class.construct(*args)
 
 
@@ -262,14 +262,14 @@ def _reconstruct_instance(instance_class: object, base: object, state: object) -
 
 def _join_path(*parts: object) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise TypeError("a path with a part that is not text")
+        raise TypeError("a path has a part that is not text")
     return "/".join(map(str, parts)).replace("//", "/")
 
 
 def _format_datetime(*args: object) -> str:
     data = args[0] if args else None
     if not isinstance(data, bytes) or len(data) != 10:
-        raise TypeError("a datetime is not ten bytes")
+        raise TypeError("a datetime is not stored as ten bytes")
     year, (month, day, hour, minute, second) = int.from_bytes(data[:2], "big"), data[2:7]
     micro = int.from_bytes(data[7:], "big")
     return f"{year:04}-{month & 127:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micro:06}"
@@ -277,20 +277,20 @@ def _format_datetime(*args: object) -> str:
 
 def _format_date(data: object) -> str:
     if not isinstance(data, bytes) or len(data) != 4:
-        raise TypeError("a date is not four bytes")
+        raise TypeError("a date is not stored as four bytes")
     return f"{int.from_bytes(data[:2], 'big'):04}-{data[2]:02}-{data[3]:02}"
 
 
 def _seconds_of_timedelta(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
     counts = [days, seconds, microseconds]
     if not all(type(n) is int and abs(n) < 2**40 for n in counts):
-        raise TypeError("timedelta() of a value that is not an integer, or is too large")
+        raise TypeError("timedelta() is called with a value that is not an integer, or too large")
     return sum(n * unit for n, unit in zip(counts, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
 
 
 def _make_text(text: object = "") -> str:
     if not isinstance(text, str):
-        raise TypeError("str() of a value that is not text")
+        raise TypeError("str() is called with a value that is not text")
     return text
 
 

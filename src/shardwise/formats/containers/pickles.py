@@ -89,8 +89,8 @@ def unpickle(
         more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
         raise FormatError(
             f"{source}: contains objects that are not read from pickles: "
-            f"{', '.join(names[:MOST_NAMES_SHOWN])}{more}; nothing of it was run. Save without "
-            "them, or leave them out with skip_unknown=True"
+            f"{', '.join(names[:MOST_NAMES_SHOWN])}{more}; shardwise ran no code from the file. "
+            "Save without them, or leave them out with skip_unknown=True"
         )
     return UnpickleResult(value, names, end)
 

@@ -58,7 +58,9 @@ class FileRange:
         """
         if not self._contains(offset, size):
             raise FormatError(
-                f"{self.label}: truncated, or contains a wrong length: copy the file again"
+                f"{self.label}: truncated, or contains a wrong length: bytes [{offset}, "
+                f"{offset + size}) are needed, but there are only {self.size} bytes: copy the file "
+                "again"
             )
         data = np.empty(size, np.uint8)
         if self.file.read_at(self.offset + offset, data) != size:

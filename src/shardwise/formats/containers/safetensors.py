@@ -61,8 +61,8 @@ def read_header(file_range: FileRange) -> Header:
     size = int.from_bytes(file_range.read(0, 8), "little")
     if size > LARGEST_HEADER:
         raise FormatError(
-            f"{file_range.label}: not a safetensors file: its header would have {size} bytes"
-            ": copy the file again from an intact source"
+            f"{file_range.label}: not a safetensors file: its header would have {size} bytes, but "
+            f"at most {LARGEST_HEADER} are allowed: copy the file again from an intact source"
         )
     entries, metadata = _decode_header(file_range, file_range.read(8, size))
     data = file_range.within(8 + size, file_range.size - 8 - size, "the arrays")
@@ -85,7 +85,7 @@ def read_header(file_range: FileRange) -> Header:
         if math.prod(entry.shape) * DTYPES[dtype].itemsize != stop - start:
             raise FormatError(
                 f"{file_range.label}: {name[:200]!r} has {stop - start} bytes, which do not "
-                f"match its shape {list(entry.shape)} and dtype {dtype}"
+                f"match its shape {list(entry.shape)} and dtype {dtype}: copy the file again"
             )
         stride = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
         file_offset = data.offset + start

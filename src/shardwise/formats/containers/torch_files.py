@@ -156,8 +156,8 @@ def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> t
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(names) != 1:
         raise FormatError(
-            f"{file_range.label}: not a file of torch.save: a zip archive without data.pkl"
-            "; copy the file again from an intact source"
+            f"{file_range.label}: not a file of torch.save: a zip archive with {len(names)} files "
+            "data.pkl instead of one; copy the file again from an intact source"
         )
     data = entries[names[0]]
     if data.size > LARGEST_PICKLE:
@@ -198,14 +198,14 @@ def _parse(
         storage_type, key, numel = parse_storage_id(persistent_id)
         if isinstance(storage_type, UnknownObject):
             return storage_type
-        entry = storages.get(key)
+        entry, size = storages.get(key), numel * storage_type.itemsize
         if entry is None:
             raise ValueError(f"storage {key[:40]!r} is missing")
-        if numel * storage_type.itemsize > entry.size:
+        if size > entry.size:
             raise ValueError(
-                f"storage {key[:40]!r} has {entry.size} bytes, fewer than the pickle says"
+                f"storage {key[:40]!r} has {entry.size} bytes, but the pickle needs {size}"
             )
-        start, size = file_range.offset + entry.start, numel * storage_type.itemsize
+        start = file_range.offset + entry.start
         return Storage(file_range.file_index, start, size, storage_type.dtype)
 
     pickled = unpickle(
@@ -354,8 +354,8 @@ def _locate_storages(
         count = int.from_bytes(file_range.read(position, 8), "little")
         if count != storages.counts[key]:
             raise FormatError(
-                f"{file_range.label}: storage {key[:40]!r} has another size than the pickle says: "
-                "copy the file again"
+                f"{file_range.label}: storage {key[:40]!r} has {count} elements, but the pickle "
+                f"needs {storages.counts[key]}: copy the file again"
             )
         size = count * storages.types[key].itemsize
         file_range.within(position + 8, size, f"storage {key[:40]!r}")

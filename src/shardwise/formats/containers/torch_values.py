@@ -106,7 +106,7 @@ def _make_array(
     if metadata:
         raise UnresolvedViewError(_UNRESOLVED, _RESOLVE)
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
-        raise TypeError("the shape, strides or offset of a tensor are not numbers")
+        raise TypeError("a tensor's shape and strides are not tuples, or its offset is no integer")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
         raise ValueError(
             f"a tensor has {len(shape)} sizes and {len(stride)} strides; they must be "
@@ -162,13 +162,13 @@ def _make_size(numbers: object = ()) -> torch.Size:
     if not isinstance(numbers, tuple) or not all(
         type(n) is int and -(2**63) <= n < 2**63 for n in numbers
     ):
-        raise TypeError("torch.Size() got values that are not 64-bit integers")
+        raise TypeError("torch.Size() is called with values that are not 64-bit integers")
     return torch.Size(numbers)
 
 
 def _make_device(device_type: object, index: object = None) -> torch.device:
     if not isinstance(device_type, str) or not (index is None or type(index) is int):
-        raise TypeError("torch.device() of values that are not a name and an index")
+        raise TypeError("torch.device() is called with values that are not a name and an index")
     return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
@@ -356,9 +356,9 @@ def _is_instance(value: object) -> bool:
 
 def _check_sizes(values: object, subject: str) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > MOST_DIMS:
-        raise TypeError(f"{subject} is not a list of numbers")
+        raise TypeError(f"{subject} is not a list of at most {MOST_DIMS} integers")
     if not all(type(n) is int and 0 <= n < 2**62 for n in values):
-        raise ValueError(f"{subject} has negative or too large numbers")
+        raise ValueError(f"{subject} contains a value that is not an integer from 0 to 2**62 - 1")
     return tuple(values)
 
 

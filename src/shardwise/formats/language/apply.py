@@ -41,7 +41,11 @@ NO_DIMENSIONS = DimensionMap((), (), (), frozenset(), ())
 
 
 def apply_spec(
-    spec: Spec, catalogue: Catalogue, *, sizes: Mapping[str, int] | None = None
+    spec: Spec,
+    catalogue: Catalogue,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    checkpoint: str = "the checkpoint",
 ) -> Foreign:
     """Return the checkpoint that a specification makes of the arrays of all ranks.
 
@@ -50,6 +54,7 @@ def apply_spec(
 
     Args:
         sizes: values for numbers that the specification declares with `let`; they override it.
+        checkpoint: the path of the checkpoint, for messages.
 
     Raises:
         MismatchError: the specification does not fit; `problems` lists everything that is wrong.
@@ -62,21 +67,21 @@ def apply_spec(
         matches = match_rules(spec, catalogue, environment)
         environment = add_capture_sizes(spec, catalogue, matches, environment)
     except MismatchError as error:
-        raise _mismatch(spec, error.problems) from error
+        raise _mismatch(spec, checkpoint, error.problems) from error
     except LayoutError as error:
-        raise _mismatch(spec, [str(error)]) from error
+        raise _mismatch(spec, checkpoint, [str(error)]) from error
     collector = Collector(spec, catalogue, matches, environment)
     for rule_index, rule in enumerate(spec.rules):
         if isinstance(rule, Rule) and len(matches.rows[rule_index]):
             _apply_rule(collector, rule_index, rule)
     foreign = assemble_checkpoint(collector)
     if collector.problems:
-        raise _mismatch(spec, collector.problems)
+        raise _mismatch(spec, checkpoint, collector.problems)
     return foreign
 
 
-def _mismatch(spec: Spec, problems: list[str]) -> MismatchError:
-    message = f"{spec.source.source} does not fit the checkpoint:"
+def _mismatch(spec: Spec, checkpoint: str, problems: list[str]) -> MismatchError:
+    message = f"{spec.source.source} does not fit {checkpoint}:"
     return MismatchError(message, list(dict.fromkeys(problems)))
 
 
@@ -156,7 +161,10 @@ def _apply_flat_rule(
     strided = (catalogue.ndim[rows] != 1) | (catalogue.stride[rows, 0] != 1)
     strided &= catalogue.shape[rows].prod(axis=1) > 1
     if strided.any():
-        problem = "an array of a `flat` rule must be contiguous and have one dimension"
+        problem = (
+            "an array of a `flat` rule must be contiguous and have one dimension; remove the "
+            "clause `flat over`"
+        )
         collector.report_arrays(rows[strided], rule, problem)
         return
     ranges = _locate_flat_ranges(collector, rule_index, rule)
@@ -190,8 +198,12 @@ def _locate_flat_ranges(collector: Collector, rule_index: int, rule: Rule) -> Sh
         position = position * environment.size_of(axis) + positions[axis]
     shares = locate_shares(group, position, catalogue.shape[rows].prod(axis=1), count)
     for wrong, problem in (
-        (shares.unequal, "ranks at the same position have ranges of different sizes"),
-        (shares.missing, "the range of a rank is missing"),
+        (
+            shares.unequal,
+            "ranks at the same position have ranges of different sizes; add the axis that "
+            "distinguishes them to `flat over`",
+        ),
+        (shares.missing, "the range of a rank is missing; copy the files of all ranks"),
     ):
         if len(wrong):
             collector.report_arrays(rows[np.isin(group, wrong)], rule, problem)
@@ -235,7 +247,11 @@ def _map_flat_array(
     """Return how the unflattened array becomes a target, and the sizes of all axes."""
     dimension_map = map_dimensions(collector.spec, rule, target, ellipsis_dims=0)
     if dimension_map.ragged_axes:
-        raise LayoutError("a tensor of a `flat` rule cannot have a ragged axis")
+        names = ", ".join(axis.start_key for axis in dimension_map.ragged_axes)
+        raise LayoutError(
+            f"a tensor of a `flat` rule cannot have a ragged axis: remove the `~` of {names}, or "
+            "the clause `flat over`"
+        )
     known_sizes = collector.known_sizes(rule, declared)
     sizes = {name: size for name, size in known_sizes.items() if isinstance(size, int)}
     unknown = any(size_of(dim, sizes) is None for dim in dimension_map.array_dims)

@@ -127,7 +127,10 @@ def evaluate(expression: Expression, environment: Environment) -> int:
             if not isinstance(elements, tuple):
                 raise LayoutError(f"{name} is not a list: declare it with `let {name} = [...]`")
             if not 0 <= index < len(elements):
-                raise LayoutError(f"{name}[{index}] is out of range: {name} has {len(elements)}")
+                raise LayoutError(
+                    f"{name}[{index}] is out of range: {name} has {len(elements)} elements; "
+                    "correct the index or the list"
+                )
             return elements[index]
         case CombinedIndex(axes, ragged):
             return _combine_index(axes, ragged, environment)
@@ -145,14 +148,15 @@ def _combine_index(axes: tuple[str, ...], ragged: bool, environment: Environment
     starts = environment.ragged_starts.get(axes, {})
     if position not in starts:
         raise LayoutError(
-            f"the first {last} of {' '.join(outer)} = {position} is unknown: no file has any"
+            f"the first {last} of {' '.join(outer)} = {position} is unknown: no file has any; copy "
+            "the files of all ranks"
         )
     return starts[position] + environment.value_of(last)
 
 
 def _calculate(operator: Operator, left: int, right: int) -> int:
     if operator in ("//", "%") and right == 0:
-        raise LayoutError(f"division by zero: {left} {operator} 0")
+        raise LayoutError(f"division by zero: {left} {operator} 0; correct the specification")
     match operator:
         case "+":
             return left + right

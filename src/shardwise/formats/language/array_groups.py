@@ -171,7 +171,7 @@ def resolve_ragged_axes(
         for wrong in shares.unequal.tolist():
             report(wrong, f"ranks have different shares of {name} where they must have the same")
         for wrong in shares.missing.tolist():
-            report(wrong, f"the shares of {name} of some ranks are missing")
+            report(wrong, f"the shares of {name} of some ranks are missing; copy all files")
         if name in declared:
             _compare_shares(declared[name], tensor, position, size, name, report)
         groups = [group for group in groups if axis not in group.dimension_map.ragged_axes]
@@ -231,11 +231,14 @@ def compute_tensor_shape(
         if dim.limit is not None:
             limit = evaluate(dim.limit, with_sizes)
             if not 0 <= limit <= size:
-                raise LayoutError(f"dimension {i} is cut at {limit}, but has {size} elements")
+                raise LayoutError(
+                    f"dimension {i} is cut at {limit}, but has {size} elements; correct `[:…]`"
+                )
             size = limit
         shape.append(size)
     if math.prod(size for size in shape if size) > LARGEST:
         raise LayoutError(
-            f"the tensor would be too large, with shape {shape}: check the numbers in names"
+            f"a tensor of shape {shape} would have more than {LARGEST} elements: check the numbers "
+            "in the names of arrays"
         )
     return tuple(shape)

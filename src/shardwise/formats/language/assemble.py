@@ -113,7 +113,7 @@ def _find_dtypes(collector: Collector) -> list[str | None]:
             rows = collector.matches.rows[rule_index]
             is_other = np.array([dtype != rule.dtype for dtype in catalogue.dtypes], bool)
             wrong = rows[is_other[catalogue.dtype[rows]]] if len(rows) else rows
-            problem = f"its dtype is not {rule.dtype}, as the rule requires"
+            problem = f"its dtype is not {rule.dtype}, as the rule requires; correct `as`"
             collector.report_arrays(wrong, rule, problem)
     return [catalogue.dtypes[i] if i >= 0 else None for i in highest.tolist()]
 
@@ -218,7 +218,7 @@ def _resolve_ties(
             visited.add(target)
             target = declared[target]
         if target in visited:
-            collector.problems.append(f"{tied}: it is tied to itself")
+            collector.problems.append(f"{tied}: it is tied to itself; remove one of the ties")
             continue
         ties[tied] = target
         if tied in tensors.terms_of_means or (tied in tensors and target in tensors.terms_of_means):

@@ -121,7 +121,10 @@ def _find_boxes_of_term(
             continue
         box_dim.is_closed = True
         if len(start) * size > MOST_BOXES:
-            raise LayoutError(f"the rule cuts an array into more than {MOST_BOXES} boxes")
+            raise LayoutError(
+                f"the rule cuts an array into more than {MOST_BOXES} boxes; put axes that are "
+                "adjacent in the array next to each other in the tensor"
+            )
         positions = np.arange(size)
         start = (start[:, None] + positions * array_steps[axis]).ravel()
         offset = np.repeat(offset, size, axis=0)
@@ -156,7 +159,10 @@ def place_boxes(
     """
     count, dims = len(boxes.start), boxes.offset.shape[1]
     if len(rows) * count > MOST_BOXES:
-        raise LayoutError(f"the rule cuts its arrays into more than {MOST_BOXES} boxes")
+        raise LayoutError(
+            f"the rule cuts {len(rows)} arrays into {count} boxes each, more than {MOST_BOXES} in "
+            "all; put axes that are adjacent in the arrays next to each other in the tensor"
+        )
     start, offset = np.zeros(len(rows), np.int64), np.zeros((len(rows), dims), np.int64)
     for axis, (elements, dim, step) in boxes.shift_per_axis.items():
         start += elements * positions[axis]

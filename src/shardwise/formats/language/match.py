@@ -170,8 +170,8 @@ def _starts_of_shares(
     for position in range(positions):
         if position not in shares:
             raise LayoutError(
-                f"no file has any {axes[-1]} of {' '.join(axes[:-1])} = {position}: a file or a "
-                "rule is missing"
+                f"no file has any {axes[-1]} of {' '.join(axes[:-1])} = {position}: copy the file, "
+                "or add a rule for its arrays"
             )
         starts[position] = start
         start += shares[position]
@@ -190,7 +190,10 @@ def evaluate_lets(spec: Spec, given: Mapping[str, int]) -> dict[str, NumberOrLis
     constants: dict[str, NumberOrList] = dict(given)
     names = [name for name, _ in spec.lets]
     undeclared = [name for name in given if name not in names]
-    problems = [f"{name} is given, but not declared with `let`" for name in undeclared]
+    problems = [
+        f"{name} is given, but not declared with `let`; declare it, or leave out {name}="
+        for name in undeclared
+    ]
     for name, declared in spec.lets:
         if name in given:
             continue
@@ -220,7 +223,8 @@ def sizes_of_rank_axes(spec: Spec, axes: Mapping[str, int]) -> dict[str, int]:
         MismatchError: the specification gives other sizes.
     """
     problems = [
-        f"{name} is {axes.get(name, 1)} in the checkpoint and {size} in the specification"
+        f"{name} is {axes.get(name, 1)} in the checkpoint and {size} in the specification; correct "
+        "`ranks`, or open another checkpoint"
         for name, size in spec.ranks
         if size is not None and size != axes.get(name, 1)
     ]

@@ -349,6 +349,7 @@ def count_ellipsis_dims(spec: Spec, rule: Rule, target: Target, ndim: int) -> in
     named = sum(drop_axes(dim.axes, indexed) is not None for dim in shape.dims)
     if ndim < named or (ndim > named and shape.ellipsis is None):
         raise LayoutError(
-            f"{format_shape(shape)} has {named} dimension(s) on a rank; the array has {ndim}"
+            f"{format_shape(shape)} has {named} dimension(s) on a rank; the array has {ndim}: "
+            "correct the dimensions, or use `...` for the others"
         )
     return ndim - named

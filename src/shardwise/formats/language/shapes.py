@@ -265,7 +265,7 @@ def _describe_contradiction(expression: AxisExpression, total: int, known: Sizes
     given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
     size = size_of(expression, known)
     cannot = f"`{format_axes(expression)}` cannot be {total}" + (f" with {given}" if given else "")
-    return cannot + (f": that makes {size}" if size is not None else ": it does not divide")
+    return cannot + (f": its size is {size}" if size is not None else ": it does not divide")
 
 
 def _describe_undetermined(equations: Sequence[tuple[AxisExpression, int]], known: Sizes) -> str:

@@ -110,8 +110,9 @@ class TensorNames:
                 number = evaluate(part, environment)
                 if number < 0:
                     raise LayoutError(
-                        f"{{{format_expression(part)}}} is {number}, "
-                        f"with {_format_values(part, environment)}"
+                        f"{{{format_expression(part)}}} is {number}, with "
+                        f"{_format_values(part, environment)}; a number in a name must not be "
+                        "negative"
                     )
                 if not isinstance(part, Variable):
                     self.computed_numbers.setdefault(name, set()).add(number)
@@ -135,7 +136,8 @@ def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
         combinations *= size
         if combinations > MOST_COMBINATIONS:
             raise LayoutError(
-                f"the numbers in names have more than {MOST_COMBINATIONS} combinations"
+                f"the numbers in names have more than {MOST_COMBINATIONS} combinations; check the "
+                "numbers that the rule captures"
             )
         key = key * size + column
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)

@@ -102,7 +102,10 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
                 data, label, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
             ).value
             if not isinstance(array, StoredArray):
-                raise FormatError(f"{label}: expected a plain tensor, found {type(array).__name__}")
+                raise FormatError(
+                    f"{label}: expected a plain tensor, found {type(array).__name__}: copy the "
+                    "file again from an intact source, or save with ByteCheckpoint 0.0.x"
+                )
             parsed[data] = array
         arrays[name, offset] = parsed[data]
     return arrays
@@ -115,8 +118,8 @@ def _find_arrays(arrays: ChunkArrays, tree: FileTree, chunks: Chunks) -> ItemArr
         array = arrays.get((name, offset))
         if array is None:
             raise FormatError(
-                f"{tree}: {name} at {list(offset)}: the metadata has no dtype and strides"
-                ": copy all files of one save"
+                f"{tree}: the chunk of {name} at {list(offset)}: {METADATA} has no dtype and "
+                "strides of it: copy all files of one save"
             )
         distinct_index.append(distinct.setdefault(array, len(distinct)))
         start.append(item.offset + array.start)

@@ -123,7 +123,8 @@ def _read_index(tree: FileTree, name: str) -> dict[str, str]:
         if not file.endswith((SAFETENSORS, PICKLED)):
             raise FormatError(
                 f"{tree.label(name)}: {file[:200]!r} is not a file of weights: an index "
-                f"names files that end in {SAFETENSORS} or {PICKLED}"
+                f"names files that end in {SAFETENSORS} or {PICKLED}; copy it again from an intact "
+                "source"
             )
     return index.weight_map
 
@@ -279,7 +280,8 @@ def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndAr
         if saved is None or len(saved.saved_offsets) != len(array.shape):
             raise FormatError(
                 f"{path}: {_OFFSETS_KEY} lacks the offset of its array in {name[:200]!r}: the file "
-                "is damaged, or HuggingFaceStorageWriter did not write it"
+                "is damaged, or HuggingFaceStorageWriter did not write it; copy it again from an "
+                "intact source"
             )
         yield name, (saved.saved_offsets, array)
 

@@ -143,8 +143,8 @@ def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> D
         except (LayoutError, TypeError, ValueError, ZeroDivisionError) as error:
             raise FormatError(
                 f"{path}: {content.names[tensor]} was flattened, and its pieces do not make up the "
-                f"shape {list(shapes[tensor])}: {error}. {METADATA} is damaged, or from another "
-                "save"
+                f"shape {list(shapes[tensor])}: {error}: copy {METADATA} and all other files from "
+                "one save"
             ) from error
     table = join_tables(select_rows(content.table, ~is_flat), table_of_boxes(boxes))
     unflattened = tuple(shapes.get(i, shape) for i, shape in enumerate(content.shapes))
@@ -255,7 +255,7 @@ def _read_common(
     if not isinstance(common, dict):
         raise FormatError(
             f"{tree}: {label}: expected a dict of the state that all ranks share, found "
-            f"{type(common).__name__}"
+            f"{type(common).__name__}: copy the file again from an intact source"
         )
     return files, common
 

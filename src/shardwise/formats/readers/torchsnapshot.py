@@ -80,8 +80,8 @@ def read(tree: FileTree) -> Foreign:
         manifest = msgspec.json.decode(tree.read(MANIFEST), type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{path} is not a manifest of torchsnapshot 0.1 (older versions wrote YAML, which is "
-            f"not supported): {error}"
+            f"{path} is not a manifest of torchsnapshot 0.1: {error}; copy the file again, or, if "
+            "an older version wrote it as YAML, load and save it with torchsnapshot 0.1"
         ) from error
     snapshot = _Snapshot(tree)
     for key, entry in manifest.manifest.items():
@@ -165,11 +165,14 @@ class _Snapshot:
                 raise FormatError(
                     f"the shard at {list(shard.offsets)} is {array.dtype} of shape "
                     f"{list(array.shape)}, but the manifest says {dtype} of shape "
-                    f"{list(shard.sizes)}"
+                    f"{list(shard.sizes)}: copy all files of one save"
                 )
             first = self._boxes.setdefault((path, shard.offsets), array)
             if first.shape != array.shape:
-                raise FormatError(f"two shards at {list(shard.offsets)} have different shapes")
+                raise FormatError(
+                    f"two shards at {list(shard.offsets)} have the shapes {list(first.shape)} and "
+                    f"{list(array.shape)}: copy all files of one save"
+                )
             if first != array:
                 self._replicas.append((path, shard.offsets, array))
 
@@ -193,7 +196,7 @@ class _Snapshot:
             if not isinstance(saved, StoredArray) or saved.shape != tensor.shape:
                 raise FormatError(
                     f"{tensor.location} has no tensor of the shape in the manifest, "
-                    f"{list(tensor.shape)}"
+                    f"{list(tensor.shape)}: copy all files of one save"
                 )
             return saved
         if tensor.serializer != "buffer_protocol":
@@ -223,7 +226,10 @@ class _Snapshot:
         try:
             return _PRIMITIVES[entry.type](entry.serialized_value)
         except (KeyError, ValueError, struct.error) as error:
-            raise FormatError(f"not a valid {entry.type}: {error!r}") from error
+            raise FormatError(
+                f"not a valid {entry.type}: {error!r}: copy the manifest again from an intact "
+                "source"
+            ) from error
 
     def _read_saved(self, location: str, byte_range: tuple[int, int] | None) -> Any:
         """Return the value in a file of torch.save, which may be a range of a larger file."""
@@ -271,7 +277,10 @@ def _tensor_of(entry: _Entry) -> _Tensor:
 def _parse_dtype(tensor: _Tensor) -> str:
     dtype = tensor.dtype.removeprefix("torch.")
     if dtype not in DTYPES:
-        raise FormatError(f"dtype {tensor.dtype[:40]!r} is not supported")
+        raise FormatError(
+            f"dtype {tensor.dtype[:40]!r} is not supported: restore the tensor with torchsnapshot, "
+            "and convert it"
+        )
     return dtype
 
 

@@ -20,6 +20,7 @@ from shardwise.manifest.validate import MOST_PIECES
 from shardwise.state.hash_collisions import UnsafeKeysError, check_keys
 
 METADATA = ".metadata"
+_COPY_AGAIN = "copy the file again from an intact source"
 MOST_DIMENSIONS = 64
 MOST_PARTS = 64
 Path: TypeAlias = tuple[str | int, ...]
@@ -96,10 +97,13 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except UnsafeKeysError as error:
-        raise FormatError(f"{path}: {error}: the file is refused") from error
+        raise FormatError(
+            f"{path}: {error}: the file is refused; copy it again from a source that you trust"
+        ) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
-            f"{path}: not the metadata of a DCP checkpoint: {error!r}; copy it again"
+            f"{path}: not the metadata of a DCP checkpoint: {error!r}; copy the file again from an "
+            "intact source"
         ) from error
 
 
@@ -169,7 +173,11 @@ def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
             fields = _fields_of(entry, "TensorStorageMetadata")
             # Many tensors may refer to one list.
             chunks += len(fields["chunks"])
-            _check(chunks <= MOST_PIECES, f"it has more than the supported {MOST_PIECES} chunks")
+            if chunks > MOST_PIECES:
+                raise FormatError(
+                    f"the tensors have more than {MOST_PIECES} chunks, which is not supported: "
+                    "save the checkpoint again from fewer ranks"
+                )
             tensors[name] = _parse_tensor(name, fields)
     pairs = list(_parse_items(root["storage_data"] or {}))
     check_keys(key for key, _ in pairs)
@@ -194,7 +202,8 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
         offset, sizes = _require_ints(chunk["offsets"], name), _require_ints(chunk["sizes"], name)
         _check(
             len(offset) == len(sizes) == len(shape),
-            f"{name}: a chunk has another number of dimensions",
+            f"{name}: a chunk has {len(offset)} offsets and {len(sizes)} sizes, but the tensor has "
+            f"{len(shape)} dimensions",
         )
         chunks.append(Chunk(offset, sizes))
     if len(chunks) > 1:
@@ -211,7 +220,7 @@ def parse_index(instance: object) -> tuple[str, Ints | None]:
     index = _fields_of(instance, "MetadataIndex")
     name, offset = index.get("fqn"), index.get("offset")
     if not isinstance(name, str):
-        raise FormatError("the index of an item has no name")
+        raise FormatError(f"the index of an item has no name; {_COPY_AGAIN}")
     return name, None if offset is None else _require_ints(offset, f"the offset of {name}")
 
 
@@ -219,15 +228,15 @@ def _parse_items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]
     for instance, info in storage.items():
         (name, offset), fields = parse_index(instance), _fields_of(info, "_StorageInfo")
         transforms = fields.get("transform_descriptors")
-        _check(
-            not transforms,
-            f"{name} was saved with {', '.join(map(str, transforms or ()))}: compressed data "
-            "cannot be read in place; load it with torch and save it without compression",
-        )
+        if transforms:
+            raise FormatError(
+                f"{name} was saved with {', '.join(map(str, transforms))}: compressed data cannot "
+                "be read in place; load it with torch and save it without compression"
+            )
         file = fields["relative_path"]
         label = f"the offset and length of {name}"
         start, length = _require_ints((fields["offset"], fields["length"]), label)
-        _check(isinstance(file, str), f"the item of {name} has no file")
+        _check(isinstance(file, str), f"the item of {name} has no file name")
         yield (name, offset), Item(file, start, length)
 
 
@@ -235,7 +244,7 @@ def _parse_path(name: str, path: Any) -> Path:
     parts = path if isinstance(path, (tuple, list)) else ()
     _check(
         0 < len(parts) <= MOST_PARTS and all(isinstance(part, (str, int)) for part in parts),
-        f"the path of {name} is malformed",
+        f"the path of {name} is not a list of 1 to {MOST_PARTS} strings and integers",
     )
     return tuple(parts)
 
@@ -257,11 +266,11 @@ def _require_ints(values: Any, label: str) -> Ints:
         isinstance(values, (tuple, list))
         and len(values) <= MOST_DIMENSIONS
         and all(type(n) is int and 0 <= n <= LARGEST for n in values),
-        f"{label}: expected up to {MOST_DIMENSIONS} numbers from 0",
+        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {LARGEST}",
     )
     return tuple(values)
 
 
 def _check(condition: bool, message: str) -> None:
     if not condition:
-        raise FormatError(message)
+        raise FormatError(f"{message}; {_COPY_AGAIN}")

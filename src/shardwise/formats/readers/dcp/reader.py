@@ -46,7 +46,8 @@ def read(tree: FileTree) -> Foreign:
     if METADATA not in tree.sizes:
         raise CheckpointNotFoundError(
             f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished, "
-            "or the file was not copied (`cp *` skips names that start with a dot)"
+            "or the file was not copied (`cp *` skips names that start with a dot): copy the file, "
+            "or open another checkpoint"
         )
     metadata = read_metadata(tree)
     content = read_content(tree, metadata)
@@ -183,7 +184,7 @@ class Chunks:
         if any(len(each.shape) > dims for each in distinct):
             raise FormatError(
                 f"{self._path}: a chunk has more dimensions than any tensor: the files are from "
-                "different saves"
+                "different saves: copy all files of one save"
             )
         shapes = padded_rows([each.shape for each in distinct], dims, 1)[arrays.distinct_index]
         wrong = (expected != found) | (shapes != self.shape).any(axis=1)

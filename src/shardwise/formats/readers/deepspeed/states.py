@@ -221,8 +221,8 @@ def require_arrays(value: object, path: str) -> dict[str, StoredArray]:
     for name, array in arrays.items():
         if not isinstance(array, StoredArray):
             raise FormatError(
-                f"{path}: {name[:200]} is not a tensor, but {type(array).__name__}: DeepSpeed's "
-                "extra states are not supported"
+                f"{path}: {name[:200]} is not a tensor, but {type(array).__name__}: such extra "
+                "states are not supported; save the module without them"
             )
     return arrays
 
@@ -317,8 +317,8 @@ def _parse_masters(arrays: Sequence[object], path: str) -> tuple[StoredArray, ..
     for array in arrays:
         if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
             raise FormatError(
-                f"{path}: the weights are not flat tensors (parameters that were offloaded to "
-                "NVMe are in separate files, which are not supported)"
+                f"{path}: the weights are not flat tensors: copy the file again, or, if parameters "
+                "were offloaded to NVMe, save without this offload"
             )
         masters.append(array)
     return tuple(masters)
@@ -348,8 +348,8 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
             )
         if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > _MOST_DIMENSIONS:
             raise FormatError(
-                f"{path}: {name[:200]}: the shape {str(shape)[:80]} is absurdly large: the file is "
-                "damaged"
+                f"{path}: {name[:200]}: the shape {str(shape)[:80]} is too large: the file is "
+                "damaged: copy it again from an intact source"
             )
         parsed[name] = tuple(shape)
     return parsed
@@ -362,9 +362,8 @@ def _parse_slices(slices: Mapping[str, object], path: str) -> dict[str, tuple[in
         start, length = fields.get("start"), fields.get("numel")
         if type(start) is not int or type(length) is not int or start < 0 or length < 0:
             raise FormatError(
-                f"{path}: param_slice_mappings: {name[:200]} has no valid start and numel: "
-                "the file is damaged"
-                ": copy the file again from an intact source"
+                f"{path}: param_slice_mappings: {name[:200]} has no valid start and numel: copy "
+                "the file again from an intact source"
             )
         parsed[name] = (start, length)
     return parsed
@@ -374,7 +373,7 @@ def _require_number(key: str, value: object, path: str) -> Number:
     if not isinstance(value, (int, float)):
         raise FormatError(
             f"{path}: {key[:200]} in the state of an optimizer is neither a tensor nor a number, "
-            f"but {type(value).__name__}: only optimizers of torch and DeepSpeed are supported"
+            f"but {type(value).__name__}: save with an optimizer of torch or DeepSpeed"
         )
     return value
 
@@ -395,6 +394,6 @@ def _convert(value: object, form: type[T], path: str, contents: str) -> T:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
         raise FormatError(
-            f"{path}: not a valid {contents}: {error}. The file is damaged, or of an unsupported "
-            "version of DeepSpeed"
+            f"{path}: not a valid {contents}: {error}; copy the file again, or save it with a "
+            "supported version of DeepSpeed"
         ) from error

@@ -50,7 +50,8 @@ def place_whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -
     """
     if len(set(shapes)) != 1:
         raise FormatError(
-            f"{name}: the ranks should have the same shape, but have {_join_shapes(shapes)}"
+            f"{name}: the ranks should have the same shape, but have {_join_shapes(shapes)}: their "
+            "files are from different saves"
         )
     part = ((Box.whole(shapes[0]), (0,) * len(shapes[0])),)
     return Placement(
@@ -147,8 +148,8 @@ def parse_placement_rule(info: object, path: str) -> PlacementRule:
             return patterns.place(name, shapes)
         except FormatError as error:
             raise FormatError(
-                f"{path}: {error}. The files are from different saves, or the checkpoint's "
-                "universal_checkpoint_info does not describe its model"
+                f"{path}: {error}. Copy all files of one save, or correct the "
+                "universal_checkpoint_info with which the checkpoint is saved"
             ) from error
 
     return place
@@ -252,8 +253,7 @@ class _FusedRule:
             if any(len(row) != len(shapes) for row in self.shard_widths):
                 raise FormatError(
                     f"{name}: its sub_param_shard_widths are not for {len(shapes)} ranks, but for "
-                    f"{[len(row) for row in self.shard_widths][:8]}. The files are from different "
-                    "saves: copy all files of one save"
+                    f"{[len(row) for row in self.shard_widths][:8]}"
                 )
             return self.shard_widths
         if any(len(shape) <= self.dim for shape in shapes):
@@ -341,8 +341,8 @@ def _compile(pattern: object, label: str) -> re.Pattern[str]:
 def _require_widths(values: object, label: str) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
         raise FormatError(
-            f"{label}: expected the widths of fused parameters, found {values!r:.60}: copy the "
-            "file again"
+            f"{label}: expected a list of non-negative integers, the widths of fused parameters, "
+            f"found {values!r:.60}: copy the file again"
         )
     return tuple(values)
 

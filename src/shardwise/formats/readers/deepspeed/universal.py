@@ -149,7 +149,10 @@ def _add_parameters(
         if isinstance(array, (int, float)):
             add_number(builder, [name], key, array)
         elif not isinstance(array, StoredArray):
-            raise FormatError(f"{path}: expected a tensor, found {type(array).__name__}")
+            raise FormatError(
+                f"{path}: expected a tensor, found {type(array).__name__}: copy the file again, or "
+                "convert the checkpoint again with ds_to_universal"
+            )
         else:
             array = _unflatten(array, trained[name], path)
             if name not in shapes:
@@ -176,7 +179,7 @@ def _unflatten(array: StoredArray, shapes: Sequence[Shape], path: str) -> Stored
     if math.prod(shape) != array.shape[0] or array.stride != (1,):
         raise FormatError(
             f"{path}: {array.shape[0]} elements do not make up shape {list(shape)}: the file is "
-            "of another model, or damaged"
+            "of another model, or damaged: copy all files of one save"
         )
     return replace(array, shape=shape, stride=row_major_strides(shape))
 

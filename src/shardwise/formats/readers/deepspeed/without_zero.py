@@ -66,8 +66,8 @@ def add_undivided_optimizer(
     unknown = [name for name in names if name not in parameters]
     if unknown:
         raise FormatError(
-            f"{first.path}: `members` names {unknown[0][:200]!r}, but there is no such parameter"
-            ": copy all files of one save"
+            f"{first.path}: `members` names {unknown[0][:200]!r}, but the module has no such "
+            f"parameter; its first is {next(iter(parameters), 'missing')!r}: correct `members`"
         )
     if first.is_flat:
         shards = [list(rank.to_flat_groups(group_names, parameters)) for rank in ranks]

@@ -245,7 +245,10 @@ def _parse_rank(
         if name == BUFFERS_FILE:
             buffers = value
         elif not isinstance(value, dict):
-            raise FormatError(f"{tree.label(path)}: expected a dict, found {type(value).__name__}")
+            raise FormatError(
+                f"{tree.label(path)}: expected a dict, found {type(value).__name__}: copy the file "
+                "again from an intact source"
+            )
         else:
             states[name] = value
             if name in (MODEL_FILE, OLD_MODEL_FILE):
@@ -278,13 +281,14 @@ def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[
     if sorted(keys) != list(range(len(keys))) or not keys:
         raise FormatError(
             f"{directory}: the model, or a chunk of it, is missing: found "
-            f"{sorted(keys.values())}. Its file is damaged, or Megatron-LM did not write it"
+            f"{sorted(keys.values())}: copy its file again, or save it with Megatron-LM"
         )
     chunks = {keys[number]: state[keys[number]] for number in sorted(keys)}
     for key, chunk in chunks.items():
         if not isinstance(chunk, dict):
             raise FormatError(
-                f"{directory}: {key}: expected a state dict, found {type(chunk).__name__}"
+                f"{directory}: {key}: expected a state dict, found {type(chunk).__name__}: copy "
+                "the file again from an intact source"
             )
     return chunks
 
@@ -365,7 +369,8 @@ def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
     gates = {count for rank in ranks for count in _count_gates(rank)} or {1}
     if len(gates) > 1:
         raise FormatError(
-            f"{path}: some feed-forward layers are gated and some are not, which is not supported"
+            f"{path}: some feed-forward layers are gated and some are not, which is not supported: "
+            "describe the model by a specification (spec=)"
         )
     return Geometry({**sizes, "vp": len(ranks[0].chunks)}, axes, gates.pop())
 

@@ -94,7 +94,9 @@ def read(tree: FileTree) -> Foreign:
         for row in _rows_of_rank(rank, optimizer, geometry, master_dtypes)
     ]
     catalogue = build_catalogue(list_files(tree, files), geometry.sizes, rows)
-    assembled = apply_spec(load_builtin(SPEC), catalogue, sizes={"gates": geometry.gates})
+    assembled = apply_spec(
+        load_builtin(SPEC), catalogue, sizes={"gates": geometry.gates}, checkpoint=str(tree)
+    )
     builder = Builder.from_foreign(assembled)
     _add_param_groups(builder, assembled, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
@@ -191,13 +193,15 @@ def _check_support(rank: Rank, geometry: Geometry) -> None:
     if has_experts and type(expert_size) is int and expert_size != geometry.sizes["tp"]:
         raise FormatError(
             f"{rank.path}: experts are divided among {expert_size} ranks and the rest among "
-            f"{geometry.sizes['tp']} (expert_tensor_parallel_size), which is not supported"
+            f"{geometry.sizes['tp']} (expert_tensor_parallel_size), which is not supported: "
+            "convert the checkpoint to torch_dist with Megatron-LM, and open the result"
         )
     version = rank.values.get("checkpoint_version", 3.0)
     if not isinstance(version, (int, float)) or version < 2:
         raise FormatError(
             f"{rank.path}: checkpoint version {version} orders queries, keys and values "
-            "differently; only versions from 2.0 are supported"
+            "differently; only versions from 2.0 are supported: load and save the checkpoint with "
+            "a newer Megatron-LM"
         )
 
 
