@@ -1,8 +1,9 @@
-"""A rank on a separate host: `python on_host.py ROOT UNTIL [STEP SIGN]`.
+"""A rank on a separate host: `python on_host.py ROOT UNTIL [STEP SIGN [EVERY]]`.
 
-It trains until a step, and keeps a copy on one other node. It prints as JSON what it resumed from,
-and how many seconds that took. Before the save of `STEP` it prints "ready" and waits for the file
-`SIGN`. After the save it prints how each stage ended, and sleeps until it is killed.
+It trains until a step, and keeps a copy on one other node. Each step that is a multiple of `EVERY`
+is saved to the root. It prints as JSON what it resumed from, and how many seconds that took. Before
+the save of `STEP` it prints "ready" and waits for the file `SIGN`. After the save it prints how
+each stage ended, and sleeps until it is killed.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def save_in_steps(cluster: Cluster, step: int, sign: Path) -> None:
     time.sleep(60.0)
 
 
-def main(root: str, until: str, step: str = "", sign: str = "") -> None:
+def main(root: str, until: str, step: str = "", sign: str = "", every: str = "1000") -> None:
     dist.init_process_group("gloo")
     given = {"copies": 1, "wait": WAIT, "interface": "eth0"}
-    cluster = Cluster(root=Path(root), shm=Path("/dev/shm"), options=given)
+    cluster = Cluster(root=root, shm=Path("/dev/shm"), every=int(every), options=given)
     started = time.monotonic()
     went = go_on(cluster, int(until))
     seconds = time.monotonic() - started

@@ -50,7 +50,7 @@ class Cluster:
     """The directories and nodes of a run.
 
     Attributes:
-        root: root of the run's checkpoints.
+        root: root of the run's checkpoints, a path or a URL.
         shm: directory of the nodes.
         nodes: number of nodes; each has an equal number of consecutive ranks.
         node_of: node of each rank, for other distributions.
@@ -59,7 +59,7 @@ class Cluster:
         options: further options for `sw.Memory`.
     """
 
-    root: Path
+    root: Path | str
     shm: Path
     nodes: int = 1
     node_of: tuple[int, ...] = ()

@@ -36,16 +36,21 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 Rank = subprocess.Popen[str]
 
 
+def paths_of_tests() -> dict[str, str]:
+    """The environment with which a host finds the library and the tests."""
+    source = Path(shardwise.__file__).parents[1]
+    return {"PYTHONPATH": os.pathsep.join([str(TESTS), str(source)])}
+
+
 def start(hosts: Sequence[Host], *words: object) -> list[Rank]:
     """One rank on each of these hosts."""
-    source = Path(shardwise.__file__).parents[1]
     common = {
+        **paths_of_tests(),
         "WORLD_SIZE": str(len(hosts)),
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(source)]),
     }
     command = [sys.executable, on_host.__file__, *map(str, words)]
     return [
