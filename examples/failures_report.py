@@ -17,7 +17,7 @@ must be identical.
 """
 CHECKSUMS = 2 << 20
 """Most bytes that are read in addition to the state: checksums and per-rank values."""
-PLACES = ("local memory", "other nodes", "decoded", "storage")
+PLACES = ("local memory", "other nodes", "decoded", "root")
 
 
 def times_table(story: Story) -> Table:

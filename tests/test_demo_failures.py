@@ -91,7 +91,7 @@ def write(journal: Path, losses: dict[int, float]) -> None:
         ("reached", 3, "at most 1 may be lost"),
         ("step", 5, "restored step 5, resumed at 4"),
         ("read", 8, "8 bytes of state were read, but the sources add up to 7"),
-        ("origin", {"storage": 1 << 22}, "but the sources add up to 4194304"),
+        ("origin", {"root": 1 << 22}, "but the sources add up to 4194304"),
     ],
 )
 def test_a_recovery_that_is_not_as_it_should_be_is_told(

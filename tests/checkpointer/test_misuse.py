@@ -171,3 +171,26 @@ def test_ranks_end_in_the_same_way(gang: Gang, tmp_path: Path) -> None:
         assert outcome.exception.problems == [
             "after_signal: rank 0 has 'deliver', rank 1 has 'return'"
         ]
+
+
+def save_swapped(root: Path, shm: Path | None) -> str:
+    """Rank 0 passes its arguments in the wrong order; return what each rank is told."""
+    memory = None if shm is None else sw.Memory(dir=str(shm))
+    state = {"t": torch.ones(3)}
+    arguments: tuple[Any, Any] = (state, 1) if dist.get_rank() == 0 else (1, state)
+    with sw.Checkpointer(root, memory=memory, save_at_end=False) as checkpointer:
+        try:
+            checkpointer.save(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_swapped_arguments_are_explained_on_all_ranks(
+    gang: Gang, tmp_path: Path, shm: Path, in_memory: bool
+) -> None:
+    told = gang.run(save_swapped, tmp_path / "run", shm if in_memory else None, world=2)
+    assert told[0].startswith("TypeError: Checkpointer.save(step, state): step is a dict. The arg")
+    assert "seem to be swapped: pass the step first" in told[1]
+    assert not list((tmp_path / "run").glob("step-*"))

@@ -13,7 +13,8 @@ import shardwise as sw
 from shardwise.convert import write
 from shardwise.store import open_store
 from tests.cli.conftest import Run
-from tests.cli.states import state
+from tests.cli.states import Model, state
+from tests.formats.test_in_stores import require_same
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 
 
@@ -24,6 +25,15 @@ def root(moto: Server) -> str:  # noqa: F811
     for step in (100, 200):
         sw.save(str(open_store(url).at(f"step-{step:08}")), state(step), step=step)
     return url
+
+
+def trained_state() -> dict[str, object]:
+    """A model and its optimizer after a step."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
 
 
 def below(url: str, name: str) -> str:
@@ -45,6 +55,21 @@ def test_a_root_is_listed_inspected_verified_and_compared(run: Run, root: str) -
     compared = run("diff", below(root, "step-00000100"), below(root, "step-00000200"))
     assert compared.status == 1
     assert "step" in compared.out
+
+
+def test_a_prefix_with_files_of_torch_is_explained(run: Run, moto: Server, tmp_path: Path) -> None:  # noqa: F811
+    url = moto.new_url()
+    torch.save({"w": torch.ones(3)}, tmp_path / "last.pt")
+    open_store(url).publish("last.pt", (tmp_path / "last.pt").read_bytes(), replace=False)
+    open_store(url).publish("notes.txt", b"nothing", replace=False)
+    for place in (url, str(tmp_path)):
+        ran = run("ls", place)
+        assert ran.status != 0
+        text = ran.err.replace("\n", "")
+        assert "1 of other formats: last.pt" in text
+        assert below(place, "last.pt") in text
+    shown = run("inspect", below(url, "last.pt"))
+    assert (shown.status, "w" in shown.out) == (0, True), shown.err
 
 
 def test_damage_is_found(run: Run, root: str) -> None:
@@ -79,15 +104,13 @@ def test_exports_to_a_store_are_those_to_a_directory(
 ) -> None:
     source = below(root, "step-00000200")
     only = [] if to == "torch" else ["--only", "model.*"]
-    if to == "deepspeed-universal":
-        only = ["--only", "model.*", "--root", "model"]
-    here = run("export", source, tmp_path / "here", "--to", to, *only)
+    if to == "deepspeed-universal":  # holds a model and its optimizer
+        source, only = below(root, "step-00000300"), ["--root", "model"]
+        sw.save(source, trained_state(), step=300)
     target = below(root, "exported")
-    there = run("export", source, target, "--to", to, *only)
-    assert here.status == there.status, (here.err, there.err)
-    if here.status:  # the format needs what this state lacks
-        assert to == "deepspeed-universal"
-        return
+    for place in (tmp_path / "here", target):
+        ran = run("export", source, place, "--to", to, *only)
+        assert ran.status == 0, ran.err
     store = open_store(target)
     files = store.walk(1000)
     names = {path.relative_to(tmp_path / "here").as_posix() for path in _files(tmp_path / "here")}
@@ -114,6 +137,10 @@ def test_exports_to_a_store_are_those_to_a_directory(
         held = {"model": {"embed.weight": torch.zeros_like(weight)}}
         dcp.load(held, checkpoint_id=tmp_path / "copy", no_dist=True)
         assert torch.equal(held["model"]["embed.weight"], weight)
+    elif to == "deepspeed-universal":
+        assert "global_step300_universal/zero/embed.weight/exp_avg.pt" in names
+        assert torch.equal(sw.open(target).tensors()["model.embed.weight"][...], weight)
+        require_same(tmp_path / "here", target)
     elif to == "native":
         assert sw.open(target).verify().bytes_checked > 0
         assert torch.equal(sw.open(target).tensors()["model.embed.weight"][...], weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from shardwise.engine.buffers import aligned_buffer
 from shardwise.store import LocalStore, Store, open_store, store_below
 from shardwise.store.object_reader import ObjectReader
 from shardwise.testing.gang import Gang
+from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
-from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.formats.test_torchranks import save as save_ranks
+from tests.formats.test_trainers import assert_loads, lightning_state, trained
+from tests.store.servers import Server, moto, s3_client  # noqa: F401 - a fixture
 
 LARGE = 1 << 20
 
@@ -92,6 +95,8 @@ def test_small_checkpoints_are_the_same(moto: Server, tmp_path: Path, save: obje
         ("deepspeed", "deepspeed/2/zero2-bfloat16"),
         ("megatron_legacy", "megatron-legacy/4/bfloat16"),
         ("megatron_plain", ""),
+        pytest.param("megatron_fully_reshardable", "", marks=pytest.mark.long),
+        ("megatron_fully_sharded_model_space", ""),
         ("bytecheckpoint", ""),
         ("torchsnapshot", ""),
     ],
@@ -109,6 +114,86 @@ def test_archived_checkpoints_are_the_same(
     url = str(open_store(moto.new_url()).at(place.name))
     upload(place, open_store(url))
     require_same(place, url)
+
+
+@pytest.mark.parametrize("name", ["epoch=0-step=10.ckpt", "run 1, Länge.ckpt"])
+def test_a_file_of_lightning_is_the_same(moto: Server, tmp_path: Path, name: str) -> None:  # noqa: F811
+    """Its default name has equals signs, which `shardwise` itself never writes."""
+    unpacked("lightning", tmp_path)
+    data = (tmp_path / "epoch=0-step=10.ckpt").read_bytes()
+    (tmp_path / name).write_bytes(data)
+    url, client = moto.new_url(), s3_client(moto.endpoint)
+    bucket, _, path = url.partition("?")[0].removeprefix("s3://").partition("/")
+    client.put_object(Bucket=bucket, Key=f"{path}/{name}", Body=data)
+    require_same(tmp_path / name, str(open_store(url).at(name)))
+
+
+def lightning_directory(place: Path) -> None:
+    model, optimizer, scheduler = trained()
+    named = torch.optim.AdamW(model.named_parameters())
+    named.load_state_dict(optimizer.state_dict())
+    states = {"state_dict": model.state_dict(), "optimizer_0": named.state_dict()}
+    dcp.save(states, checkpoint_id=place, no_dist=True)
+    rest = lightning_state(model, (model, optimizer, scheduler))
+    del rest["state_dict"], rest["optimizer_states"]
+    torch.save(rest, place / "meta.pt")
+
+
+def accelerate_directory(place: Path) -> None:
+    model, optimizer, scheduler = trained()
+    named = torch.optim.AdamW(model.named_parameters())
+    named.load_state_dict(optimizer.state_dict())
+    dcp.save(
+        {"model": model.state_dict()}, checkpoint_id=place / "pytorch_model_fsdp_0", no_dist=True
+    )
+    dcp.save({"optimizer": named.state_dict()}, checkpoint_id=place / "optimizer_0", no_dist=True)
+    torch.save(scheduler.state_dict(), place / "scheduler.bin")
+    torch.save({"n": 3}, place / "custom_checkpoint_0.pkl")
+    for rank in range(2):
+        torch.save({"step": 3}, place / f"random_states_{rank}.pkl")
+
+
+@pytest.mark.parametrize("write", [lightning_directory, accelerate_directory])
+def test_directories_of_trainers_load(
+    moto: Server,  # noqa: F811
+    tmp_path: Path,
+    write: Callable[[Path], None],
+) -> None:
+    place, url = tmp_path / "here", moto.new_url()
+    write(place)
+    upload(place, open_store(url))
+    require_same(place, url)
+    assert_loads(url, trained())
+    with sw.Checkpointer(moto.new_url(), memory=None, start_from=url) as checkpointer:
+        checkpointer.restore({"model": trained(0)[0]})
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.source == "start"
+
+
+def test_files_of_fsdp_ranks_are_the_same(moto: Server, gang: Gang, tmp_path: Path) -> None:  # noqa: F811
+    gang.run(save_ranks, str(tmp_path), 2, world=2)
+    places = [path for path in sorted(tmp_path.iterdir()) if path.is_dir()]
+    assert len(places) >= 4
+    for place in places[:2]:
+        url = moto.new_url()
+        upload(place, open_store(url))
+        require_same(place, url)
+
+
+@pytest.mark.parametrize("kind", mostly_long(["patterns", "transposed", "wholes"], ["wholes"]))
+def test_an_adapter_is_merged(moto: Server, tmp_path: Path, kind: str) -> None:  # noqa: F811
+    place = unpacked("peft", tmp_path) / "peft" / kind
+    url = open_store(moto.new_url())
+    for name in ("base", "adapter"):
+        upload(place / name, url.at(name))
+    options = {"to": "hf", "root": ""}
+    sw.merge_lora(place / "base", place / "adapter", tmp_path / "here", **options)
+    target = str(url.at("merged"))
+    sw.merge_lora(str(url.at("base")), str(url.at("adapter")), target, **options)
+    require_same(tmp_path / "here", target)
+    name = "adapter_model.safetensors"  # the file alone, without its configuration
+    sw.merge_lora(str(url.at("base")), str(url.at("adapter").at(name)), str(url.at("x")), **options)
+    require_same(tmp_path / "here", str(url.at("x")))
 
 
 def checkpoint_in(place: Path) -> Path:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.remote.assembled import MEMORY_ORIGINS
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import (
     COLUMNS,
@@ -57,7 +58,7 @@ def origins(
 def check(found: tuple[dict[str, int], int, str], origin: str) -> None:
     """All bytes came from there, and nothing is counted twice."""
     counted, nbytes, _ = found
-    assert set(counted) == {"local memory", "other nodes", "decoded", "storage"}
+    assert set(counted) == {*MEMORY_ORIGINS, "root", "mirror", "start"}
     assert nbytes > 0
     assert nbytes <= counted.pop(origin) <= nbytes + CHECKSUMS
     assert not any(counted.values())
@@ -78,5 +79,5 @@ def test_bytes_are_counted_by_where_they_came_from(gang: Gang, tmp_path: Path, s
     for node in (0, 1, 2):
         lose(shm, node)
     for found in gang.run(origins, root, str(shm), 0, None, world=WORLD, **options):
-        check(found, "storage")
+        check(found, "root")
         assert "no reachable node has" in found[2]

@@ -19,7 +19,7 @@ def tier(steps: str, *, loss: dict[int, float] | None = None) -> dict[int, Store
     """Return the checkpoints in a text like "1 2 3b"; the letter stands for another save."""
     found = {}
     for word in steps.split():
-        step, save = int(word.rstrip("ab")), word.lstrip("0123456789") or "a"
+        step, save = int(word.rstrip("ab?")), word.lstrip("0123456789") or "a"
         metrics = {"loss": loss[step]} if loss and step in loss else {}
         found[step] = StoredCheckpoint(save, CheckpointInfo(step * 3600.0, metrics))
     return found
@@ -33,6 +33,8 @@ class Case:
     mirror_keep: sw.Keep = ALL
     newest: int | None = 9
     damaged: tuple[int, ...] = ()
+    suspected: str = ""
+    repair: tuple[int, ...] = ()
     copy: tuple[int, ...] = ()
     from_root: tuple[int, ...] = ()
     from_mirror: tuple[int, ...] = ()
@@ -85,6 +87,11 @@ CASES = {
     "a branch that was left stays in the mirror": Case(
         "5", "4 5 7 8", mirror_keep=sw.Keep(last=1), newest=5, from_mirror=(4,)
     ),
+    "newest repaired first": Case("1 2 3", "1 2 3", suspected="1 3", repair=(3, 1)),
+    "an unknown save is repaired": Case("1", "1 2", suspected="2?", repair=(2,)),
+    "only the same save is repaired": Case("1", "1 2", suspected="2b"),
+    "only what the mirror has is repaired": Case("1 2", "1", suspected="2", copy=(2,)),
+    "what is damaged in both is not repaired": Case("1", "1", suspected="1", damaged=(1,)),
     "the newest stays in the root": Case(
         "5 6", "5 6", keep=sw.Keep(multiple_of=5), newest=6
     ),
@@ -99,8 +106,10 @@ def test_the_table(case: Case) -> None:
         mirror=tier(case.mirror, loss=case.loss),
         newest=case.newest,
         damaged=frozenset(case.damaged),
+        suspected={step: each.save_id.strip("?") for step, each in tier(case.suspected).items()},
     )
     assert decide_tiers(tiers, case.keep, case.mirror_keep) == TierPlan(
+        repair=case.repair,
         copy=case.copy,
         remove_from_root=case.from_root,
         remove_from_mirror=case.from_mirror,
@@ -138,6 +147,9 @@ def test_it_ends_and_nothing_is_lost(
 ) -> None:
     """Copies and removals, one after the other, reach a state in which there is nothing to do."""
     before = dict(root)
+    for step in root.keys() & mirror.keys():
+        if root[step].save_id == mirror[step].save_id:
+            mirror[step] = root[step]  # the same save has the same time and metrics
     for _ in range(40):
         plan = decide_tiers(Tiers(root=root, mirror=mirror, newest=newest), keep, mirror_keep)
         assert not set(plan.remove_from_root) & set(plan.copy)
@@ -154,7 +166,9 @@ def test_it_ends_and_nothing_is_lost(
             break
         mirror = {**mirror, plan.copy[0]: root[plan.copy[0]]}
     plan = decide_tiers(Tiers(root=root, mirror=mirror, newest=newest), keep, mirror_keep)
-    assert plan == TierPlan(copy=(), remove_from_root=(), remove_from_mirror=(), pinned=())
+    assert plan == TierPlan(
+        repair=(), copy=(), remove_from_root=(), remove_from_mirror=(), pinned=()
+    )
     if before:
         last = max((s for s in before if newest is None or s <= newest), default=None)
         assert last is None or last in root

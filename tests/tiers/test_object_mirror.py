@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,28 @@ def test_a_bucket_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
     assert (record.waiting, record.pinned) == ((2, 1), (1,))
     assert record.failure
     assert committed_steps(LocalStore(root)) == [1, 2]
+
+
+def test_a_root_in_a_bucket_is_repaired_but_its_record_is_not_followed(
+    moto: Server, tmp_path: Path
+) -> None:
+    """Whoever may write to the bucket could have written the record."""
+    url, mirror = moto.new_url(), tmp_path / "mirror"
+    save(url, 1, mirror=mirror)  # type: ignore[arg-type]  # a URL
+    store = open_store(url).at(step_directory(1))
+    (name,) = [name for name in store.list() if name.endswith(".safetensors")]
+    intact = store.read(name, limit=1 << 30)
+    damaged = intact[:70_000] + bytes([intact[70_000] ^ 1]) + intact[70_001:]
+    store.publish(name, damaged, replace=True)
+    with pytest.raises(sw.CorruptionError):
+        sw.load(url, state(0))
+    with sw.Checkpointer(url, mirror=mirror, memory=None) as checkpointer:
+        target = state(0)
+        assert checkpointer.restore(target) == 1
+        assert torch.equal(target["t"], state(1)["t"])
+        deadline = time.monotonic() + 60.0
+        while store.read(name, limit=1 << 30) != intact:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    sw.load(url, target)
+    assert torch.equal(target["t"], state(1)["t"])

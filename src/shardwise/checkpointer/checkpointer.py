@@ -265,6 +265,7 @@ class Checkpointer:
             storage failed with `on_failure="warn"`.
 
         Raises:
+            TypeError: `step` and `state` are swapped.
             StateError: `step` is not a non-negative integer or differs between ranks, or
                 `metrics` lacks the metric of `Keep(best=…)`.
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
@@ -340,8 +341,8 @@ class Checkpointer:
 
         self._saving.forget_last()
         recorder = Recorder(self._settings.on_event)
-        tiers = self._settings.store_to_read()
-        restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder)
+        tiers, suspect = self._settings.store_to_read(), self._saving.suspect
+        restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder, suspect)
         report = restoring.restore(step, self._settings.keep.best, load)
         restored_step = start_step = report.step if report else None
         if report is None and self._start_from is not None:

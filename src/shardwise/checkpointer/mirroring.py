@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
 
 from shardwise.checkpointer.settings import Settings
@@ -30,7 +31,7 @@ class RunMirror:
         mirror: the mirror, with its place as an opened store.
         group: the ranks.
         snapshots: the snapshots of the run; None if saves go directly to storage.
-        damaged: steps in the root that are known to be damaged.
+        damaged: steps in the root that are known to be damaged in both tiers.
     """
 
     def __init__(
@@ -44,31 +45,53 @@ class RunMirror:
         self._leads = group.rank == 0
         self._damaged = damaged
         self._watch = MirrorWatch(settings.root)
+        self._settings = settings
+        self._snapshots = snapshots
         self._newest: int | None = None
+        self._suspected: dict[int, float] = {}
         self._worker: MirrorWorker | None = None
+        if self._leads:
+            self._watch.report(Recorder())  # what was copied before is no event of this training
         self._is_mirroring = self._leads and settings.root.is_writable()
-        if self._is_mirroring:
-            self._start(settings, mirror, snapshots)
-
-    def _start(self, settings: Settings, mirror: Mirror, snapshots: Snapshots | None) -> None:
-        request = settings.mirror_request()
-        if snapshots is not None and request is not None:
-            task = MirrorTask(root=str(settings.root), mirror=request, keep=asdict(settings.keep))
-            try:
-                set_mirror_task(snapshots.run, task)
-            except OSError as error:
-                log.error("the agent of this node cannot mirror %s yet: %s", settings.root, error)
-            snapshots.home.wake()
-        elif isinstance(mirror.place, Store):
+        if self._is_mirroring and snapshots is not None:
+            self._set_task(snapshots)
+        elif self._is_mirroring and isinstance(mirror.place, Store):
             rules = Rules(settings.keep, mirror.keep, mirror.budget)
             self._worker = MirrorWorker(Mirroring(settings.root, mirror.place, rules))
             self._worker.start()
 
+    def _set_task(self, snapshots: Snapshots) -> None:
+        """Have the agent of this node mirror."""
+        root, mirror = self._settings.root, self._settings.mirror_request()
+        if mirror is None:
+            return
+        keep = asdict(self._settings.keep)
+        task = MirrorTask(root=str(root), mirror=mirror, keep=keep, suspected=self._suspected)
+        try:
+            set_mirror_task(snapshots.run, task)
+        except OSError as error:
+            log.error("the agent of this node cannot mirror %s yet: %s", root, error)
+        snapshots.home.wake()
+
     def saved(self, step: int) -> None:
         """Say that a step was saved to the root. With agents, the agent learns it by itself."""
         self._newest = step
+        self._tell_worker()
+
+    def suspect(self, step: int) -> None:
+        """Have a step checked in the root, and repaired, because parts of it were read elsewhere.
+
+        Only rank 0 does anything.
+        """
+        self._suspected = {**self._suspected, step: time.time()}
+        self._tell_worker()
+        if self._is_mirroring and self._snapshots is not None:
+            self._set_task(self._snapshots)
+
+    def _tell_worker(self) -> None:
         if self._worker is not None:
-            self._worker.set_saved(Saved(step, frozenset(self._damaged)))
+            damaged = frozenset(self._damaged)
+            self._worker.set_saved(Saved(self._newest, damaged, self._suspected))
 
     def follow(self, handle: SaveHandle, recorder: Recorder) -> SaveHandle:
         """Return a handle that can wait for the mirror. On rank 0, report copies and failures."""

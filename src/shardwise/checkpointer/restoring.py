@@ -34,8 +34,10 @@ from shardwise.memory.trainer.recovery import FoundSnapshot, find_snapshot
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
+from shardwise.tiers.store import MIRROR, ROOT, TIERS, TieredStore
 
 MOST_NODES_SHOWN = 3
+START = "start"
 Load = Callable[[Store], LoadReport]
 """Loads the state from a store."""
 StartFrom = api.Place | Callable[[State], LoadReport]
@@ -70,8 +72,9 @@ class RestoreReport:
         load: the report of the load.
         skipped: newer steps, each with the reason why it was not loaded.
         origins: bytes that this rank read from "local memory", from the memory of "other nodes",
-            "decoded" from the parity of a lost node, and from "storage". For memory, checksums
-            and per-rank values are included.
+            "decoded" from the parity of a lost node, from the "root", from its "mirror", and from
+            the "start" (`start_from`). For memory, and for root and mirror if there is a mirror,
+            checksums, per-rank values and damaged bytes are included.
         seconds: seconds of each phase on this rank, and `total`. The phases are "asking" the nodes
             and the root which steps they hold; "choosing" the newest complete step; "reading" the
             step; "decoding" data of lost nodes, which "reading" does not include; and
@@ -137,7 +140,7 @@ def load_start(
         return b"1" if loaded.optimizers or not has_optimizers else b""
 
     any_keeps_step = exchange(group, "starting from another run", keeps_step, max)
-    report = RestoreReport(loaded.step, "start", loaded, (), bytes_by_origin(loaded))
+    report = RestoreReport(loaded.step, START, loaded, (), bytes_by_origin(loaded, None))
     return report, loaded.step if any_keeps_step else None
 
 
@@ -149,11 +152,12 @@ def _call_with_note(function: Callable[[State], LoadReport], state: State) -> Lo
         raise
 
 
-def bytes_by_origin(load: LoadReport, snapshot: AssembledStore | None = None) -> dict[str, int]:
-    """Return the bytes of a load by origin; `snapshot` is the snapshot that was loaded, if any."""
-    if snapshot is None:
-        return {**dict.fromkeys(MEMORY_ORIGINS, 0), "storage": load.bytes_read}
-    return {**snapshot.origins(), "storage": 0}
+def bytes_by_origin(load: LoadReport, store: Store | None) -> dict[str, int]:
+    """Return the bytes of a load by origin; `store` is None if `start_from` was loaded."""
+    origins = dict.fromkeys((*MEMORY_ORIGINS, *TIERS, START), 0)
+    if isinstance(store, (AssembledStore, TieredStore)):
+        return {**origins, **store.origins()}
+    return {**origins, START if store is None else ROOT: load.bytes_read}
 
 
 class Restoring:
@@ -165,6 +169,7 @@ class Restoring:
         snapshots: the snapshots of the run in memory, if there are any.
         damaged: set to which the steps of damaged checkpoints are added.
         recorder: records the time of each phase.
+        suspect: called with a step of which parts were read from the mirror.
     """
 
     def __init__(
@@ -174,12 +179,14 @@ class Restoring:
         snapshots: Snapshots | None,
         damaged: set[int],
         recorder: Recorder,
+        suspect: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._root = root
         self._group = group
         self._snapshots = snapshots
         self._damaged = damaged
         self._recorder = recorder
+        self._suspect = suspect
 
     def restore(self, step: object, best: Best | None, load: Load) -> RestoreReport | None:
         """Load the newest intact checkpoint, or the selected one.
@@ -266,18 +273,18 @@ class Restoring:
             else:
                 number = stored.pop()
                 store, source = self._root.at(step_directory(number)), "storage"
-            start = time.perf_counter()
-            with ExitStack() as locks:
-                if source == "memory":  # the load itself locks storage, on one rank for all
-                    locks.enter_context(store.hold(MANIFEST, shared=True))
-                report, damage = self._load_on_all(load, store)
-            seconds = time.perf_counter() - start
-            decoding = store.seconds_decoding() if isinstance(store, AssembledStore) else 0.0
-            self._recorder.add("decoding", decoding)
-            self._recorder.add("reading", seconds - decoding)
+            report, damage = self._try(load, store, number)
+            if report is None and isinstance(store, TieredStore) and self._has_other_save(store):
+                skipped.append(_Skipped(number, f"{source}: {damage}", was_tried=True))
+                self._damaged.add(number)
+                store = store.without_root()
+                if self._group.rank == 0:
+                    text = "step %d was saved again; trying its earlier save in %s"
+                    log.warning(text, number, store)
+                report, damage = self._try(load, store, number)
             if report is not None:
                 newer = tuple((each.step, each.reason) for each in skipped if each.step >= number)
-                origins = bytes_by_origin(report, found.store if source == "memory" else None)
+                origins = bytes_by_origin(report, store)
                 restored = RestoreReport(number, source, report, newer, origins)
                 return replace(restored, unanswered=found.unanswered), skipped
             skipped.append(_Skipped(number, f"{source}: {damage}", was_tried=True))
@@ -287,11 +294,35 @@ class Restoring:
                 found = self._find_snapshot(step, found)
         return None, skipped
 
-    def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
+    def _try(self, load: Load, store: Store, step: int) -> tuple[LoadReport | None, str]:
+        """Load a checkpoint on all ranks, and record the time. The result is of `_load_on_all`."""
+        start = time.perf_counter()
+        with ExitStack() as locks:
+            if isinstance(store, AssembledStore):  # a load locks storage itself, on one rank
+                locks.enter_context(store.hold(MANIFEST, shared=True))
+            report, damage, is_mirrored = self._load_on_all(load, store)
+        seconds = time.perf_counter() - start
+        decoding = store.seconds_decoding() if isinstance(store, AssembledStore) else 0.0
+        self._recorder.add("decoding", decoding)
+        self._recorder.add("reading", seconds - decoding)
+        if is_mirrored:
+            self._suspect(step)
+        return report, damage
+
+    def _has_other_save(self, store: TieredStore) -> bool:
+        """Return whether the mirror has another save of a checkpoint. All ranks call this."""
+
+        def find(_: list[bytes]) -> bytes:
+            return b"1" if store.has_other_save() else b""
+
+        return bool(exchange(self._group, "looking for another save", lambda: b"", find))
+
+    def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str, bool]:
         """Load a checkpoint on all ranks.
 
         Returns:
             The report, and ""; or None and the damage, if the checkpoint is damaged on any rank.
+            Also whether any rank read from the mirror.
         """
         report: LoadReport | None = None
         failure: Exception | None = None
@@ -306,21 +337,24 @@ class Restoring:
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
                 other = describe_error(failure)
-            return msgspec.msgpack.encode((damage, other))
+            mirrored = store.origins()[MIRROR] if isinstance(store, TieredStore) else 0
+            return msgspec.msgpack.encode((damage, other, mirrored > 0))
 
         def judge(encoded: list[bytes]) -> bytes:
-            failures = [msgspec.msgpack.decode(each, type=tuple[str, str]) for each in encoded]
-            others = {rank: other for rank, (_, other) in enumerate(failures) if other}
-            damage = next((damage for damage, _ in failures if damage), "")
-            return msgspec.msgpack.encode(("" if others else damage, others))
+            ranks = [msgspec.msgpack.decode(each, type=tuple[str, str, bool]) for each in encoded]
+            others = {rank: other for rank, (_, other, _) in enumerate(ranks) if other}
+            damage = next((damage for damage, _, _ in ranks if damage), "")
+            is_mirrored = any(each for _, _, each in ranks)
+            return msgspec.msgpack.encode(("" if others else damage, others, is_mirrored))
 
         reply = exchange(self._group, "restoring", encode_failure, judge)
-        damage, others = msgspec.msgpack.decode(reply, type=tuple[str, dict[int, str]])
+        reply_type = tuple[str, dict[int, str], bool]
+        damage, others, is_mirrored = msgspec.msgpack.decode(reply, type=reply_type)
         if failure is not None and not damage:
             raise failure
         if others:
             raise RankError("restoring", others)
-        return (None if damage else report), damage
+        return (None if damage else report), damage, is_mirrored
 
     def _find_snapshot(
         self, step: int | None, damaged: FoundSnapshot | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -208,9 +208,15 @@ class Saving:
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
         recorder = Recorder(settings.on_event)
-        overwrite = call.overwrite or call.step in self._damaged
+        is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged
+        overwrite = call.overwrite or is_damaged
 
         def make_save() -> SaveRequest:
+            if isinstance(call.step, Mapping):
+                raise TypeError(
+                    "Checkpointer.save(step, state): step is a dict. The arguments seem to be "
+                    "swapped: pass the step first"
+                )
             step = check_step(call.step)
             options = SaveOptions.from_arguments(
                 step, overwrite, settings.check_replicas, call.metrics
@@ -223,7 +229,7 @@ class Saving:
             with pause_gc():
                 if self._snapshots is not None:
                     self._fence_optimizer_steps(call.state)
-                    damaged = tuple(sorted(self._damaged - {call.step}))
+                    damaged = tuple(sorted(self._damaged - ({call.step} if is_damaged else set())))
                     policy = StoragePolicy(
                         durable, settings.keep, damaged, settings.mirror_request()
                     )
@@ -254,6 +260,11 @@ class Saving:
 
         with pause_gc():
             return snapshots.prepare(make_save, self.plan_cache, Recorder(self._settings.on_event))
+
+    def suspect(self, step: int) -> None:
+        """Have a step checked in the root, and repaired, because the mirror gave parts of it."""
+        if self._mirror is not None:
+            self._mirror.suspect(step)
 
     def close_mirror(self, *, wait: bool) -> None:
         """Stop mirroring in this process.

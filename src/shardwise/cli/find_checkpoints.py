@@ -22,6 +22,8 @@ THREADS = 16
 """How many directories are listed at the same time; in an object store, each is a request."""
 MOST_EXAMINED = 64
 """The most directories below a path whose formats are detected for an error message."""
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+"""The usual ends of the names of files that are checkpoints of `torch.save`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ def _error_naming_foreign(store: Store) -> CheckpointNotFoundError | None:
     formats_below: dict[str, str] = {}
     for name in [] if store.is_file() else store.list()[:MOST_EXAMINED]:
         below = store.at(name)
-        formats = "" if below.is_file() else foreign_formats(below)
+        is_other = not name.endswith(TORCH_SUFFIXES) and below.is_file()
+        formats = "" if is_other else foreign_formats(below)
         if formats:
             formats_below[name] = formats
     if not formats_below:

@@ -50,7 +50,7 @@ def copy_verified(
     Args:
         source: the files of the checkpoint.
         entry: the file's entry in the manifest.
-        store: the place of the copy. An incomplete file of the same name is replaced.
+        store: the place of the copy. An incomplete or damaged file of the same name is replaced.
         throttle: limits the bytes per second.
         before_chunk: called before each chunk. If it raises, the copy ends.
 
@@ -85,21 +85,24 @@ def copy_verified(
 
 @contextmanager
 def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
-    """Create a file for the block to write, and sync it at the end. Replace an incomplete file.
+    """Create a file for the block to write, and sync it at the end. Replace an existing file.
 
     Raises:
-        OSError: the storage failed. The incomplete file is removed if possible.
+        OSError: the storage failed. An incomplete new file is removed if possible. An existing file
+            stays.
     """
+    is_new = True
     try:
         file = store.create(entry.name, entry.size)
     except FileExistsError:
-        file = store.create_atomic(entry.name, entry.size)
+        file, is_new = store.create_atomic(entry.name, entry.size), False
     try:
         yield file
         file.commit()
     except BaseException:
-        with suppress(OSError):
-            store.delete(entry.name)
+        if is_new:
+            with suppress(OSError):
+                store.delete(entry.name)
         raise
     finally:
         file.close()

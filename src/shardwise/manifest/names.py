@@ -19,7 +19,7 @@ _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _DATA_FILE = re.compile(r"r\d{5,}-([0-9a-f]{16})\.safetensors")
 _MADE_BY_SAVE = re.compile(
-    rf"{_DATA_FILE.pattern}|saving-[0-9a-f]{{16}}\.lock"
+    rf"{_DATA_FILE.pattern}(\.part)?|saving-[0-9a-f]{{16}}\.lock"
     r"|\.manifest\.json\.[0-9a-f]{8}|removed\.json"
 )
 

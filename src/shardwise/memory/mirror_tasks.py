@@ -20,6 +20,8 @@ from shardwise.retention import PlainKeep
 from shardwise.tiers.options import MirrorRequest
 
 MIRRORS = "mirrors"
+MOST_SUSPECTED = 16
+"""The number of suspected steps in a task; older ones are forgotten."""
 
 
 class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +32,8 @@ class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
         mirror: the mirror.
         keep: the retention rules of the root.
         newest: the step that was saved last; None if no step was saved yet.
-        damaged: steps in the root that are known to be damaged.
+        damaged: steps in the root that are known to be damaged in both tiers.
+        suspected: steps to check in the root; see `shardwise.tiers.mirroring.Saved`.
     """
 
     root: str
@@ -38,18 +41,23 @@ class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
     keep: PlainKeep = {}
     newest: int | None = None
     damaged: list[int] = []
+    suspected: dict[int, float] = {}
 
 
 def set_mirror_task(run: Run, task: MirrorTask) -> None:
     """Have the agent of this node keep a mirror up to date.
 
-    A task without a newest step keeps the newest step of the earlier task for the same root.
+    A task without a newest step keeps the newest step of the earlier task for the same root. The
+    suspected steps of both tasks are checked.
     """
     path = _path_of(run)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     earlier = read_mirror_task(run)
-    if task.newest is None and earlier is not None and earlier.root == task.root:
-        task = msgspec.structs.replace(task, newest=earlier.newest, damaged=earlier.damaged)
+    if earlier is not None and earlier.root == task.root:
+        suspected = dict([*earlier.suspected.items(), *task.suspected.items()][-MOST_SUSPECTED:])
+        task = msgspec.structs.replace(task, suspected=suspected)
+        if task.newest is None:
+            task = msgspec.structs.replace(task, newest=earlier.newest, damaged=earlier.damaged)
     write_record(path, task)
 
 

@@ -1,6 +1,7 @@
 """Stores: places for the files of checkpoints, accessed by name."""
 
 from shardwise.store.local import LocalStore, local_path
+from shardwise.store.read_only import ReadOnlyStore
 from shardwise.store.store import (
     BoundedStore,
     Files,
@@ -31,6 +32,7 @@ __all__ = [
     "LocalStore",
     "MappedFile",
     "MappedStore",
+    "ReadOnlyStore",
     "ReadableFile",
     "ReplicatedFile",
     "Store",

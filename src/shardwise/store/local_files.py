@@ -31,6 +31,7 @@ class LocalWriter:
     ) -> None:
         self._path = path
         self._final_path = final_path
+        self._is_renamed = False
         self._size = size
         self._page_cache = page_cache
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -66,10 +67,13 @@ class LocalWriter:
         os.fsync(self._fd)
         if self._final_path is not None:
             os.replace(self._path, self._final_path)
+            self._is_renamed = True
             sync_directory(self._path.parent)
 
     def close(self) -> None:
         os.close(self._fd)
+        if self._final_path is not None and not self._is_renamed:
+            self._path.unlink(missing_ok=True)
 
 
 class LocalReader:

@@ -1,10 +1,11 @@
-"""Decides which checkpoints to copy to a mirror, and which to remove from which tier.
+"""Decides which checkpoints to copy to a mirror, to repair from it, and to remove from which tier.
 
 The decision is a pure function of what the tiers have. These rules hold for every decision:
 
 - A checkpoint leaves the root only if the mirror has it, or if the rules of the mirror drop it.
 - A checkpoint leaves the mirror only if newer checkpoints *in the mirror* replace it by its rules.
 - Copies go newest first, because a restore after a loss of the root wants the newest checkpoint.
+- A checkpoint in the root is repaired only by a copy of the same save.
 - Steps newer than the step that was saved last belong to a branch that the run has left. Their
   turn to be copied comes last, and no rule counts or removes them.
 """
@@ -37,14 +38,17 @@ class Tiers:
     Attributes:
         root, mirror: the checkpoints of each tier, by step.
         newest: the step that was saved last; None if it is unknown. Then nothing is removed.
-        damaged: steps in the root that are known to be damaged. They are neither copied nor
-            removed, and do not count for the rules of the root.
+        damaged: steps in the root that are known to be damaged in both tiers. They are neither
+            copied, repaired nor removed, and do not count for the rules of the root.
+        suspected: steps in the root that may be damaged. Each has the id of the save whose files
+            are there; "" if it is unknown.
     """
 
     root: Mapping[int, StoredCheckpoint]
     mirror: Mapping[int, StoredCheckpoint]
     newest: int | None
     damaged: frozenset[int] = frozenset()
+    suspected: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +56,13 @@ class TierPlan:
     """What to do next. All fields are steps.
 
     Attributes:
+        repair: to check in the root, and to repair from the mirror, in this order.
         copy: to copy from the root to the mirror, in this order.
         remove_from_root, remove_from_mirror: to remove, ascending.
         pinned: steps in the root that its rules drop, but that stay until the mirror has them.
     """
 
+    repair: tuple[int, ...]
     copy: tuple[int, ...]
     remove_from_root: tuple[int, ...]
     remove_from_mirror: tuple[int, ...]
@@ -85,7 +91,13 @@ def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
     else:
         dropped_by_root = root.keys() - _kept(root, keep, last) - left_branch - {last}
         dropped_by_mirror = mirror.keys() - _kept(mirror, mirror_keep, last) - left_branch
+    repairable = [
+        step
+        for step, save_id in tiers.suspected.items()
+        if step in mirror and save_id in ("", mirror[step].save_id) and step not in tiers.damaged
+    ]
     return TierPlan(
+        repair=tuple(sorted(repairable, reverse=True)),
         copy=tuple(sorted(waiting, key=lambda step: (step > last, -step))),
         remove_from_root=tuple(sorted(dropped_by_root - waiting)),
         remove_from_mirror=tuple(sorted(dropped_by_mirror)),

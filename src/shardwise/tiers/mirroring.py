@@ -1,40 +1,39 @@
-"""`Mirroring`: compares a root with its mirror, copies what the mirror lacks, and removes."""
+"""`Mirroring`: compares a root with its mirror, copies what the mirror lacks, and removes.
+
+It also repairs checkpoints in the root from the mirror.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from shardwise.engine.copy_file import Throttle
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
-from shardwise.manifest.manifest import Manifest
-from shardwise.manifest.names import made_by_save, step_directory, step_of_directory
-from shardwise.retention import (
-    Keep,
-    committed_steps,
-    info_of_manifest,
-    remove_checkpoint,
-    remove_files_of_removed,
-)
+from shardwise.manifest.names import step_directory, step_of_directory
+from shardwise.retention import Keep, remove_checkpoint, remove_files_of_removed
 from shardwise.store import Store
-from shardwise.tiers.copying import copy_checkpoint, saved_manifest
-from shardwise.tiers.decide import StoredCheckpoint, TierPlan, Tiers, decide_tiers
+from shardwise.tiers.copying import copy_checkpoint, repair_checkpoint
+from shardwise.tiers.decide import TierPlan, Tiers, decide_tiers
 from shardwise.tiers.record import (
     MirroredStep,
     MirrorRecord,
+    RepairedStep,
     read_mirror_record,
     write_mirror_record,
 )
+from shardwise.tiers.tier import REREAD_PERIOD, Tier, describe_checkpoint
 
 LOCK = "mirroring.lock"
-REREAD_PERIOD = 600.0
+MOST_REPAIRS = 100
+"""The number of repairs in the record."""
 log = logging.getLogger("shardwise.mirror")
 
 
@@ -57,11 +56,28 @@ class Saved:
 
     Attributes:
         newest: the step that was saved last; None if this run has not saved yet.
-        damaged: steps in the root that are known to be damaged.
+        damaged: steps in the root that are known to be damaged in both tiers.
+        suspected: steps of which a restore read parts from the mirror, and the time of the
+            restore, in seconds since 1970.
     """
 
     newest: int | None = None
     damaged: frozenset[int] = frozenset()
+    suspected: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """Why a checkpoint in the root may be damaged.
+
+    Attributes:
+        save_id: the id of the save whose files are there; "" if it is unknown.
+        time: when a restore read it from the mirror; 0.0 if its manifest is damaged or a file is
+            missing.
+    """
+
+    save_id: str
+    time: float = 0.0
 
 
 class Mirroring:
@@ -89,9 +105,11 @@ class Mirroring:
         self._rules = rules
         self._clock = clock
         self._throttle = Throttle(rules.budget)
-        self._root_tier = _Tier(root, others_write=True)
-        self._mirror_tier = _Tier(mirror, others_write=False)
+        self._root_tier = Tier(root, others_write=True)
+        self._mirror_tier = Tier(mirror, others_write=False)
         self._copied: dict[int, set[str]] = {}
+        self._suspected: dict[int, _Suspicion] = {}
+        self._checked: set[tuple[int, _Suspicion]] = set()
         self._stopping = threading.Event()
         self._cleaned_at: float | None = None
         self._logged = ""
@@ -103,7 +121,7 @@ class Mirroring:
         self._stopping.set()
 
     def catch_up(self, saved: Callable[[], Saved]) -> bool:
-        """Copy all checkpoints that the mirror lacks, and remove what the rules drop.
+        """Copy all checkpoints that the mirror lacks, repair the root, and remove what rules drop.
 
         A checkpoint that is saved meanwhile is copied next.
 
@@ -139,11 +157,12 @@ class Mirroring:
             failure = failure or self._remove_from_mirror(plan)
             self._remove_from_root(plan, known.newest)
             self._note(plan, failures, failure)
-            step = next((each for each in plan.copy if each not in failures), None)
+            steps = [*plan.copy, *plan.repair]
+            step = next((each for each in steps if each not in failures), None)
             if step is None or not is_reachable:
-                return not plan.copy and not failure
+                return not steps and not failure
             try:
-                self._copy(step)
+                self._copy(step) if step in plan.copy else self._repair(step)
             except CorruptionError as error:
                 failures[step] = f"it is damaged: {error}"
             except OSError as error:
@@ -165,7 +184,18 @@ class Mirroring:
                 self._remove_leftovers()
         except OSError as error:
             failure, mirror = describe_error(error), self._mirror_tier.known
-        tiers = Tiers(root=root, mirror=mirror, newest=known.newest, damaged=known.damaged)
+        self._suspected = {
+            **{s: _Suspicion(root[s].save_id, t) for s, t in known.suspected.items() if s in root},
+            **{s: _Suspicion(save_id) for s, save_id in self._root_tier.damaged.items()},
+        }
+        unchecked = self._suspected.items() - self._checked
+        tiers = Tiers(
+            root=root,
+            mirror=mirror,
+            newest=known.newest,
+            damaged=known.damaged,
+            suspected={step: each.save_id for step, each in unchecked},
+        )
         plan = decide_tiers(tiers, self._rules.keep, self._rules.mirror_keep)
         return plan, failure
 
@@ -178,13 +208,42 @@ class Mirroring:
         )
         del self._copied[step]
         seconds = time.monotonic() - start
-        stored = _stored(manifest)
+        stored = describe_checkpoint(manifest)
         self._root_tier.known[step] = stored
         self._mirror_tier.known[step] = stored
         mirrored = MirroredStep(manifest.save_id, nbytes, seconds)
         steps = {**self.record.steps, step: mirrored}
         self.record = msgspec.structs.replace(self.record, steps=steps)
         log.info("%s: step %d is in the mirror %s", self._root, step, self._mirror)
+
+    def _repair(self, step: int) -> None:
+        """Check a checkpoint in the root, and replace what is damaged by the mirror's files."""
+        start = time.monotonic()
+        name = step_directory(step)
+        suspicion = self._suspected[step]
+        try:
+            manifest, replaced = repair_checkpoint(
+                self._root.at(name), self._mirror.at(name), self._throttle, self._refuse_stopped
+            )
+        except CorruptionError as error:
+            self._checked.add((step, suspicion))
+            log.error("%s: step %d is damaged there and in its mirror: %s", self._root, step, error)
+            return
+        self._checked.add((step, suspicion))
+        self._root_tier.forget(step)
+        if not replaced:
+            return
+        nbytes, seconds = sum(replaced.values()), time.monotonic() - start
+        done = RepairedStep(manifest.save_id, tuple(replaced), nbytes, seconds, self._clock())
+        earlier = {
+            each: repaired for each, repaired in self.record.repaired.items() if each != step
+        }
+        newest = dict(list({**earlier, step: done}.items())[-MOST_REPAIRS:])
+        self.record = msgspec.structs.replace(self.record, repaired=newest)
+        log.warning(
+            "%s: step %d was damaged, and was repaired from the mirror %s: %s",
+            *(self._root, step, self._mirror, ", ".join(replaced)),
+        )
 
     def _refuse_stopped(self) -> None:
         if self._stopping.is_set():
@@ -246,6 +305,7 @@ class Mirroring:
             failures=failures,
             failure=failure,
             failing_since=since,
+            repaired=self.record.repaired,
         )
         why = self.record.why_failing()
         if why and why != self._logged:
@@ -262,69 +322,3 @@ class Mirroring:
                 self._written = self.record
             except OSError as error:
                 log.warning("cannot write the state of the mirror to %s: %s", self._root, error)
-
-
-class _Tier:
-    """What a tier has. A manifest is read again if its directory has changed, and after a while.
-
-    Args:
-        store: the tier.
-        others_write: whether other processes save to this tier, so that directories change.
-        clock: a monotonic clock, in seconds.
-
-    Attributes:
-        known: the checkpoints with intact manifests, by step.
-        with_leftovers: the steps of `known` that also have files of other saves.
-    """
-
-    def __init__(
-        self, store: Store, *, others_write: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._store = store
-        self._others_write = others_write
-        self._clock = clock
-        self._read_at = clock()
-        self._names: dict[int, list[str]] = {}
-        self.known: dict[int, StoredCheckpoint] = {}
-        self.with_leftovers: set[int] = set()
-
-    def read(self) -> dict[int, StoredCheckpoint]:
-        """List the tier, and return its checkpoints."""
-        if self._clock() - self._read_at > REREAD_PERIOD:
-            self.known, self._names, self._read_at = {}, {}, self._clock()
-        found = {}
-        for step in committed_steps(self._store):
-            stored = self._describe(step)
-            if stored is not None:
-                found[step] = stored
-        self.known = found
-        self._names = {step: each for step, each in self._names.items() if step in found}
-        return found
-
-    def forget(self, step: int) -> None:
-        """Read a step again next time."""
-        self.known.pop(step, None)
-
-    def _describe(self, step: int) -> StoredCheckpoint | None:
-        """Return a checkpoint; None if its manifest is damaged, or if a file of it is missing.
-
-        The names of data files contain the id of the save, so another save changes the names.
-        """
-        store = self._store.at(step_directory(step))
-        if step in self.known and not self._others_write:
-            return self.known[step]
-        names = store.list()
-        if step in self.known and self._names.get(step) == names:
-            return self.known[step]
-        manifest = saved_manifest(store)
-        files = set() if manifest is None else {each.name for each in manifest.files}
-        if manifest is None or files - set(names):
-            return None
-        if any(made_by_save(name) and name not in files for name in names):
-            self.with_leftovers.add(step)
-        self._names[step] = names
-        return _stored(manifest)
-
-
-def _stored(manifest: Manifest) -> StoredCheckpoint:
-    return StoredCheckpoint(manifest.save_id, info_of_manifest(manifest))

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.manifest import verify_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.store import FileStatus, ReadableFile, Store, WritableFile
+from shardwise.store import FileStatus, ReadableFile, ReadOnlyStore, Store
 from shardwise.store.store import Buffer
+from shardwise.tiers.copying import saved_manifest
 
 T = TypeVar("T")
+TIERS = ROOT, MIRROR = "root", "mirror"
 log = logging.getLogger("shardwise")
 
 
-class TieredStore:
+class TieredStore(ReadOnlyStore):
     """A read-only store over several tiers, nearest first.
 
     A file has one copy in each tier that has it. `DataReader` verifies each block, and reads a
@@ -27,14 +29,44 @@ class TieredStore:
 
     Args:
         tiers: the stores, nearest first.
+        names: the name of each tier.
     """
 
-    def __init__(self, tiers: Sequence[Store]) -> None:
+    why_read_only = "it has several tiers; save to the root, and the mirror gets a copy"
+
+    def __init__(self, tiers: Sequence[Store], names: Sequence[str] = TIERS) -> None:
         self._tiers = tuple(tiers)
+        self._tier_names = tuple(names)
+        self._bytes_read = [0] * len(self._tiers)
+        self._counting = threading.Lock()
 
     def __str__(self) -> str:
         nearest, *others = self._tiers
-        return f"{nearest} (mirror: {', '.join(map(str, others))})"
+        return f"{nearest} (mirror: {', '.join(map(str, others))})" if others else str(nearest)
+
+    def origins(self) -> dict[str, int]:
+        """Return how many bytes of data files were read so far, by the name of the tier.
+
+        Bytes that turned out to be damaged count, too. Stores below this one count for themselves.
+        """
+        with self._counting:
+            return dict(zip(self._tier_names, self._bytes_read, strict=True))
+
+    def without_root(self) -> TieredStore:
+        """Return the mirror alone."""
+        return TieredStore(self._tiers[1:], self._tier_names[1:])
+
+    def has_other_save(self) -> bool:
+        """Return whether the mirror has another save of this checkpoint than the root.
+
+        The result is False if one of them has no checkpoint, or does not answer.
+        """
+        saves = []
+        for tier in self._tiers:
+            with suppress(OSError):
+                manifest = saved_manifest(tier)
+                saves += [] if manifest is None else [manifest.save_id]
+        return len(saves) == len(self._tiers) and len(set(saves)) > 1
 
     @property
     def alignment(self) -> int:
@@ -50,7 +82,8 @@ class TieredStore:
     def parent(self) -> Store | None:
         """The store one level above in all tiers; None if a tier has none."""
         parents = [each for tier in self._tiers if (each := tier.parent) is not None]
-        return TieredStore(parents) if len(parents) == len(self._tiers) else None
+        same = len(parents) == len(self._tiers)
+        return TieredStore(parents, self._tier_names) if same else None
 
     def exists(self) -> bool:
         """Return whether there is anything at this place in any tier."""
@@ -83,7 +116,7 @@ class TieredStore:
 
     def at(self, name: str) -> TieredStore:
         """Return the store one level below, in all tiers."""
-        return TieredStore([tier.at(name) for tier in self._tiers])
+        return TieredStore([tier.at(name) for tier in self._tiers], self._tier_names)
 
     def open(self, key: str) -> ReadableFile:
         """Open a file. The tiers are opened when they are needed.
@@ -91,7 +124,7 @@ class TieredStore:
         Raises:
             FileNotFoundError: no tier has the file.
         """
-        file = _TieredFile(key, self._tiers)
+        file = _TieredFile(key, self._tiers, self._count)
         try:
             file.open_first()
         except BaseException:
@@ -145,11 +178,15 @@ class TieredStore:
             log.warning("a tier of %s is skipped: %s", self, failure)
         return names
 
+    def _count(self, tier: int, nbytes: int) -> None:
+        with self._counting:
+            self._bytes_read[tier] += nbytes
+
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
         """Lock a file in the nearest tier that has it, so that retention does not remove it."""
         if not shared:
-            raise self._refusal()
+            raise self.refusal()
         with ExitStack() as locks:
             held = False
             for tier in self._tiers:
@@ -169,10 +206,6 @@ class TieredStore:
         """
         return self._names(lambda tier: tier.stores_with(key))
 
-    def is_writable(self) -> bool:
-        """Return False: the store is read-only."""
-        return False
-
     @property
     def lock_expiry(self) -> float:
         """The longest expiry of any tier, in seconds."""
@@ -188,42 +221,18 @@ class TieredStore:
         """The longest grace of any tier, in seconds."""
         return max(tier.reading_grace for tier in self._tiers)
 
-    def sync(self) -> None:
-        """Do nothing: nothing is written."""
-
-    def create(self, key: str, size: int) -> WritableFile:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def create_atomic(self, key: str, size: int) -> WritableFile:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def delete(self, key: str) -> None:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def remove(self) -> None:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def _refusal(self) -> StoreError:
-        return StoreError(
-            f"{self} is read-only, because it has several tiers: save to the root, and the mirror "
-            "gets a copy"
-        )
-
 
 class _TieredFile:
-    """A file with a copy in each tier that has it. Copies are opened when they are needed."""
+    """A file with a copy in each tier that has it. Copies are opened when they are needed.
 
-    def __init__(self, key: str, tiers: Sequence[Store]) -> None:
+    Args:
+        count: called with the index of a tier and the bytes that were read from it.
+    """
+
+    def __init__(self, key: str, tiers: Sequence[Store], count: Callable[[int, int], None]) -> None:
         self._key = key
         self._tiers = tiers
+        self._count = count
         self._lock = threading.Lock()
         self._files: dict[int, ReadableFile | Exception] = {}
 
@@ -239,10 +248,12 @@ class _TieredFile:
         return self._copy(number).size
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        return self._first(lambda file: file.read_at(offset, out))
+        return self._first(lambda number: self.read_copy(number, offset, out))
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
-        return self._copy(number).read_at(offset, out)
+        nbytes = self._copy(number).read_at(offset, out)
+        self._count(number, nbytes)
+        return nbytes
 
     def close(self) -> None:
         with self._lock:
@@ -253,14 +264,14 @@ class _TieredFile:
 
     def open_first(self) -> ReadableFile:
         """Return the file in the nearest tier that has it."""
-        return self._first(lambda file: file)
+        return self._first(self._copy)
 
-    def _first(self, use: Callable[[ReadableFile], T]) -> T:
-        """Return the result of `use` for the nearest copy for which it does not raise."""
+    def _first(self, use: Callable[[int], T]) -> T:
+        """Return the result of `use` for the index of the nearest copy that does not fail."""
         failures: list[Exception] = []
         for number in range(len(self._tiers)):
             try:
-                return use(self._copy(number))
+                return use(number)
             except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
                 failures.append(error)
         raise _most_telling(failures)

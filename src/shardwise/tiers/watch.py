@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class MirrorWatch:
     def __init__(self, root: Store, clock: Clock | None = None) -> None:
         self._root = root
         self._clock = clock or Clock()
-        self._seen: dict[int, str] | None = None
+        self._seen: Set[tuple[str, int, str | float]] | None = None
         self._reported_at = 0.0
 
     def record(self) -> MirrorRecord | None:
@@ -72,15 +72,19 @@ class MirrorWatch:
         )
 
     def report(self, recorder: Recorder) -> None:
-        """Record the copies since the last call as events, and log a failing mirror."""
+        """Record copies and repairs since the last call as events, and log a failing mirror."""
         record = self.record()
         if record is None:
+            self._seen = self._seen or set()
             return
-        seen = {step: each.save_id for step, each in record.steps.items()}
-        for step, each in record.steps.items() if self._seen is not None else ():
-            if self._seen is not None and self._seen.get(step) != each.save_id:
-                recorder.add("mirror", each.seconds)
-        self._seen = seen
+        done: dict[tuple[str, int, str | float], float] = {
+            **{("mirror", step, each.save_id): each.seconds for step, each in record.steps.items()},
+            **{("repair", step, each.time): each.seconds for step, each in record.repaired.items()},
+        }
+        for stage, seconds in done.items() if self._seen is not None else ():
+            if self._seen is not None and stage not in self._seen:
+                recorder.add(stage[0], seconds)
+        self._seen = done.keys()
         if record.failing_since is None:
             self._reported_at = 0.0
         elif self._clock.now() - self._reported_at >= REPORT_PERIOD:

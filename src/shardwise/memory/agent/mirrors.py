@@ -155,7 +155,7 @@ def _same_tiers(before: MirrorTask, after: MirrorTask) -> bool:
 
 
 def _saved(task: MirrorTask) -> Saved:
-    return Saved(task.newest, frozenset(task.damaged))
+    return Saved(task.newest, frozenset(task.damaged), task.suspected)
 
 
 def _start(task: MirrorTask) -> MirrorWorker | None:

@@ -18,7 +18,7 @@ from shardwise.memory.redundancy.placement import decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import map_file
-from shardwise.store import FileStatus, LocalStore, ReadableFile, Store, WritableFile
+from shardwise.store import FileStatus, LocalStore, ReadableFile, ReadOnlyStore, Store
 from shardwise.store.store import Buffer
 
 WAIT = 10.0
@@ -55,7 +55,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     unanswered: dict[str, str] = {}
 
 
-class AssembledStore:
+class AssembledStore(ReadOnlyStore):
     """A read-only store of the files of an assembly.
 
     Args:
@@ -69,6 +69,7 @@ class AssembledStore:
         StoreError: the assembly has no step.
     """
 
+    why_read_only = "save to storage instead"
     alignment = 4096
     lock_expiry = 0.0
     reading_grace = 0.0
@@ -194,39 +195,9 @@ class AssembledStore:
         """Return nothing: a snapshot has no subdirectories."""
         return set()
 
-    def is_writable(self) -> bool:
-        """Return False: the store is read-only."""
-        return False
-
-    def sync(self) -> None:
-        """Do nothing: nothing is written."""
-
     def at(self, name: str) -> Store:
         """Refuse: a snapshot has no subdirectories."""
-        raise self._refusal()
-
-    def create(self, key: str, size: int) -> WritableFile:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def create_atomic(self, key: str, size: int) -> WritableFile:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def delete(self, key: str) -> None:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def remove(self) -> None:
-        """Refuse: the store is read-only."""
-        raise self._refusal()
-
-    def _refusal(self) -> StoreError:
-        return StoreError(f"{self} is read-only: save to storage instead")
+        raise self.refusal()
 
     def _sources(self, key: str, nodes: Sequence[str]) -> Sequence[Source]:
         """Return the sources of a file: each node that has the file, and decoding."""

@@ -1,0 +1,90 @@
+"""`Tier`: what a tier has, read again when it changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from shardwise.manifest.manifest import Manifest
+from shardwise.manifest.names import MANIFEST, made_by_save, save_of_file, step_directory
+from shardwise.retention import committed_steps, info_of_manifest
+from shardwise.store import Store
+from shardwise.tiers.copying import saved_manifest
+from shardwise.tiers.decide import StoredCheckpoint
+
+REREAD_PERIOD = 600.0
+
+
+class Tier:
+    """What a tier has. A manifest is read again if its directory has changed, and after a while.
+
+    Args:
+        store: the tier.
+        others_write: whether other processes save to this tier, so that directories change.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        known: the checkpoints with intact manifests and all files, by step.
+        damaged: the steps whose manifest is damaged or that lack a file, each with the id of the
+            save whose files are there; "" if it is unknown.
+        with_leftovers: the steps of `known` that also have files of other saves.
+    """
+
+    def __init__(
+        self, store: Store, *, others_write: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._others_write = others_write
+        self._clock = clock
+        self._read_at = clock()
+        self._names: dict[int, list[str]] = {}
+        self.known: dict[int, StoredCheckpoint] = {}
+        self.damaged: dict[int, str] = {}
+        self.with_leftovers: set[int] = set()
+
+    def read(self) -> dict[int, StoredCheckpoint]:
+        """List the tier, and return its checkpoints."""
+        if self._clock() - self._read_at > REREAD_PERIOD:
+            self.known, self._names, self._read_at = {}, {}, self._clock()
+        found, self.damaged = {}, {}
+        for step in committed_steps(self._store):
+            stored = self._describe(step)
+            if stored is not None:
+                found[step] = stored
+        self.known = found
+        self._names = {step: each for step, each in self._names.items() if step in found}
+        return found
+
+    def forget(self, step: int) -> None:
+        """Read a step again next time."""
+        self.known.pop(step, None)
+
+    def _describe(self, step: int) -> StoredCheckpoint | None:
+        """Return a checkpoint; None if its manifest is damaged, or if a file of it is missing.
+
+        The names of data files contain the id of the save, so another save changes the names.
+        """
+        store = self._store.at(step_directory(step))
+        if step in self.known and not self._others_write:
+            return self.known[step]
+        names = store.list()
+        if step in self.known and self._names.get(step) == names:
+            return self.known[step]
+        manifest = saved_manifest(store)
+        files = set() if manifest is None else {each.name for each in manifest.files}
+        if manifest is None or files - set(names):
+            saves = {save_of_file(name) or "" for name in names} - {""}
+            if manifest is not None:
+                self.damaged[step] = manifest.save_id
+            elif len(saves) <= 1 and MANIFEST in names:  # otherwise it is being removed
+                self.damaged[step] = "".join(saves)
+            return None
+        if any(made_by_save(name) and name not in files for name in names):
+            self.with_leftovers.add(step)
+        self._names[step] = names
+        return describe_checkpoint(manifest)
+
+
+def describe_checkpoint(manifest: Manifest) -> StoredCheckpoint:
+    """Return what decisions need to know of a checkpoint."""
+    return StoredCheckpoint(manifest.save_id, info_of_manifest(manifest))
