@@ -1,6 +1,8 @@
 """The time to upload to and download from an object store: SeaweedFS on this machine.
 
 Limit: obstore alone, with as many bytes in parts of the same size; the goal is 0.9 of its speed.
+Peers, if they are installed: DCP through s3fs, and through s3torchconnector. s3fs needs an older boto3
+than constraints.txt has, so measure the peers in an environment of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import obstore
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import shardwise as sw
 from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
@@ -23,7 +28,27 @@ from shardwise.store.object_store import PART_MIB, UPLOAD_REQUESTS, parse_object
 from shardwise.store.store import REMOTE_TRANSFER
 from tests.store.servers import BUCKET, start_seaweedfs
 
+try:
+    import s3fs
+except ImportError:
+    s3fs = None
+try:
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector._s3client import S3Client
+    from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
+    from s3torchconnector.dcp.s3_file_system import S3FileSystem
+    from s3torchconnector.s3reader import S3ReaderConstructor
+except ImportError:
+    S3StorageWriter = None
+
 PART = PART_MIB << 20
+REGION = "us-east-1"
+OBSTORE, OURS = "obstore", "sw"
+S3FS, CONNECTOR = "DCP through s3fs", "DCP through s3torchconnector"
+PEER_GOALS = {S3FS: 3.0, CONNECTOR: 1.0}
+"""How many times faster than each peer a save and a load have to be."""
+
+Job = Callable[[], object]
 
 
 def main() -> None:
@@ -33,22 +58,66 @@ def main() -> None:
     bench = Bench("object_store", LARGE, parse_arguments())
     state = bench.state(ROWS)
     with ExitStack() as cleanup:
-        root = f"s3://{BUCKET}/bench?endpoint={start_server(bench, cleanup)}"
+        endpoint = start_server(bench, cleanup)
+        root = f"s3://{BUCKET}/bench?endpoint={endpoint}"
         client = Client(parse_object_url(root)).open()
         key, share = f"bare/{bench.rank}", bench.size.total // bench.world
         threads = REMOTE_TRANSFER.read_threads // bench.world
         ours = f"s3://{BUCKET}/ours?{root.partition('?')[2]}"
+        jobs: dict[str, tuple[Job, Job]] = {
+            OBSTORE: (
+                lambda: upload(client, key, share),
+                lambda: download(client, key, share, threads),
+            ),
+            OURS: (lambda: sw.save(ours, state, overwrite=True), lambda: sw.load(ours, state)),
+            **peers(state, endpoint),
+        }
         for _ in bench.rounds:
-            bench.measure("upload: obstore", lambda: upload(client, key, share))
-            bench.measure("upload: sw.save", lambda: sw.save(ours, state, overwrite=True))
-            bench.measure("download: obstore", lambda: download(client, key, share, threads))
-            bench.measure("download: sw.load", lambda: sw.load(ours, state))
+            for name, (save, load) in jobs.items():
+                bench.measure(f"upload: {name}", save)
+                bench.measure(f"download: {name}", load)
         dist.barrier()  # the server stops with rank 0
-    for name, method in (("upload", "sw.save"), ("download", "sw.load")):
-        bench.compare(f"{name}: {method}", f"{name}: obstore")
-        speed = bench.ratio(f"{name}: obstore", f"{name}: {method}")
-        bench.goal(f"{name}: speed, of bare obstore", speed, least=0.9)
+    for way in ("upload", "download"):
+        others = [f"{way}: {name}" for name in jobs if name != OURS]
+        bench.compare(f"{way}: {OURS}", *others)
+        speed = bench.ratio(f"{way}: {OBSTORE}", f"{way}: {OURS}")
+        bench.goal(f"{way}: speed, of bare obstore", speed, least=0.9)
+        for name, least in PEER_GOALS.items():
+            if name in jobs:
+                times = bench.ratio(f"{way}: {name}", f"{way}: {OURS}")
+                bench.goal(f"{way}: times faster than {name}", times, least=least)
     bench.finish()
+
+
+def peers(state: dict[str, torch.Tensor], endpoint: str) -> dict[str, tuple[Job, Job]]:
+    """Return the save and the load of each installed peer."""
+    found: dict[str, tuple[Job, Job]] = {}
+    if s3fs is not None:
+        url, options = f"s3://{BUCKET}/s3fs", {"client_kwargs": {"endpoint_url": endpoint}}
+        found[S3FS] = (
+            lambda: dcp.save(state, storage_writer=FsspecWriter(url, **options)),
+            lambda: dcp.load(state, storage_reader=FsspecReader(url, **options)),
+        )
+    if S3StorageWriter is not None:
+        place = f"s3://{BUCKET}/connector"
+        config = S3ClientConfig(force_path_style=True)
+
+        def connect(storage: object, reader: object = None) -> object:
+            """Make the reader or writer use the endpoint, for which it has no argument."""
+            client = S3Client(REGION, endpoint=endpoint, s3client_config=config)
+            storage.fs = S3FileSystem(REGION, s3_client=client, reader_constructor=reader)
+            return storage
+
+        def load() -> None:
+            reader = S3ReaderConstructor.dcp_optimized()
+            storage = S3StorageReader(REGION, place, config, reader_constructor=reader)
+            dcp.load(state, storage_reader=connect(storage, reader))
+
+        found[CONNECTOR] = (
+            lambda: dcp.save(state, storage_writer=connect(S3StorageWriter(REGION, place, config))),
+            load,
+        )
+    return found
 
 
 def start_server(bench: Bench, cleanup: ExitStack) -> str:
