@@ -1,8 +1,8 @@
 """The time to upload to and download from an object store: SeaweedFS on this machine.
 
 Limit: obstore alone, with as many bytes in parts of the same size; the goal is 0.9 of its speed.
-Peers, if they are installed: DCP through s3fs, and through s3torchconnector. s3fs needs an older boto3
-than constraints.txt has, so measure the peers in an environment of their own.
+Peers, if they are installed: DCP through s3fs, and through s3torchconnector. s3fs needs an older
+boto3 than constraints.txt has, so install the peers in another environment.
 """
 
 from __future__ import annotations
