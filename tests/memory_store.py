@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.errors import StoreError
 from shardwise.store import ReadableFile, Store, WritableFile, leases
-from shardwise.store.store import Buffer
+from shardwise.store.store import REMOTE_TRANSFER, Buffer, StoreTraits
 
 
 @dataclass
@@ -47,8 +47,6 @@ class Server:
 class MemoryStore(Store):
     """The objects below a prefix of a server."""
 
-    alignment = 1
-
     def __init__(self, server: Server, prefix: str = "") -> None:
         self.server = server
         self._prefix = prefix
@@ -57,12 +55,13 @@ class MemoryStore(Store):
         return f"memory://{self._prefix}"
 
     @property
-    def lock_expiry(self) -> float:
-        return self.server.lease
-
-    @property
-    def reading_grace(self) -> float:
-        return self.server.grace
+    def traits(self) -> StoreTraits:
+        return StoreTraits(
+            alignment=1,
+            lock_expiry=self.server.lease,
+            reading_grace=self.server.grace,
+            transfer=REMOTE_TRANSFER,
+        )
 
     def at(self, name: str) -> MemoryStore:
         return MemoryStore(self.server, f"{self._prefix}{name}/")

@@ -26,7 +26,6 @@ from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.plain_values import decode
 from shardwise.state.selection import Selection
-from shardwise.store import transfer_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +52,7 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, opened: Opened, *, verify: bool) -> None:
         self._opened = opened
         self._saved = SavedNames(opened.manifest)
-        self._arena = Arena.for_reading(transfer_of(opened.store))
+        self._arena = Arena.for_reading(opened.store.traits.transfer)
         self._compared: set[int] = set()
         self.manifest: Manifest = opened.manifest
         self.metrics = opened.manifest.metrics

@@ -33,7 +33,7 @@ from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
-from shardwise.store import Store, transfer_of
+from shardwise.store import Store
 
 State = MutableMapping[str, Any]
 
@@ -102,7 +102,7 @@ def load_state(
         selection = Selection.from_patterns(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
         saved = SavedNames(opened.manifest, rename, opened.missing_files)
-        arena = Arena.for_reading(transfer_of(opened.store), options.staging_bytes)
+        arena = Arena.for_reading(opened.store.traits.transfer, options.staging_bytes)
         with recorder.stage("match"):
             match = partial(_match_state, state, saved, selection, options)
             bindings, found, unexpected = agree_on_match(

@@ -259,7 +259,7 @@ def apply_retention(
 
     Damaged checkpoints do not count for the rules, and are not removed. A checkpoint that is being
     read stays until the next call. If processes can read a checkpoint without locking it, its
-    manifest is removed first, and its files by a call after `Store.reading_grace` has passed.
+    manifest is removed first, and its files by a call after `StoreTraits.reading_grace` has passed.
 
     Args:
         root: the root of the checkpoints.
@@ -279,7 +279,7 @@ def apply_retention(
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
     to_remove = takewhile(lambda _: should_continue(), (s for s in steps if s not in kept))
-    at_once = root.reading_grace == 0.0
+    at_once = root.traits.reading_grace == 0.0
     removed = [
         step
         for step in to_remove

@@ -76,7 +76,7 @@ def copy_verified(
                 )
             verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
             table_crc32 = crc32(chunk[max(0, entry.checksums_at - low) :], table_crc32)
-            copy.write_at(low, pad(chunk, store.alignment))
+            copy.write_at(low, pad(chunk, store.traits.alignment))
         if table_crc32 != entry.checksums_crc32:
             raise CorruptionError(
                 f"{entry.name} in {source}: its checksums changed while it was copied"

@@ -139,13 +139,14 @@ def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) ->
     layout = source.layout
     checksums = np.zeros(block_count(layout.checksums_at), "<u4")
     # The last, unaligned bytes before the checksums are written together with the checksums.
-    aligned = layout.checksums_at // store.alignment * store.alignment
-    tail = aligned_buffer(-(-(layout.size - aligned) // store.alignment) * store.alignment)
+    alignment = store.traits.alignment
+    aligned = layout.checksums_at // alignment * alignment
+    tail = aligned_buffer(-(-(layout.size - aligned) // alignment) * alignment)
     file = store.create(key, layout.size)
     try:
         with ThreadPoolExecutor(arena.threads, "shardwise-write") as pool:
             chunks = range(0, layout.checksums_at, arena.buffer_size)
-            target = _Target(file, store.alignment, arena, checksums, tail)
+            target = _Target(file, alignment, arena, checksums, tail)
             writes = [pool.submit(_write_chunk, source, low, target) for low in chunks]
             try:
                 for write in writes:

@@ -126,7 +126,7 @@ def _may_be_read(store: Store) -> bool:
         removed_at = msgspec.json.decode(data, type=_Removed).removed_at
     except (FileNotFoundError, msgspec.DecodeError):
         return False
-    return abs(time.time() - removed_at) < store.reading_grace
+    return abs(time.time() - removed_at) < store.traits.reading_grace
 
 
 def _files_in_manifest(store: Store) -> set[str] | None:

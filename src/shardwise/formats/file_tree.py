@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import LARGEST_PICKLE, MOST_NAMES_SHOWN
 from shardwise.formats.foreign import ForeignFile
-from shardwise.store import FileStatus, ReadableFile, Store, open_store, store_below
+from shardwise.store import FileStatus, ReadableFile, Store, StoreTraits, open_store, store_below
 from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
@@ -55,7 +55,7 @@ class FileTree:
     @property
     def threads(self) -> int:
         """How many files to read at the same time."""
-        return THREADS_OF_REQUESTS if self.store.request_bytes else THREADS
+        return THREADS_OF_REQUESTS if self.store.traits.transfer.largest_gap else THREADS
 
     @property
     def parent(self) -> str:
@@ -179,12 +179,12 @@ class FileTree:
         Raises:
             FormatError: the file does not exist.
         """
-        slow = self.store.request_bytes
+        gap = self.store.traits.transfer.largest_gap  # 0 unless each request takes time
         with closing(self.open(name)) as file:
             kept = self._kept.setdefault(name, {}) if len(self._kept) < MOST_KEPT else {}
-            buffered = BufferedEnds(file, min(slow, MOST_BUFFERED), kept) if slow else file
+            buffered = BufferedEnds(file, min(gap, MOST_BUFFERED), kept) if gap else file
             label = self.label(name)
-            yield FileRange(buffered, file_index, 0, file.size, label, slow=bool(slow))
+            yield FileRange(buffered, file_index, 0, file.size, label, slow=gap > 0)
 
     def read_each(
         self, file_indices: Mapping[str, int], read: Callable[[FileRange], Value]
@@ -230,6 +230,11 @@ class ForeignFiles:
 
     def __str__(self) -> str:
         return str(self._tree)
+
+    @property
+    def traits(self) -> StoreTraits:
+        """The traits of the store that has the files."""
+        return self._tree.store.traits
 
     def open(self, key: str) -> ReadableFile:
         """Open a file for reading ranges.

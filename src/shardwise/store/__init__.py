@@ -11,10 +11,10 @@ from shardwise.store.store import (
     ReadableFile,
     ReplicatedFile,
     Store,
+    StoreTraits,
     TransferOptions,
     UploadingStore,
     WritableFile,
-    transfer_of,
 )
 from shardwise.store.url import (
     find_obstacle,
@@ -36,6 +36,7 @@ __all__ = [
     "ReadableFile",
     "ReplicatedFile",
     "Store",
+    "StoreTraits",
     "TransferOptions",
     "UploadingStore",
     "WritableFile",
@@ -46,5 +47,4 @@ __all__ = [
     "opens_by_name",
     "resolve_links",
     "store_below",
-    "transfer_of",
 ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.errors import StoreError
 from shardwise.store.local_files import ALIGNMENT, LocalReader, LocalWriter, sync_directory
 from shardwise.store.names import check_name, check_name_to_write
-from shardwise.store.store import FileStatus
+from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits
 from shardwise.store.store_url import StoreUrl
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
@@ -32,10 +32,9 @@ class LocalStore:
             finds the files there.
     """
 
-    alignment = ALIGNMENT
-    lock_expiry = 0.0
-    reading_grace = 0.0
-    request_bytes = 0
+    traits = StoreTraits(
+        alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=LOCAL_TRANSFER
+    )
 
     def __init__(self, path: str | os.PathLike[str], *, page_cache: bool = False) -> None:
         self.path = Path(path)

@@ -18,7 +18,7 @@ from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client
 from shardwise.store.object_errors import http_status, translated
 from shardwise.store.object_reader import ObjectReader
-from shardwise.store.store import REMOTE_TRANSFER, FileStatus, WritableFile
+from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
 from shardwise.store.unfinished_uploads import abort_uploads
 from shardwise.store.uploads import MultipartUpload, SmallUpload
@@ -36,7 +36,6 @@ HEAD_THREADS = 16
 READING_GRACE = 900.0
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
-REQUEST_BYTES = 1 << 20
 UPLOAD_MIN_AGE = 3600.0
 """The age from which an unfinished upload counts as abandoned, in seconds."""
 
@@ -55,12 +54,6 @@ class ObjectStore:
         StoreError: the URL is wrong.
     """
 
-    alignment = 1
-    transfer = REMOTE_TRANSFER
-    lock_expiry = leases.LEASE_SECONDS
-    reading_grace = READING_GRACE
-    request_bytes = REQUEST_BYTES
-
     def __init__(
         self,
         url: str | StoreUrl,
@@ -71,8 +64,12 @@ class ObjectStore:
         self._client = client or Client(self.url)
         lock_seconds = self.url.number("lock_seconds", leases.LEASE_SECONDS, smallest=2)
         self._times = times or leases.LeaseTimes(lease=lock_seconds)
-        self.lock_expiry = self._times.lease
-        self.reading_grace = self.url.number("grace_seconds", READING_GRACE, smallest=0)
+        self.traits = StoreTraits(
+            alignment=1,
+            lock_expiry=self._times.lease,
+            reading_grace=self.url.number("grace_seconds", READING_GRACE, smallest=0),
+            transfer=REMOTE_TRANSFER,
+        )
 
     def __repr__(self) -> str:
         return f"ObjectStore({str(self)!r})"

@@ -16,7 +16,7 @@ from shardwise.errors import StoreError
 from shardwise.store import leases
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.sequential import SequentialWriter, Stream
-from shardwise.store.store import Buffer, FileStatus
+from shardwise.store.store import REMOTE_TRANSFER, Buffer, FileStatus, StoreTraits
 
 READING_GRACE = 900.0
 """Seconds that readers without permission to write may still read a removed checkpoint."""
@@ -134,10 +134,12 @@ class RemoteFileStore:
 
     files: RemoteFiles
     path: str
-    alignment = 1
-    lock_expiry = leases.LEASE_SECONDS
-    reading_grace = READING_GRACE
-    request_bytes = 1 << 20
+    traits = StoreTraits(
+        alignment=1,
+        lock_expiry=leases.LEASE_SECONDS,
+        reading_grace=READING_GRACE,
+        transfer=replace(REMOTE_TRANSFER, read_threads=8, staging_bytes=64 << 20),
+    )
 
     def __str__(self) -> str:
         return f"{self.files.url}{self.path}{self.files.options}"

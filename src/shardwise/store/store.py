@@ -14,14 +14,15 @@ Buffer = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How a store is read fastest. A store has them as its attribute `transfer`.
+    """How a store is read fastest.
 
     Attributes:
         read_bytes: the longest read, in bytes.
         read_threads: the reads of one process at a time.
         node_requests: the reads of all processes of a node at a time; None for no limit.
         largest_gap: the largest gap between two wanted ranges of a file for which one read of both
-            is faster than two, in bytes.
+            is faster than two, in bytes. The store transfers about as many bytes in the time that a
+            request takes to answer. 0 if a request takes no time, as in a file system.
         staging_bytes: the memory for reads, in bytes, unless the user sets a bound.
     """
 
@@ -48,10 +49,23 @@ REMOTE_TRANSFER = TransferOptions(
 )
 
 
-def transfer_of(store: object) -> TransferOptions:
-    """Return how a store is read fastest; `LOCAL_TRANSFER` if it does not say."""
-    found: TransferOptions = getattr(store, "transfer", LOCAL_TRANSFER)
-    return found
+@dataclass(frozen=True, slots=True)
+class StoreTraits:
+    """The properties of a store that its callers must know.
+
+    Attributes:
+        alignment: the alignment in bytes that `write_at` needs for offsets, lengths and memory.
+        lock_expiry: how many seconds the lock of a process that died can still count. 0.0 if it
+            ends with the process.
+        reading_grace: how many seconds the files of a removed checkpoint must stay, because
+            processes may read them that cannot lock them. 0.0 if every reader can lock.
+        transfer: how the store is read fastest.
+    """
+
+    alignment: int
+    lock_expiry: float
+    reading_grace: float
+    transfer: TransferOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,7 @@ class WritableFile(Protocol):
         """Write bytes at an offset. Several threads may call this method at the same time.
 
         Args:
-            offset: the offset in bytes, a multiple of the store's alignment.
+            offset: the offset in bytes, a multiple of `StoreTraits.alignment`.
             data: bytes; their number is a multiple of the alignment. Bytes after the end of the
                 file are dropped.
         """
@@ -145,6 +159,11 @@ class ReplicatedFile(ReadableFile, Protocol):
 class Files(Protocol):
     """A place that data files can be read from."""
 
+    @property
+    def traits(self) -> StoreTraits:
+        """The properties that callers must know."""
+        ...
+
     def open(self, key: str) -> ReadableFile:
         """Open a file.
 
@@ -164,11 +183,6 @@ class Store(Files, Protocol):
     Every method raises `StoreError`, or an `OSError` such as `FileNotFoundError` and
     `FileExistsError`.
     """
-
-    @property
-    def alignment(self) -> int:
-        """The alignment in bytes that `write_at` needs for offsets, lengths and memory."""
-        ...
 
     @property
     def name(self) -> str:
@@ -271,28 +285,6 @@ class Store(Files, Protocol):
 
     def is_writable(self) -> bool:
         """Return whether this process may create files here. The store need not exist yet."""
-        ...
-
-    @property
-    def lock_expiry(self) -> float:
-        """For how many seconds the lock of a process that died can still count. 0.0: not at all."""
-        ...
-
-    @property
-    def request_bytes(self) -> int:
-        """How many bytes the store transfers in the time that a request takes to answer.
-
-        To read fewer bytes than this that nobody needs is faster than another request. 0 if a
-        request takes no time, as in a file system.
-        """
-        ...
-
-    @property
-    def reading_grace(self) -> float:
-        """How many seconds the files of a removed checkpoint must stay.
-
-        Processes may read them that cannot lock them. 0.0 if every reader can lock what it reads.
-        """
         ...
 
     def sync(self) -> None:

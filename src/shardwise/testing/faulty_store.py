@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from shardwise.store.local import LocalStore
-from shardwise.store.store import Buffer, FileStatus, ReadableFile, Store, WritableFile
+from shardwise.store.store import Buffer, FileStatus, ReadableFile, Store, StoreTraits, WritableFile
 
 Action = Callable[[str], None]
 
@@ -77,24 +77,9 @@ class FaultyStore:
         return str(self._store)
 
     @property
-    def alignment(self) -> int:
-        """The alignment of the wrapped store."""
-        return self._store.alignment
-
-    @property
-    def lock_expiry(self) -> float:
-        """As for the wrapped store."""
-        return self._store.lock_expiry
-
-    @property
-    def request_bytes(self) -> int:
-        """As for the wrapped store."""
-        return self._store.request_bytes
-
-    @property
-    def reading_grace(self) -> float:
-        """As for the wrapped store."""
-        return self._store.reading_grace
+    def traits(self) -> StoreTraits:
+        """The traits of the wrapped store."""
+        return self._store.traits
 
     @property
     def name(self) -> str:

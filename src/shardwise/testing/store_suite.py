@@ -36,7 +36,7 @@ def write_file(store: Store, key: str, data: Buffer) -> None:
     file = store.create(key, len(data))
     try:
         if len(data):
-            file.write_at(0, padded(data, store.alignment))
+            file.write_at(0, padded(data, store.traits.alignment))
         file.commit()
     finally:
         file.close()
@@ -74,9 +74,9 @@ class StoreSuite:
 
     def test_writes_may_come_in_any_order_from_any_thread(self, store: Store) -> None:
         """Every write takes effect at its offset."""
-        unit = 4 * store.alignment
+        unit = 4 * store.traits.alignment
         data = content(16 * unit + 100)
-        image = padded(data, store.alignment)
+        image = padded(data, store.traits.alignment)
         file = store.create(KEY, len(data))
         starts = list(range(0, len(image), unit))
 
@@ -286,11 +286,11 @@ class StoreSuite:
     def test_an_atomic_file_appears_when_it_is_committed(self, store: Store) -> None:
         """Until then, an earlier file stays; a file that is not committed never appears."""
         for seed in range(2):
-            data = content(3 * store.alignment + 1, seed)
+            data = content(3 * store.traits.alignment + 1, seed)
             before = store.walk(10).get(KEY)
             for commits in (False, True):
                 file = store.create_atomic(KEY, len(data))
-                file.write_at(0, padded(data, store.alignment))
+                file.write_at(0, padded(data, store.traits.alignment))
                 assert store.walk(10).get(KEY) == before
                 if commits:
                     file.commit()

@@ -250,7 +250,7 @@ class Mirroring:
             raise Stopped
 
     def _remove_from_root(self, plan: TierPlan, newest: int | None) -> None:
-        grace = self._root.reading_grace > 0.0
+        grace = self._root.traits.reading_grace > 0.0
         before = list(self._root_tier.known)
         for step in plan.remove_from_root:
             if remove_checkpoint(self._root.at(step_directory(step)), at_once=not grace):
@@ -260,7 +260,7 @@ class Mirroring:
 
     def _remove_from_mirror(self, plan: TierPlan) -> str:
         """Remove checkpoints from the mirror; return why that failed, or ""."""
-        at_once = not self._mirror.reading_grace
+        at_once = not self._mirror.traits.reading_grace
         for step in plan.remove_from_mirror:
             self._refuse_stopped()
             try:

@@ -6,12 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.manifest import verify_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.store import FileStatus, ReadableFile, ReadOnlyStore, Store
+from shardwise.store import FileStatus, ReadableFile, ReadOnlyStore, Store, StoreTraits
 from shardwise.store.store import Buffer
 from shardwise.tiers.copying import saved_manifest
 
@@ -69,9 +70,14 @@ class TieredStore(ReadOnlyStore):
         return len(saves) == len(self._tiers) and len(set(saves)) > 1
 
     @property
-    def alignment(self) -> int:
-        """The alignment of the nearest tier."""
-        return self._tiers[0].alignment
+    def traits(self) -> StoreTraits:
+        """The traits of the nearest tier, with the longest times of any tier."""
+        traits = [tier.traits for tier in self._tiers]
+        return replace(
+            traits[0],
+            lock_expiry=max(each.lock_expiry for each in traits),
+            reading_grace=max(each.reading_grace for each in traits),
+        )
 
     @property
     def name(self) -> str:
@@ -206,20 +212,6 @@ class TieredStore(ReadOnlyStore):
         """
         return self._names(lambda tier: tier.stores_with(key))
 
-    @property
-    def lock_expiry(self) -> float:
-        """The longest expiry of any tier, in seconds."""
-        return max(tier.lock_expiry for tier in self._tiers)
-
-    @property
-    def request_bytes(self) -> int:
-        """As for the nearest tier."""
-        return self._tiers[0].request_bytes
-
-    @property
-    def reading_grace(self) -> float:
-        """The longest grace of any tier, in seconds."""
-        return max(tier.reading_grace for tier in self._tiers)
 
 
 class _TieredFile:

@@ -59,7 +59,7 @@ def copy_file(
                 wait_until_sealed()
             chunk = data[low : low + CHUNK]
             time.sleep(throttle.seconds_for(len(chunk)))
-            writes.append(pool.submit(file.write_at, low, pad(chunk, store.alignment)))
+            writes.append(pool.submit(file.write_at, low, pad(chunk, store.traits.alignment)))
         for write in writes:
             write.result()
 
@@ -168,7 +168,7 @@ def lock_for_publishing(
     if names and not has_begun:
         remove_leftovers(store)
     with ExitStack() as locks:
-        deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.lock_expiry)
+        deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.traits.lock_expiry)
         attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
             raise StoreError(

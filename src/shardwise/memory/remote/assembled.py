@@ -70,10 +70,7 @@ class AssembledStore(ReadOnlyStore):
     """
 
     why_read_only = "save to storage instead"
-    alignment = 4096
-    lock_expiry = 0.0
-    reading_grace = 0.0
-    request_bytes = 0
+    traits = LocalStore.traits
 
     def __init__(
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1

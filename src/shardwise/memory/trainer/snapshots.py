@@ -90,7 +90,7 @@ class Snapshots:
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
-        if self._group.rank == 0 and self._root.lock_expiry > 0.0:
+        if self._group.rank == 0 and self._root.traits.lock_expiry > 0.0:
             # Training must not wait for an object store. The agent looks again when it publishes.
             self._steps_to_look_for = frozenset(committed_steps(self._root))
         if self.is_first_of_node:
