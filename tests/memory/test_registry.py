@@ -26,6 +26,7 @@ from shardwise.memory.registry import (
 )
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore, private
+from shardwise.testing.faulty_store import READ_ONLY, Fault, FaultyStore
 from tests.faults.memory.scenario import end_agents
 from tests.memory.test_server import RUN, TOKEN, serve
 
@@ -137,6 +138,20 @@ def test_a_root_that_cannot_be_written_to_costs_one_warning(
             registration.update(HERE, epoch, prunes=True)
     assert len(caplog.records) == 1
     assert "cannot write the address of this node" in caplog.text
+
+
+def test_an_entry_is_written_in_the_background_and_again_after_a_failure(tmp_path: Path) -> None:
+    fault = Fault(0, READ_ONLY, verbs=("publish",))
+    root = FaultyStore(LocalStore(tmp_path), fault)
+    # A wrapped store is not local, so that its entries are published and read like other files.
+    registration = Registration(Registry(root, RUN), waits=False)
+    for expected in (1, 2, 2):
+        registration.update(HERE, 0, prunes=True)
+        registration.finish()
+        assert len(fault.operations) == expected
+    assert Registry(root, RUN).read().infos != []
+    registration.remove(HERE.node)
+    assert Registry(root, RUN).read().infos == []
 
 
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:

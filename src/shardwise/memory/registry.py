@@ -14,6 +14,7 @@ import hashlib
 import logging
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ LARGEST_ENTRY = 1 << 14
 MOST_ENTRIES = 1024
 READ_THREADS = 32
 LONGEST_AGE = 7 * 86400.0
+LONGEST_WRITE = 60.0
+"""Seconds to wait for a thread that writes an entry."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 log = logging.getLogger("shardwise")
 
@@ -179,11 +182,15 @@ class Registration:
 
     Args:
         registry: the entries of the run.
+        waits: whether `update` waits until the entry is written. Otherwise a thread writes it, and
+            the next `update` tries again if that failed.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *, waits: bool = True) -> None:
         self._registry = registry
+        self._waits = waits
         self._written: tuple[AgentInfo, int] | None = None
+        self._thread: threading.Thread | None = None
         self._warned = False
 
     def update(self, info: AgentInfo, epoch: int, *, prunes: bool) -> None:
@@ -193,21 +200,37 @@ class Registration:
             epoch: the current epoch of the run.
             prunes: whether to remove old entries of other nodes too.
         """
-        if self._written == (info, epoch):
+        if self._written == (info, epoch) or self._is_writing():
             return
-        self._written = info, epoch
 
         def write_and_prune() -> None:
             self._registry.write_entry(info, epoch)
+            self._written = info, epoch
             if prunes:
                 self._registry.prune()
 
-        self._try(write_and_prune)
+        if self._waits:
+            self._written = info, epoch  # also after a failure, so that saves stay fast
+            self._try(write_and_prune)
+        else:
+            self._thread = threading.Thread(
+                target=self._try, args=(write_and_prune,), name="shardwise-registry", daemon=True
+            )
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the thread that writes the entry has ended, but not for long."""
+        if self._thread is not None:
+            self._thread.join(LONGEST_WRITE)
 
     def remove(self, node: str) -> None:
         """Remove the node's entry, because the node has no snapshots of the run any more."""
+        self.finish()
         self._written = None
         self._try(lambda: self._registry.remove_entry(node))
+
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _try(self, work: Callable[[], object]) -> None:
         try:

@@ -127,6 +127,26 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
     assert_restores(url, 2)
 
 
+def test_the_first_save_does_not_wait_for_the_storage(
+    moto: Server,  # noqa: F811
+    proxy: FaultProxy,
+    url: str,
+    shm: Path,
+) -> None:
+    """It registers the address of the node in the root. A thread does this, and tries again."""
+    patient = url.replace("retry=0.5", "retry=60")
+    with opened(patient, shm) as checkpointer:
+        with proxy.outage():
+            started = time.monotonic()
+            handle = checkpointer.save(1, state_of(1))
+            assert handle is not None
+            assert time.monotonic() - started < 5.0, "training waits for no storage"
+            until(lambda: any("nodes/" in r.path and r.fault for r in proxy.requests), SECONDS)
+        handle.result(SECONDS)
+        until(lambda: any(key.startswith("nodes/") for key in moto.keys(url)), SECONDS)
+    assert_restores(url, 1)
+
+
 @pytest.mark.parametrize(
     "at",
     [

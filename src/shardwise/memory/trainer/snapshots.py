@@ -62,7 +62,9 @@ class Snapshots:
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         self.registry = Registry(root, self.run.name)
-        self._registration = Registration(self.registry)
+        # Training must not wait for an object store.
+        self._has_slow_root = root.traits.transfer.largest_gap > 0
+        self._registration = Registration(self.registry, waits=not self._has_slow_root)
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
         )
@@ -90,8 +92,8 @@ class Snapshots:
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
-        if self._group.rank == 0 and self._root.traits.lock_expiry > 0.0:
-            # Training must not wait for an object store. The agent looks again when it publishes.
+        if self._group.rank == 0 and self._has_slow_root:
+            # So the agent looks again when it publishes.
             self._steps_to_look_for = frozenset(committed_steps(self._root))
         if self.is_first_of_node:
             forget_lost_ranks(self.run)
@@ -248,6 +250,7 @@ class Snapshots:
         try:
             if wait:
                 self._finish()
+                self._registration.finish()
             self.fence()
             if not failed:
                 self._rank_lock.release()
