@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class Server:
 
     scheme: str
     endpoint: str
+
+    def behind(self, proxy: str) -> Server:
+        """Return the same server, reached through a proxy."""
+        return replace(self, endpoint=proxy)
 
     def url(self, path: str, **options: str) -> str:
         """Return the URL of a path in the bucket, with further options of the store."""
@@ -150,10 +154,15 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server("s3", endpoint)
 
 
-def tool(name: str, package: str) -> str:
-    """Return the path of a program; skip the test if it is not installed."""
-    folder = Path(sys.executable).parent  # of the virtual environment
-    found = shutil.which(name, path=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
+def tool(name: str, package: str, *folders: Path) -> str:
+    """Return the path of a program; skip the test if it is not installed.
+
+    Args:
+        package: the package that has the program, for the reason of the skip.
+        folders: where to look, besides `PATH` and the virtual environment.
+    """
+    places = [Path(sys.executable).parent, *folders, os.environ.get("PATH", "")]
+    found = shutil.which(name, path=os.pathsep.join(map(str, places)))
     if found is None:
         pytest.skip(f"this test needs the program {name} of {package}")
     return found

@@ -6,9 +6,13 @@ import asyncio
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,10 @@ import torch
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.store import Store, open_store
+from shardwise.store.object_store import SMALLEST_WINDOW
 from shardwise.store.store import Buffer
+from shardwise.store.unfinished_uploads import abort_idle_uploads
+from shardwise.store.uploads import UploadShare
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.servers import (  # noqa: F401 - fixtures
@@ -84,12 +91,29 @@ def test_objects_of_several_parts_are_written_and_read(moto: Server, size: int) 
 
 
 def test_chunks_of_an_upload_may_come_roughly_in_order(moto: Server) -> None:  # noqa: F811
-    """Later chunks wait in memory, up to two parts; the next chunk never waits."""
+    """Later chunks wait in memory; the next chunk never waits."""
     store = open_store(moto.new_url(part_mib="5"))
     data = content(30 * CHUNK)
     order = [index ^ 3 for index in range(28)] + [29, 28]
     upload(store, data, order)
     assert read_file(store, KEY) == data.tobytes()
+
+
+def test_chunks_in_reverse_order_are_written_or_refused_at_once(moto: Server) -> None:  # noqa: F811
+    """They are written if they fit into the memory of an upload. No chunk waits for long."""
+    store = open_store(moto.new_url(part_mib="5"))
+    data = content(SMALLEST_WINDOW)
+    upload(store, data, list(reversed(range(len(data) // CHUNK))), threads=1)
+    assert read_file(store, KEY) == data.tobytes()
+    file = store.create("other", len(data) + 2 * CHUNK)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(StoreError, match="come too early, because 34603008 bytes before them"):
+            file.write_at(len(data) + CHUNK, content(CHUNK))
+    finally:
+        file.close()
+    assert time.monotonic() - begin < 10
+    assert store.list() == [KEY]
 
 
 def test_an_upload_that_is_not_committed_leaves_nothing(moto: Server) -> None:  # noqa: F811
@@ -218,13 +242,110 @@ def test_abandoned_uploads_are_aborted_at_the_next_start(moto: Server) -> None: 
     assert open_store(f"{url.replace('/run?', '/run-of-others?')}").abort_uploads(0) == 1
 
 
-def test_uploads_that_may_still_run_are_kept(moto: Server) -> None:  # noqa: F811
-    """moto says that all uploads began in 2010, so the age is compared with a greater one."""
+def test_only_idle_uploads_are_aborted(moto: Server) -> None:  # noqa: F811
+    """moto says that all uploads began in 2010."""
     store = open_store(moto.new_url())
     key = f"{store.url.path}/file"
     s3_client(moto.endpoint).create_multipart_upload(Bucket=BUCKET, Key=key)
     assert store.abort_uploads(1e9) == 0
     assert store.abort_uploads(60) == 1
+
+
+def test_an_old_upload_whose_writer_lives_is_kept(moto: Server) -> None:  # noqa: F811
+    """Another job opens the root while a job uploads. For moto, the upload began in 2010."""
+    url = moto.new_url(part_mib="5")
+    store, data = open_store(url), content(20 * CHUNK)
+    file = store.create(KEY, len(data))
+    try:
+        for low in range(0, 12 * CHUNK, CHUNK):
+            file.write_at(low, data[low : low + CHUNK])
+        parts = parts_of_upload(moto, f"{store.url.path}/{KEY}")
+        with sw.Checkpointer(url, memory=None):
+            pass
+        for low in range(12 * CHUNK, len(data), CHUNK):
+            file.write_at(low, data[low : low + CHUNK])
+        file.commit()
+    finally:
+        file.close()
+    assert len(parts) == 2
+    assert read_file(store, KEY) == data.tobytes()
+
+
+def test_an_upload_whose_last_part_is_old_is_aborted(moto: Server) -> None:  # noqa: F811
+    url = moto.new_url(part_mib="5")
+    store = open_store(url)
+    file = store.create(KEY, 20 * CHUNK)
+    try:
+        file.write_at(0, content(12 * CHUNK))
+        parts = parts_of_upload(moto, f"{store.url.path}/{KEY}")
+        parts[0].last_modified -= timedelta(hours=3)
+        with sw.Checkpointer(url, memory=None):
+            pass
+        assert len(moto.unfinished_uploads()) == 1, "one part is new"
+        parts[1].last_modified -= timedelta(hours=2)
+        with sw.Checkpointer(url, memory=None):
+            pass
+        assert moto.unfinished_uploads() == []
+        file.write_at(12 * CHUNK, content(8 * CHUNK))
+        with pytest.raises(StoreError, match="another process has aborted the upload; try again"):
+            file.commit()
+    finally:
+        file.close()
+
+
+def parts_of_upload(moto: Server, key: str) -> list[Any]:  # noqa: F811
+    """Return moto's records of the first two parts of an upload, once it has them."""
+    from moto.s3.models import s3_backends
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        uploads = s3_backends["123456789012"]["aws"].buckets[BUCKET].multiparts.values()
+        found = [upload for upload in uploads if upload.key_name == key and len(upload.parts) == 2]
+        if found:
+            return list(found[0].parts.values())
+        time.sleep(0.02)
+    raise TimeoutError(f"{key} has fewer than two parts")
+
+
+@pytest.mark.long
+def test_idle_uploads_are_told_by_the_clock_of_the_server(seaweedfs: Server) -> None:  # noqa: F811
+    store = open_store(seaweedfs.new_url())
+    client, key = s3_client(seaweedfs.endpoint), f"{store.url.path}/file"
+    upload = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    place = {"Bucket": BUCKET, "Key": key, "UploadId": upload}
+    time.sleep(4)
+    client.upload_part(**place, PartNumber=1, Body=b"a")
+    assert abort_idle_uploads(client, BUCKET, key, idle_seconds=3) == 0
+    time.sleep(4)
+    assert abort_idle_uploads(client, BUCKET, key, idle_seconds=3) == 1
+
+
+def test_uploads_of_other_keys_with_the_same_beginning_are_kept(moto: Server) -> None:  # noqa: F811
+    """An upload aborts earlier ones of its own key, which a killed process may have left."""
+    store, client = open_store(moto.new_url(part_mib="5")), s3_client(moto.endpoint)
+    for key in (KEY, f"{KEY}.index"):
+        client.create_multipart_upload(Bucket=BUCKET, Key=f"{store.url.path}/{key}")
+    upload(store, content(6 * CHUNK), range(6))
+    assert moto.unfinished_uploads() == [f"{store.url.path}/{KEY}.index"]
+    assert store.abort_uploads(0) == 1
+
+
+def test_the_processes_of_a_node_divide_the_requests(moto: Server) -> None:  # noqa: F811
+    with FaultProxy(moto.endpoint, bytes_per_second=100e6) as proxy:
+        store = open_store(moto.behind(proxy.url).new_url(part_mib="5"))
+        for processes, most in ((1, 8), (8, 4), (100, 1)):
+            proxy.clear()
+            below = store.divide_uploads(processes).at(f"of-{processes}")
+            upload(below, content(60 * CHUNK), range(60))
+            assert proxy.most_under_way == most
+
+
+def test_the_uploads_of_a_process_divide_its_requests() -> None:
+    share = UploadShare(20)
+    with ExitStack() as uploads:
+        assert [uploads.enter_context(share.reserve(8)) for _ in range(4)] == [8, 8, 4, 1]
+    with share.reserve(8) as requests:
+        assert requests == 8
 
 
 @pytest.fixture

@@ -95,26 +95,54 @@ def test_after_a_failure_every_call_fails() -> None:
     assert stream.calls == ["discard"]
 
 
-def test_a_full_backlog_waits_for_a_write_but_not_for_bytes_that_nobody_writes(
+def test_a_full_backlog_waits_for_bytes_that_another_thread_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 1500)
+    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 3500)
     stream = Recorded()
     file = stream.writer(6000)
-    for low in (4000, 5000):  # no thread writes, so waiting would never end
+    for low in (3000, 2000):
         file.write_at(low, CONTENT[low : low + 1000])
     stream.go.clear()
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(file.write_at, 0, CONTENT[:1000])
         while not file._is_writing:
             pass
-        waiting = pool.submit(file.write_at, 2000, CONTENT[2000:3000])
+        waiting = [
+            pool.submit(file.write_at, low, CONTENT[low : low + 1000]) for low in (4000, 5000)
+        ]
         with pytest.raises(TimeoutError):
-            waiting.result(0.1)
+            waiting[1].result(0.1)
         stream.go.set()
         first.result(10)
-        waiting.result(10)
-    for low in (1000, 3000):
+        file.write_at(1000, CONTENT[1000:2000])
+        for each in waiting:
+            each.result(10)
+    file.commit()
+    assert bytes(stream.data) == CONTENT[:6000].tobytes()
+
+
+def test_bytes_that_nobody_writes_are_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 3500)
+    monkeypatch.setattr(sequential, "LONGEST_STALL", 0.1)
+    file = Recorded().writer(9000)
+    for low in (1000, 2000, 3000):
+        file.write_at(low, CONTENT[low : low + 1000])
+    with pytest.raises(StoreError, match="because nobody wrote byte 0: write the chunks"):
+        file.write_at(4000, CONTENT[4000:5000])
+
+
+def test_reverse_order_is_written_if_it_fits_into_memory_and_refused_at_once_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 5000)
+    stream = Recorded()
+    file = stream.writer(6000)
+    for low in range(5000, -1, -1000):
         file.write_at(low, CONTENT[low : low + 1000])
     file.commit()
     assert bytes(stream.data) == CONTENT[:6000].tobytes()
+    with pytest.raises(StoreError, match="come too early, because 6000 bytes before them"):
+        Recorded().writer(7000).write_at(6000, CONTENT[6000:7000])

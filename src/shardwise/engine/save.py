@@ -15,6 +15,7 @@ from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_leftovers
+from shardwise.engine.node_ranks import divide_uploads
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, size
@@ -186,7 +187,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry 
     Returns:
         The entry of the file; None if this rank writes no file.
     """
-    store = planned.save.store
+    store = divide_uploads(planned.save.store, group)
 
     def write() -> FileEntry | None:
         with recorder.stage("write"):

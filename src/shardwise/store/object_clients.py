@@ -255,7 +255,7 @@ def _client_options(url: StoreUrl, endpoint: str | None) -> ClientConfig:
         )
     return {
         "allow_http": is_plain,
-        "timeout": timedelta(seconds=url.number("timeout", REQUEST_SECONDS, smallest=0.1)),
+        "timeout": timedelta(seconds=_request_seconds(url)),
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
     }
 
@@ -268,8 +268,21 @@ def _is_loopback(endpoint: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
+def longest_request(url: StoreUrl) -> float:
+    """Return how long a request can take with all its retries, in seconds."""
+    return _retry_seconds(url) + _request_seconds(url)
+
+
+def _request_seconds(url: StoreUrl) -> float:
+    return url.number("timeout", REQUEST_SECONDS, smallest=0.1)
+
+
+def _retry_seconds(url: StoreUrl) -> float:
+    return url.number("retry", RETRY_SECONDS, smallest=0.0)
+
+
 def _retry_config(url: StoreUrl) -> RetryConfig:
-    seconds = url.number("retry", RETRY_SECONDS, smallest=0.0)
+    seconds = _retry_seconds(url)
     return {
         "max_retries": MOST_RETRIES if seconds else 0,
         "retry_timeout": timedelta(seconds=seconds),

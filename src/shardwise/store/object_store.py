@@ -15,13 +15,13 @@ from shardwise.errors import StoreError
 from shardwise.store import leases
 from shardwise.store.conditional_put import check_conditions, create_object, read_if_exists
 from shardwise.store.names import check_name, check_name_to_write
-from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client
+from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client, longest_request
 from shardwise.store.object_errors import http_status, translated
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
-from shardwise.store.unfinished_uploads import abort_uploads
-from shardwise.store.uploads import MultipartUpload, SmallUpload
+from shardwise.store.unfinished_uploads import abort_idle_uploads, abort_uploads_of
+from shardwise.store.uploads import MultipartUpload, SmallUpload, UploadShare
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 PART_MIB = 16
 MOST_PARTS = 9000  # S3 allows 10,000
 UPLOAD_REQUESTS = 8
+NODE_UPLOAD_REQUESTS = 32
+SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
 PUBLISH_ATTEMPTS = 5
 HEAD_THREADS = 16
 READING_GRACE = 900.0
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
-UPLOAD_MIN_AGE = 3600.0
-"""The age from which an unfinished upload counts as abandoned, in seconds."""
+IDLE_SECONDS = 3600.0
+"""An unfinished upload that got no part for this time and a request with its retries is aborted."""
 
 log = logging.getLogger("shardwise")
 
@@ -49,6 +51,7 @@ class ObjectStore:
         url: the URL; see docs/storage.md for its options.
         client: the client of the bucket, which the stores below share; None to open one.
         times: the times of locks.
+        share: the upload requests of this process; None for all requests of a node.
 
     Raises:
         StoreError: the URL is wrong.
@@ -59,11 +62,14 @@ class ObjectStore:
         url: str | StoreUrl,
         client: Client | None = None,
         times: leases.LeaseTimes | None = None,
+        share: UploadShare | None = None,
     ) -> None:
         self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
         self._client = client or Client(self.url)
         lock_seconds = self.url.number("lock_seconds", leases.LEASE_SECONDS, smallest=2)
         self._times = times or leases.LeaseTimes(lease=lock_seconds)
+        self._requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
+        self._share = share or UploadShare(max(NODE_UPLOAD_REQUESTS, self._requests))
         self.traits = StoreTraits(
             alignment=1,
             lock_expiry=self._times.lease,
@@ -80,7 +86,7 @@ class ObjectStore:
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
         check_name(name, str(self))
-        return ObjectStore(self.url.below(name), self._client, self._times)
+        return self._at(self.url.below(name))
 
     @property
     def name(self) -> str:
@@ -92,8 +98,12 @@ class ObjectStore:
         """The store one level above; None for a bucket."""
         if not self.url.path:
             return None
-        above = replace(self.url, path=self.url.path.rpartition("/")[0])
-        return ObjectStore(above, self._client, self._times)
+        return self._at(replace(self.url, path=self.url.path.rpartition("/")[0]))
+
+    def divide_uploads(self, processes: int) -> ObjectStore:
+        """Return the same store, for one of several processes that divide a node's requests."""
+        share = UploadShare(self._share.requests // processes)
+        return ObjectStore(self.url, self._client, self._times, share)
 
     def exists(self) -> bool:
         """Return whether there is an object at this URL or below."""
@@ -148,17 +158,20 @@ class ObjectStore:
         part = self._part_bytes(size)
         if size <= part:
             return SmallUpload(place, size, lambda content: self._put(path, content))
-        requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
+
+        def abort() -> None:
+            client = self._client.boto3_client()
+            if client is not None:
+                abort_uploads_of(client, self.url.host, path)
 
         def put(chunks: Iterator[memoryview]) -> None:
-            self._abort_uploads(path, 0)  # of a process that was killed: nobody else uses this name
-            _obstore().put(
-                self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
-            )
+            abort()  # the uploads of a process that was killed: nobody else uses this name
+            with self._share.reserve(self._requests) as requests:
+                _obstore().put(
+                    self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
+                )
 
-        return MultipartUpload(
-            place, size, put, lambda: self._abort_uploads(path, 0), window=2 * part
-        )
+        return MultipartUpload(place, size, put, abort, window=max(2 * part, SMALLEST_WINDOW))
 
     def open(self, key: str) -> ObjectReader:
         """Open an object."""
@@ -288,18 +301,24 @@ class ObjectStore:
                 errno.EROFS, "files on a web server can only be read", self._place(key)
             )
 
-    def abort_uploads(self, min_age: float = UPLOAD_MIN_AGE) -> int:
-        """Abort the unfinished uploads below this prefix, which began `min_age` seconds ago.
+    def abort_uploads(self, idle_seconds: float = IDLE_SECONDS) -> int:
+        """Abort the unfinished uploads below this prefix that nobody continues.
 
         This needs boto3, so it works for S3 only.
-        """
-        return self._abort_uploads(f"{self.url.path}/" if self.url.path else "", min_age)
 
-    def _abort_uploads(self, prefix: str, min_age: float) -> int:
+        Args:
+            idle_seconds: how long an upload got no part. The longest time of a request and its
+                retries is added, because a live upload can be idle for this time.
+        """
         client = self._client.boto3_client()
-        return (
-            0 if client is None else abort_uploads(client, self.url.host, prefix, min_age=min_age)
-        )
+        if client is None:
+            return 0
+        prefix = f"{self.url.path}/" if self.url.path else ""
+        seconds = idle_seconds + longest_request(self.url)
+        return abort_idle_uploads(client, self.url.host, prefix, idle_seconds=seconds)
+
+    def _at(self, url: StoreUrl) -> ObjectStore:
+        return ObjectStore(url, self._client, self._times, self._share)
 
     def _part_bytes(self, size: int) -> int:
         """Return the size of the parts of an object, so that their number is allowed."""

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+import numpy as np
+
 from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
 
 LARGEST_BACKLOG = 256 << 20
 """Bytes that wait for earlier ones, before `write_at` waits too."""
 LONGEST_STALL = 600.0
-"""Seconds that `write_at` waits while another thread writes to the stream."""
+"""Seconds that `write_at` waits while no bytes reach the stream."""
 
 
 class Stream(Protocol):
@@ -28,12 +30,80 @@ class Stream(Protocol):
         ...
 
 
+class EarlyChunks:
+    """The chunks of a file that wait for the bytes before them. The caller locks it.
+
+    Threads that begin chunks in ascending order, and that hold fewer than `window` bytes together,
+    are never refused.
+
+    Args:
+        place: the file, for messages.
+        window: how many bytes may wait, and how many may be missing before a chunk.
+
+    Attributes:
+        position: the offset of the chunk that is taken next.
+        waiting: the bytes of all chunks here.
+    """
+
+    def __init__(self, place: str, window: int) -> None:
+        self.position = 0
+        self.waiting = 0
+        self._place = place
+        self._window = window
+        self._chunks: dict[int, Buffer] = {}
+
+    def check(self, offset: int, count: int) -> None:
+        """Refuse a chunk that was written before, or that comes far too early.
+
+        Raises:
+            StoreError: the chunk is refused.
+        """
+        if offset < self.position or offset in self._chunks:
+            raise StoreError(
+                f"{self._place}: bytes {offset}:{offset + count} are written twice; write each "
+                "byte of the file once"
+            )
+        missing = offset - self.position
+        if missing > self._window:
+            missing -= sum(len(each) for low, each in self._chunks.items() if low < offset)
+        if missing > self._window:
+            raise StoreError(
+                f"{self._place}: bytes {offset}:{offset + count} come too early, because {missing} "
+                f"bytes before them are missing, and at most {self._window} may be; write the "
+                "chunks of a file in ascending order"
+            )
+
+    def has_room(self, offset: int, count: int) -> bool:
+        """Return whether a chunk may be added now. The next chunk always may."""
+        return offset <= self.position or self.waiting + count <= self._window
+
+    def add(self, offset: int, chunk: Buffer) -> None:
+        """Keep a chunk until it is taken."""
+        self._chunks[offset] = chunk
+        self.waiting += len(chunk)
+
+    def has_next(self) -> bool:
+        """Return whether the chunk at `position` is here."""
+        return self.position in self._chunks
+
+    def take(self) -> Buffer | None:
+        """Remove and return the chunk at `position`, which moves to its end; None if missing."""
+        chunk = self._chunks.pop(self.position, None)
+        if chunk is not None:
+            self.waiting -= len(chunk)
+            self.position += len(chunk)
+        return chunk
+
+    def clear(self) -> None:
+        """Forget all chunks."""
+        self._chunks.clear()
+        self.waiting = 0
+
+
 class SequentialWriter:
     """A `WritableFile` that passes the bytes to a stream in order.
 
-    Bytes that come early are copied, and wait. If many bytes wait, `write_at` waits while another
-    thread writes to the stream. It never waits for bytes that no thread is writing: the thread that
-    has them may be the one that would wait.
+    Bytes that come early are copied, and wait. If many bytes wait, `write_at` waits too.
 
     Args:
         stream: gets the bytes.
@@ -54,9 +124,7 @@ class SequentialWriter:
     ) -> None:
         self._stream, self._size, self._place = stream, size, place
         self._finish, self._discard = finish, discard
-        self._position = 0  # up to here, the stream has the bytes
-        self._early: dict[int, memoryview] = {}
-        self._backlog = 0  # bytes in `_early`
+        self._early = EarlyChunks(place, LARGEST_BACKLOG)
         self._is_writing = False
         self._error: BaseException | None = None
         self._is_committed = False
@@ -64,21 +132,20 @@ class SequentialWriter:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """See `WritableFile.write_at`."""
-        view = data.data[: max(0, self._size - offset)]
-        if not len(view):
+        data = data[: max(0, self._size - offset)]
+        if not len(data):
             return
         with self._changed:
-            if offset != self._position:
-                self._wait_for_room(len(view))
             self._check()
-            if offset < self._position or offset in self._early:
-                raise StoreError(f"{self._place}: the bytes at {offset} were written twice")
-            if offset != self._position or self._is_writing:
-                self._early[offset] = memoryview(bytes(view))
-                self._backlog += len(view)
+            self._early.check(offset, len(data))
+            self._wait_for_room(offset, len(data))
+            self._early.check(offset, len(data))
+            is_next = offset == self._early.position and not self._is_writing
+            self._early.add(offset, data if is_next else np.array(data))
+            if not is_next:
                 return
             self._is_writing = True
-        self._write(view)
+        self._write()
 
     def commit(self) -> None:
         """Complete the file.
@@ -88,10 +155,10 @@ class SequentialWriter:
         """
         with self._changed:
             self._check()
-            if self._position < self._size or self._early:
+            if self._early.position < self._size:
                 raise StoreError(
-                    f"{self._place}: only the first {self._position} of {self._size} bytes were "
-                    "written"
+                    f"{self._place}: only the first {self._early.position} of {self._size} bytes "
+                    "were written"
                 )
         self._stream.close()
         self._is_committed = True
@@ -109,28 +176,34 @@ class SequentialWriter:
         if self._error is not None:
             raise StoreError(f"{self._place}: an earlier write failed: {self._error}")
 
-    def _wait_for_room(self, count: int) -> None:
-        def has_room() -> bool:
-            return not self._is_writing or self._backlog + count <= LARGEST_BACKLOG
+    def _wait_for_room(self, offset: int, count: int) -> None:
+        def may_go_on() -> bool:
+            return self._error is not None or self._early.has_room(offset, count)
 
-        if not self._changed.wait_for(has_room, LONGEST_STALL):
-            raise StoreError(
-                f"{self._place}: the storage took no bytes for {LONGEST_STALL:g} s; check it, and "
-                "save again"
+        if not self._changed.wait_for(may_go_on, LONGEST_STALL):
+            reason = (
+                "the storage took no bytes: check it, and save again"
+                if self._is_writing
+                else f"nobody wrote byte {self._early.position}: write the chunks of a file in "
+                "ascending order"
             )
+            raise StoreError(
+                f"{self._place}: bytes {offset}:{offset + count} waited for {LONGEST_STALL:g} s, "
+                f"because {reason}"
+            )
+        self._check()
 
-    def _write(self, view: memoryview) -> None:
-        """Write bytes, and then the early ones that follow them."""
+    def _write(self) -> None:
+        """Write the next chunk, and then the early ones that follow."""
         try:
-            following: memoryview | None = view
-            while following is not None:
-                self._stream.write(following)
+            while True:
                 with self._changed:
-                    self._position += len(following)
-                    following = self._early.pop(self._position, None)
-                    self._backlog -= len(following) if following is not None else 0
-                    self._is_writing = following is not None
+                    chunk = self._early.take()
+                    self._is_writing = chunk is not None
                     self._changed.notify_all()
+                if chunk is None:
+                    return
+                self._stream.write(chunk.data)
         except BaseException as error:
             with self._changed:
                 self._error = error

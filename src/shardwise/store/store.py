@@ -315,10 +315,21 @@ class MappedStore(Store, Protocol):
 
 @runtime_checkable
 class UploadingStore(Store, Protocol):
-    """A store that keeps the parts of interrupted uploads until somebody aborts these."""
+    """A store whose files are uploaded in parts, several at a time."""
 
     def abort_uploads(self) -> int:
-        """Abort the abandoned uploads of all files below, and return how many there were."""
+        """Abort the abandoned uploads of all files below, and return how many there were.
+
+        The store keeps the parts of an interrupted upload until somebody aborts it.
+        """
+        ...
+
+    def divide_uploads(self, processes: int) -> Store:
+        """Return the same store, for one of several processes of this node that write together.
+
+        Args:
+            processes: how many processes divide the upload requests of the node.
+        """
         ...
 
 

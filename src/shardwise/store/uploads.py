@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from shardwise.errors import StoreError
 from shardwise.store.object_errors import translated
+from shardwise.store.sequential import EarlyChunks
 from shardwise.store.store import Buffer
 
 WAIT_SECONDS = 1.0
@@ -23,6 +24,36 @@ log = logging.getLogger("shardwise")
 
 Put = Callable[[Iterator[memoryview]], object]
 """Uploads parts, and aborts the upload if the iterator raises."""
+
+
+class UploadShare:
+    """The upload requests that one process may have under way at a time, for all its objects.
+
+    Args:
+        requests: their number.
+    """
+
+    def __init__(self, requests: int) -> None:
+        self.requests = requests
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def reserve(self, most: int) -> Iterator[int]:
+        """Reserve requests for an object while the block runs.
+
+        Yields:
+            Their number: at most `most` and as many as are left, but at least 1, so that no upload
+            waits for another.
+        """
+        with self._lock:
+            reserved = max(1, min(most, self.requests - self._used))
+            self._used += reserved
+        try:
+            yield reserved
+        finally:
+            with self._lock:
+                self._used -= reserved
 
 
 class SmallUpload:
@@ -54,9 +85,9 @@ class SmallUpload:
 class MultipartUpload:
     """An object whose parts are uploaded while it is written. It is visible after `commit`.
 
-    Chunks may come in any order, if they do not overlap. A chunk is copied, because the upload goes
-    on after `write_at` returns. If more than `window` bytes wait, `write_at` waits too, except for
-    the chunk that comes next in the object.
+    A chunk is copied, because the upload goes on after `write_at` returns. If more than `window`
+    bytes wait, `write_at` waits too, except for the chunk that comes next in the object. Chunks may
+    come in any order, as long as at most `window` bytes before a chunk are missing.
 
     Args:
         place: the URL of the object, for messages.
@@ -73,11 +104,8 @@ class MultipartUpload:
         self._size = size
         self._put = put
         self._abort = abort
-        self._window = window
         self._changed = threading.Condition()
-        self._chunks: dict[int, Buffer] = {}
-        self._waiting = 0  # bytes in `_chunks`
-        self._next = 0  # the offset of the chunk that the upload takes next
+        self._early = EarlyChunks(place, window)
         self._last_progress = time.monotonic()
         self._is_closed = False
         self._error: BaseException | None = None
@@ -89,49 +117,54 @@ class MultipartUpload:
         if not len(data):
             return
         with self._changed:
-            while offset > self._next and self._waiting + len(data) > self._window:
-                self._check(f"{self._waiting} later bytes wait for it")
+            self._check()
+            self._early.check(offset, len(data))
+            while not self._early.has_room(offset, len(data)):
+                self._refuse_stall()
                 self._changed.wait(WAIT_SECONDS)
-            self._check("")
+                self._check()
         chunk = np.array(data)
         with self._changed:
-            if offset < self._next or offset in self._chunks:
-                raise StoreError(
-                    f"{self._place}: bytes {offset}:{offset + len(data)} are written twice; each "
-                    "byte of an object can be written once"
-                )
-            self._chunks[offset] = chunk
-            self._waiting += len(chunk)
+            self._early.check(offset, len(data))
+            self._early.add(offset, chunk)
             self._changed.notify_all()
 
     def commit(self) -> None:
         while self._thread.is_alive():
             self._thread.join(WAIT_SECONDS)
             with self._changed:
-                if self._next < self._size and self._next not in self._chunks:
+                missing = self._early.position
+                if missing < self._size and not self._early.has_next():
                     self._is_closed = True
                     self._changed.notify_all()
-                    raise StoreError(f"{self._place}: byte {self._next} was never written")
-        self._check("")
+                    raise StoreError(
+                        f"{self._place}: byte {missing} of {self._size} was never written"
+                    )
+        with self._changed:
+            self._check()
 
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            self._chunks.clear()
+            self._early.clear()
             self._changed.notify_all()
         self._thread.join(ABORT_SECONDS)
 
-    def _check(self, stalled: str) -> None:
-        """Raise if the upload has failed; or, if `stalled` says why, if it has stalled."""
+    def _check(self) -> None:
+        """Raise if the upload has failed, or is closed."""
         if self._error is not None:
             raise self._error
         if self._is_closed:
             raise StoreError(f"{self._place}: the file is closed already")
+
+    def _refuse_stall(self) -> None:
+        """Raise if the upload waits too long for a chunk that nobody writes."""
         is_stalled = time.monotonic() - self._last_progress > STALLED_SECONDS
-        if stalled and is_stalled and self._next not in self._chunks:
+        if is_stalled and not self._early.has_next():
             raise StoreError(
-                f"{self._place}: byte {self._next} was not written for {STALLED_SECONDS:g} s, and "
-                f"{stalled}: write chunks roughly in order"
+                f"{self._place}: byte {self._early.position} was not written for "
+                f"{STALLED_SECONDS:g} s, and {self._early.waiting} later bytes wait for it; write "
+                "the chunks of a file in ascending order"
             )
 
     def _upload(self) -> None:
@@ -147,15 +180,12 @@ class MultipartUpload:
 
     def _parts(self) -> Iterator[memoryview]:
         """Yield the chunks in order. Their memory is free again when it has been uploaded."""
-        while self._next < self._size:
+        while self._early.position < self._size:
             with self._changed:
-                while self._next not in self._chunks:
+                while (chunk := self._early.take()) is None:
                     if self._is_closed:
                         raise StoreError(f"{self._place}: the upload was stopped")
                     self._changed.wait(WAIT_SECONDS)
-                chunk = self._chunks.pop(self._next)
-                self._waiting -= len(chunk)
-                self._next += len(chunk)
                 self._last_progress = time.monotonic()
                 self._changed.notify_all()
             yield chunk.data

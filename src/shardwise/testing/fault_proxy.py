@@ -112,11 +112,14 @@ class FaultProxy:
     Attributes:
         url: URL of the proxy.
         requests: all requests so far.
+        most_under_way: the most requests that were under way at a time.
     """
 
     def __init__(self, target: str, *, bytes_per_second: float | None = None) -> None:
         self.url = ""
         self.requests: list[ProxiedRequest] = []
+        self.most_under_way = 0
+        self._under_way = 0
         self._target = target.rstrip("/")
         self._throttle = _Throttle(bytes_per_second)
         self._counts: dict[HttpFault, int] = {}  # for each fault, the requests that matched
@@ -150,6 +153,7 @@ class FaultProxy:
         with self._lock:
             self._counts.clear()
             self.requests.clear()
+            self.most_under_way = 0
 
     @contextmanager
     def outage(self) -> Iterator[None]:
@@ -171,7 +175,7 @@ class FaultProxy:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self._count_and_handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         # The server may close idle connections, which would look like a fault. So keep none.
@@ -202,6 +206,14 @@ class FaultProxy:
             noted = ProxiedRequest(method, path, chosen)
             self.requests.append(noted)
         return noted
+
+    async def _count_and_handle(self, request: web.Request) -> web.StreamResponse:
+        self._under_way += 1
+        self.most_under_way = max(self.most_under_way, self._under_way)
+        try:
+            return await self._handle(request)
+        finally:
+            self._under_way -= 1
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         noted = self._note(request)
