@@ -5,6 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
+AZURITE := 3.37.0
 # Three pytest-xdist workers for two processors, because many tests wait. Tests of a file share a
 # worker, and its fixtures.
 WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 3 * (os.cpu_count() or 1) // 2))')
@@ -15,7 +16,7 @@ export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all lint format demo demo-reshape demo-failures bench peers soak clean
+.PHONY: help test test-all azurite lint format demo demo-reshape demo-failures bench peers soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,9 +24,15 @@ help: ## list the targets
 test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips tests that start processes
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(READY) ## run all tests with more random examples, then `make soak` for ten minutes
+test-all: $(READY) azurite ## run all tests with more random examples, then `make soak` for ten minutes
 	$(RUN) -m pytest $(PARALLEL) -m "" --hypothesis-profile=long $(ARGS)
 	$(RUN) -m tests.soak.soak --minutes 10
+
+# The server of Azure's blob storage. Without npm, its tests are skipped.
+azurite:
+	@test -x node_modules/.bin/azurite-blob || ! command -v npm >/dev/null || \
+		npm install --no-save --no-package-lock --no-audit --no-fund --prefix . \
+			azurite@$(AZURITE) || echo "azurite was not installed: the tests of Azure are skipped"
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check
@@ -55,7 +62,7 @@ soak: $(READY) ## inject random failures and check every restore: ARGS="--minute
 	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv and all build and cache files
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) node_modules build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Install torch first, alone: the requirements of other packages must not choose its version.

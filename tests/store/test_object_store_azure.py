@@ -1,0 +1,156 @@
+"""Object stores in Azure: the conformance suite on Azurite, and faults of the network."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import StoreError
+from shardwise.store import Store, open_store
+from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
+from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
+from tests.store.azurite_server import CONTAINER, AzureServer, azurite  # noqa: F401 - a fixture
+from tests.store.test_object_faults import KINDS, REQUESTS, Place, check_one_fault
+
+pytestmark = pytest.mark.long
+
+CHUNK = 1 << 20
+
+
+@pytest.fixture
+def url(azurite: AzureServer) -> str:  # noqa: F811
+    return azurite.new_url(part_mib="5", retry="5")
+
+
+class TestAzurite(StoreSuite):
+    @pytest.fixture
+    def store(self, url: str) -> Store:
+        return open_store(url)
+
+
+@pytest.fixture(scope="module")
+def proxy(azurite: AzureServer) -> Iterator[FaultProxy]:  # noqa: F811
+    logger = logging.getLogger("shardwise")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    with FaultProxy(azurite.origin) as proxy:
+        yield proxy
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def place(azurite: AzureServer, proxy: FaultProxy) -> Place:  # noqa: F811
+    proxy.clear()
+    path = azurite.new_url().partition("?")[0].split("/", 3)[3]
+    return Place(azurite, proxy, path)
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"t": torch.randint(0, 256, (12 << 20,), dtype=torch.uint8, generator=generator)}
+
+
+def test_checkpoints_are_saved_kept_and_restored(azurite: AzureServer, url: str) -> None:  # noqa: F811
+    with sw.Checkpointer(f"{url}&grace_seconds=0", memory=None, keep=sw.Keep(last=2)) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, state_of(step))
+        assert saver.steps() == [2, 3]
+    target = {"t": torch.zeros(12 << 20, dtype=torch.uint8)}
+    with sw.Checkpointer(url, memory=None) as restorer:
+        assert restorer.restore(target) == 3
+    assert torch.equal(target["t"], state_of(3)["t"])
+    sw.load(url, target, step=2)
+    assert torch.equal(target["t"], state_of(2)["t"])
+    sw.open(url, step=2).verify()
+    assert azurite.unfinished_uploads() == []
+    steps = {key.partition("/")[0] for key in azurite.keys(url)}
+    assert steps == {"step-00000002", "step-00000003"}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_large_object_is_uploaded_in_parts(
+    azurite: AzureServer,  # noqa: F811
+    url: str,
+    reverse: bool,
+) -> None:
+    store, data = open_store(url), content(30 * CHUNK + 7)
+    file = store.create(KEY, len(data))
+    order = range(0, len(data), CHUNK)
+    try:
+        with ThreadPoolExecutor(1 if reverse else 4) as pool:
+            starts = reversed(order) if reverse else order
+            list(pool.map(lambda low: file.write_at(low, data[low : low + CHUNK]), starts))
+        file.commit()
+    finally:
+        file.close()
+    assert read_file(store, KEY) == data.tobytes()
+    assert azurite.unfinished_uploads() == []
+
+
+def test_an_upload_that_is_not_committed_is_invisible(url: str) -> None:
+    store = open_store(url)
+    file = store.create(KEY, 20 * CHUNK)
+    file.write_at(0, content(12 * CHUNK))
+    file.close()
+    assert store.list() == []
+    assert not store.exists()
+
+
+def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> None:
+    lost = HttpFault(FaultKind.LOSE_ANSWER, count=6, methods=("PUT",), path="/manifest")
+    place.proxy.inject(lost)
+
+    def publish(number: int) -> bool:
+        try:
+            open_store(place.faulty(1)).publish("manifest.json", b"%d" % number, replace=False)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        published = list(pool.map(publish, range(8)))
+    assert sum(published) == 1
+    winner = b"%d" % published.index(True)
+    assert open_store(place.direct(1)).read("manifest.json", limit=100) == winner
+
+
+CASES = [
+    (operation, kind, index)
+    for operation, count in REQUESTS.items()
+    for kind in KINDS
+    for index in range(count)
+]
+
+
+@pytest.mark.parametrize(("operation", "kind", "index"), CASES[::7])
+def test_one_request_fails(place: Place, operation: str, kind: str, index: int) -> None:
+    check_one_fault(place, operation, kind, index)
+
+
+def test_a_container_that_does_not_exist_is_named(azurite: AzureServer) -> None:  # noqa: F811
+    store = open_store(f"az://absent/run?endpoint={azurite.endpoint}")
+    for work in (store.list, lambda: store.publish("a", b"", replace=True)):
+        with pytest.raises(StoreError, match="the container does not exist"):
+            work()
+
+
+def test_wrong_and_missing_credentials_are_told(
+    azurite: AzureServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not open_store(azurite.new_url(anonymous="true")).is_writable()
+    with pytest.raises(PermissionError, match="denies access"):
+        open_store(azurite.new_url(anonymous="true")).list()
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "d3Jvbmc=")
+    with pytest.raises(PermissionError, match="denies access"):
+        open_store(azurite.new_url()).list()
+    monkeypatch.undo()
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    assert open_store(azurite.new_url(account=azurite.account)).list() == []
+    with pytest.raises(StoreError, match="account"):
+        open_store(azurite.new_url()).list()
