@@ -142,7 +142,7 @@ class _Leases:
         with suppress(FileExistsError):
             self.store.publish(name, b"", replace=False)
 
-    def modified(self, prefix: str) -> Mapping[str, float]:
+    def modification_times(self, prefix: str) -> Mapping[str, float]:
         server, path = self.store.server, self.store._prefix
         server.count("list", path)
         with server.lock:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("shardwise.testing.store_suite")
+pytest.register_assert_rewrite("shardwise.testing.store_suite", "tests.store.remote_files_suite")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -12,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.store import Store, open_store
-from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
+from shardwise.store import open_store
+from shardwise.testing.store_suite import KEY, content, read_file, write_file
 from tests.store.hdfs_server import find_jars, running_hdfs
+from tests.store.remote_files_suite import RemoteFilesSuite
 
 pytest.importorskip("hdfs_native", reason="stores in HDFS need hdfs-native")
 pytestmark = pytest.mark.long
@@ -37,28 +35,8 @@ def place(hdfs: str) -> str:
     return f"{hdfs}/runs/{next(_numbers)}"
 
 
-class TestHdfs(StoreSuite):
-    @pytest.fixture
-    def store(self, place: str) -> Store:
-        return open_store(place)
-
-
-def test_a_place_is_its_url(place: str) -> None:
-    store = open_store(place)
-    assert str(store) == place
-    assert str(store.at("step")) == f"{place}/step"
-    assert str(pickle.loads(pickle.dumps(store))) == place
-
-
-def test_a_checkpoint_is_saved_and_loaded(place: str) -> None:
-    state = {"weight": torch.randn(300, 500), "step": 7}
-    sw.save(place, state)
-    with pytest.raises(sw.CheckpointExistsError):
-        sw.save(place, state)
-    loaded = {"weight": torch.zeros(300, 500), "step": 0}
-    sw.load(place, loaded)
-    assert torch.equal(loaded["weight"], state["weight"])
-    assert loaded["step"] == 7
+class TestHdfs(RemoteFilesSuite):
+    """The tests of every remote file system."""
 
 
 def test_a_process_that_was_killed_leaves_nothing_that_stops_the_next_save(place: str) -> None:
@@ -76,19 +54,6 @@ def test_a_process_that_was_killed_leaves_nothing_that_stops_the_next_save(place
     store.delete(KEY)
     write_file(store, KEY, content(5000))
     assert read_file(store, KEY) == content(5000).tobytes()
-
-
-def test_a_forked_process_opens_a_client_of_its_own(place: str, tmp_path: Path) -> None:
-    store = open_store(place)
-    write_file(store, KEY, content(5000))
-    pid = os.fork()
-    if pid == 0:
-        try:
-            (tmp_path / "read").write_bytes(read_file(store, KEY))
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    assert (tmp_path / "read").read_bytes() == content(5000).tobytes()
 
 
 def test_an_unreachable_namenode_is_an_error_within_seconds() -> None:

@@ -38,7 +38,7 @@ class Server:
         with self.lock:
             self.files.setdefault(name, self.now)
 
-    def modified(self, prefix: str) -> Mapping[str, float]:
+    def modification_times(self, prefix: str) -> Mapping[str, float]:
         with self.lock:
             self.lag -= 1
             files = self.shown if self.lag >= 0 else self.files
