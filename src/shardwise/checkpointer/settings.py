@@ -24,7 +24,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep
-from shardwise.store import Store, open_absolute, open_store, opens_by_name
+from shardwise.store import Store, can_be_reopened, open_absolute, open_store
 from shardwise.tiers.options import Mirror, MirrorRequest
 from shardwise.tiers.store import TieredStore
 
@@ -143,7 +143,7 @@ def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
         StoreError: agents cannot open the root.
     """
     store = open_absolute(place)
-    if for_agents and not opens_by_name(store):
+    if for_agents and not can_be_reopened(store):
         raise StoreError(
             f"{place}: the agents that write checkpoints to storage cannot open this root: pass "
             "a path or URL, or save synchronously with memory=None"

@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, RangeChecksums, TensorPart
 from shardwise.errors import CheckpointExistsError, StoreError
-from shardwise.store import FileStatus, Store, find_obstacle
+from shardwise.store import FileStatus, Store, why_no_directory
 
 RECORDS = ".shardwise-convert"
 IDENTITY = "identity"
@@ -61,7 +61,7 @@ class Journal:
             yield
 
     def _check(self) -> None:
-        obstacle = find_obstacle(self._target)
+        obstacle = why_no_directory(self._target)
         if obstacle:
             raise CheckpointExistsError(
                 f"{self._target}: cannot be created, because {obstacle}. Choose a new directory"

@@ -17,12 +17,12 @@ from shardwise.store.store import (
     WritableFile,
 )
 from shardwise.store.url import (
-    find_obstacle,
+    can_be_reopened,
     open_absolute,
     open_store,
-    opens_by_name,
     resolve_links,
     store_below,
+    why_no_directory,
 )
 
 __all__ = [
@@ -40,11 +40,11 @@ __all__ = [
     "TransferOptions",
     "UploadingStore",
     "WritableFile",
-    "find_obstacle",
+    "can_be_reopened",
     "local_path",
     "open_absolute",
     "open_store",
-    "opens_by_name",
     "resolve_links",
     "store_below",
+    "why_no_directory",
 ]

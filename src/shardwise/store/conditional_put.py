@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.object_clients import Client
-from shardwise.store.object_errors import http_status, translated
+from shardwise.store.object_errors import http_status, translate_errors
 
 PUBLISH_ATTEMPTS = 5
 PAUSE_SECONDS = 0.1
@@ -22,50 +22,54 @@ def create_object(
 ) -> None:
     """Put an object if there is none.
 
-    If it is unknown whether a put succeeded, the object is read. If it has the same bytes, the put
-    has succeeded: they include a random number, which no other writer uses.
+    If it is unknown whether a put succeeded, the object is read. If the object has the same bytes,
+    the put has succeeded, because `data` includes a random number that no other writer uses.
 
     Args:
         client: the client of the bucket.
         path: the key of the object.
         data: its content.
         place: its URL, for messages.
-        sleep: waits between attempts.
+        sleep: the function that waits between attempts.
 
     Raises:
         FileExistsError: there is another object.
         StoreUnavailableError: the server did not say whether the put succeeded.
     """
     for attempt in range(PUBLISH_ATTEMPTS):
-        outcome = _try_to_create(client, path, data, place)
-        if outcome is None:
+        failure = _try_to_create(client, path, data, place)
+        if failure is None:
             return
         found = read_if_exists(client, path, place, limit=len(data))
         if found == data:
             return
         if found is not None:
-            raise FileExistsError(errno.EEXIST, "the object exists already", place) from outcome
+            raise FileExistsError(errno.EEXIST, "the object exists already", place) from failure
         sleep(PAUSE_SECONDS * 2**attempt)
     raise StoreUnavailableError(
-        f"{place}: cannot tell whether the object was written, after {PUBLISH_ATTEMPTS} attempts; "
-        "check the storage, and try again"
-    ) from outcome
+        f"{place}: cannot tell whether the object was written: {PUBLISH_ATTEMPTS} times, the put "
+        f"failed and the object was not there ({failure}); check the storage, and try again"
+    ) from failure
 
 
 def read_if_exists(client: Client, path: str, place: str, *, limit: int) -> bytes | None:
-    """Return an object; None if there is none; one byte of 0 if it has more than `limit` bytes."""
+    """Return the content of an object.
+
+    Returns:
+        The content; None if there is no object; a zero byte if it has more than `limit` bytes.
+    """
     import obstore
 
     try:
-        with translated("read", place):
+        with translate_errors("read", place):
             result = obstore.get(client.open(), path)
             return bytes(result.bytes()) if result.meta["size"] <= limit else b"\0"
     except FileNotFoundError:
         return None
 
 
-def check_conditions(client: Client, folder: str, place: str) -> None:
-    """Refuse a server that ignores the conditions of puts. This is done once for each client.
+def probe_conditional_put(client: Client, folder: str, place: str) -> None:
+    """Refuse a server that ignores the conditions of puts. Each client is probed once.
 
     Args:
         client: the client of the bucket.
@@ -78,21 +82,22 @@ def check_conditions(client: Client, folder: str, place: str) -> None:
     """
     import obstore
 
-    if client.checked_conditions:
+    if client.obeys_conditions:
         return
-    name = f"probe.exclusive-{secrets.token_hex(8)}.lease"  # as a lease, it is hidden and expires
+    # Named like a lease: listings hide it, and it is deleted later if this process dies.
+    name = f"probe.exclusive-{secrets.token_hex(8)}.lease"
     path = f"{folder}/{name}" if folder else name
     try:
-        with translated("write", f"{place}/{name}"):
+        with translate_errors("write", f"{place}/{name}"):
             obstore.put(client.open(), path, b"1", mode="create", use_multipart=False)
         try:
-            with translated("write", f"{place}/{name}"):
+            with translate_errors("write", f"{place}/{name}"):
                 obstore.put(client.open(), path, b"2", mode="create", use_multipart=False)
         except FileExistsError:
-            client.checked_conditions = True
+            client.obeys_conditions = True
             return
     finally:
-        with suppress(OSError), translated("delete", f"{place}/{name}"):
+        with suppress(OSError), translate_errors("delete", f"{place}/{name}"):
             obstore.delete(client.open(), path)
     raise StoreError(
         f"{place}: this server ignores the condition 'only if the object does not exist', so that "
@@ -103,11 +108,15 @@ def check_conditions(client: Client, folder: str, place: str) -> None:
 
 
 def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSError | None:
-    """Put an object conditionally. Return None if it succeeded, an error if that is unknown."""
+    """Put an object if there is none.
+
+    Returns:
+        None if the put succeeded; the error if it is unknown whether the put succeeded.
+    """
     import obstore
 
     try:
-        with translated("write", place):
+        with translate_errors("write", place):
             obstore.put(client.open(), path, data, mode="create", use_multipart=False)
     except FileExistsError as error:
         return error

@@ -18,10 +18,10 @@ from shardwise.store.store_url import parse_url
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# The file systems of fsspec name these differently.
-_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-_VERSIONS = ("ETag", "etag", *_TIMES)
-_MILLISECONDS = 1e11  # times above are in milliseconds
+# The names under which file systems of fsspec give the time of the last modification.
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+_VERSION_KEYS = ("ETag", "etag", *_TIME_KEYS)
+_SMALLEST_IN_MILLISECONDS = 1e11  # a larger time is in milliseconds
 
 
 def open_fsspec(url: str) -> RemoteFileStore:
@@ -68,7 +68,6 @@ class FsspecFiles:
     """
 
     url: str
-    options: str = ""
     refuses_to_replace = False  # most file systems replace files silently
     _clients: dict[int, AbstractFileSystem] = field(default_factory=dict, compare=False, repr=False)
     _lock: Any = field(default_factory=threading.RLock, compare=False, repr=False)
@@ -78,13 +77,13 @@ class FsspecFiles:
 
     def find(self, path: str) -> Entry:
         """Return what is at a path."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.invalidate_cache()
             return _entry(client.info(full))
 
     def list(self, path: str) -> Mapping[str, Entry]:
         """Return what is in a directory, by name."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.invalidate_cache()
             found = client.ls(full, detail=True)
         own = full.rstrip("/")
@@ -99,20 +98,23 @@ class FsspecFiles:
         if size is None:
             entry = self.find(path)
             if entry.is_directory:
-                raise StoreError(f"{self.url}{path} is a directory, but a file is expected")
+                raise StoreError(
+                    f"{self.url}{path} is a directory, but a file is expected: open the directory "
+                    "of a checkpoint"
+                )
             size = entry.size
         return _FsspecFile(self, path, size)
 
     def read(self, path: str, offset: int, count: int) -> bytes:
         """Return bytes of a file."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             # Without `cache_type`, a file system without ranged reads would read ahead.
             options = {} if client.async_impl else {"cache_type": "none"}
             return bytes(client.cat_file(full, start=offset, end=offset + count, **options))
 
     def create(self, path: str) -> _FsspecStream:
         """Create a file."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.invalidate_cache()
             if client.exists(full):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url + path)
@@ -121,7 +123,7 @@ class FsspecFiles:
 
     def write_empty(self, path: str) -> None:
         """Create or replace an empty file."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.makedirs(client._parent(full), exist_ok=True)
             client.pipe_file(full, b"")
 
@@ -131,7 +133,7 @@ class FsspecFiles:
         Raises:
             StoreError: the file has other bytes afterwards.
         """
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.makedirs(client._parent(full), exist_ok=True)
             if _can_rename(client):
                 directory, _, name = full.rpartition("/")
@@ -150,23 +152,23 @@ class FsspecFiles:
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file, or copy it if this file system cannot rename files."""
-        with self._client_at(source) as (client, full):
+        with self._use_client(source) as (client, full):
             client.mv(full, client._strip_protocol(self.url + target))
 
     def delete(self, path: str) -> None:
         """Delete a file."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.rm_file(full)
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory. Some stores have no directories."""
-        with self._client_at(path) as (client, full):
+        with self._use_client(path) as (client, full):
             client.rmdir(full)
 
     @contextmanager
-    def _client_at(self, path: str) -> Iterator[tuple[AbstractFileSystem, str]]:
-        """Yield the client of this process and its name of a path, and translate errors."""
-        with _errors(self.url + path):
+    def _use_client(self, path: str) -> Iterator[tuple[AbstractFileSystem, str]]:
+        """Yield this process's client, and a path as the client writes it. Translate errors."""
+        with _translate_errors(self.url + path):
             client = self._clients.get(os.getpid())
             if client is None:
                 import fsspec
@@ -202,17 +204,17 @@ class _FsspecStream:
     stream: Any
 
     def write(self, data: memoryview) -> None:
-        with self.files._client_at(self.path):
+        with self.files._use_client(self.path):
             self.stream.write(data)
 
     def close(self) -> None:
-        with self.files._client_at(self.path):
+        with self.files._use_client(self.path):
             self.stream.close()
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    time = next((info[key] for key in _TIMES if info.get(key)), None)
+    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+    time = next((info[key] for key in _TIME_KEYS if info.get(key)), None)
     is_directory = info["type"] == "directory"
     return Entry(
         0 if is_directory else int(info["size"] or 0), is_directory, _seconds(time), version
@@ -224,7 +226,7 @@ def _seconds(time: object) -> float | None:
     if isinstance(time, datetime):
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
     if isinstance(time, (int, float)):
-        return time / 1000 if time > _MILLISECONDS else float(time)
+        return time / 1000 if time > _SMALLEST_IN_MILLISECONDS else float(time)
     return None
 
 
@@ -233,14 +235,14 @@ def _path(info: Mapping[str, Any]) -> str:
 
 
 def _can_rename(client: AbstractFileSystem) -> bool:
-    """Return whether `mv` renames. Otherwise it copies, and writing the file at once is better."""
+    """Return whether `mv` renames a file, instead of copying it."""
     from fsspec import AbstractFileSystem
 
     return type(client).mv is not AbstractFileSystem.mv
 
 
 @contextmanager
-def _errors(place: str) -> Iterator[None]:
+def _translate_errors(place: str) -> Iterator[None]:
     """Make all errors an `OSError` that names the place."""
     try:
         yield

@@ -60,7 +60,6 @@ class HdfsFiles:
     """
 
     url: str
-    options: str = ""
     refuses_to_replace = True  # renames in HDFS are atomic
     _clients: dict[int, Client] = field(default_factory=dict, compare=False, repr=False)
 
@@ -69,12 +68,12 @@ class HdfsFiles:
 
     def find(self, path: str) -> Entry:
         """Return what is at a path."""
-        with _errors(f"{self.url}{path}"):
+        with _translate_errors(f"{self.url}{path}"):
             return _entry(self._client.get_file_info(path))
 
     def list(self, path: str) -> Mapping[str, Entry]:
         """Return what is in a directory, by name."""
-        with _errors(f"{self.url}{path}"):
+        with _translate_errors(f"{self.url}{path}"):
             found = list(self._client.list_status(path))
         if len(found) == 1 and found[0].path == path and not found[0].isdir:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.url + path)
@@ -82,7 +81,7 @@ class HdfsFiles:
 
     def open(self, path: str, size: int | None = None) -> _HdfsFile:
         """Open a file."""
-        with _errors(f"{self.url}{path}"):
+        with _translate_errors(f"{self.url}{path}"):
             return _HdfsFile(self._client.read(path), self.url + path)
 
     def create(self, path: str) -> _HdfsStream:
@@ -91,7 +90,7 @@ class HdfsFiles:
 
     def write_empty(self, path: str) -> None:
         """Create or replace an empty file."""
-        with _errors(f"{self.url}{path}"):
+        with _translate_errors(f"{self.url}{path}"):
             self._writer(path, overwrite=True).close()
 
     def write(self, path: str, data: bytes) -> None:
@@ -107,7 +106,7 @@ class HdfsFiles:
         """Write a small file under a temporary name, and rename it unless its name is taken."""
         temporary = self._write_temporary(path, data)
         try:
-            with _errors(f"{self.url}{path}"):
+            with _translate_errors(f"{self.url}{path}"):
                 self._client.rename(temporary, path, overwrite=False)
         except OSError:
             # If the answer to the first attempt was lost, the client's second attempt fails.
@@ -117,12 +116,12 @@ class HdfsFiles:
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file. An existing one is replaced."""
-        with _errors(f"{self.url}{target}"):
+        with _translate_errors(f"{self.url}{target}"):
             self._client.rename(source, target, overwrite=True)
 
     def delete(self, path: str) -> None:
         """Delete a file."""
-        with _errors(f"{self.url}{path}"):
+        with _translate_errors(f"{self.url}{path}"):
             if not self._client.delete(path, recursive=False):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url + path)
 
@@ -141,7 +140,7 @@ class HdfsFiles:
         if client is None:
             from hdfs_native import Client
 
-            with _errors(self.url):
+            with _translate_errors(self.url):
                 client = Client(self.url, CONFIG)
             self._clients[os.getpid()] = client
         return client
@@ -150,7 +149,7 @@ class HdfsFiles:
         from hdfs_native import WriteOptions
 
         options = WriteOptions(overwrite=overwrite, create_parent=True)
-        with _errors(f"{self.url}{path}"):
+        with _translate_errors(f"{self.url}{path}"):
             return self._client.create(path, options)
 
     def _write_temporary(self, path: str, data: bytes) -> str:
@@ -189,7 +188,7 @@ class _HdfsFile:
     def read(self, offset: int, count: int) -> bytes:
         if count == 0:
             return b""
-        with _errors(self.place):
+        with _translate_errors(self.place):
             return self.reader.read_range(offset, count)
 
 
@@ -201,11 +200,11 @@ class _HdfsStream:
     place: str
 
     def write(self, data: memoryview) -> None:
-        with _errors(self.place):
+        with _translate_errors(self.place):
             self.writer.write(data)
 
     def close(self) -> None:
-        with _errors(self.place):
+        with _translate_errors(self.place):
             self.writer.close()
 
 
@@ -215,7 +214,7 @@ def _entry(status: HdfsStatus) -> Entry:
 
 
 @contextmanager
-def _errors(place: str) -> Iterator[None]:
+def _translate_errors(place: str) -> Iterator[None]:
     """Shorten the messages of the NameNode, and make all errors an `OSError`."""
     try:
         yield

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LEASE_SECONDS = 60.0
-RENEWALS = 4
+RENEWALS_PER_LEASE = 4
 """How often a lease is renewed before it would expire."""
-LISTINGS = 5
+MOST_LISTINGS = 5
 """How often a holder lists the leases before it gives up."""
 PAUSE_SECONDS = 0.1
 SAME_TIME_SECONDS = 5.0
@@ -46,7 +46,7 @@ class LeaseFiles(Protocol):
         """Create an empty file. Do nothing if the file exists."""
         ...
 
-    def modified(self, prefix: str) -> Mapping[str, float]:
+    def modification_times(self, prefix: str) -> Mapping[str, float]:
         """Return when each file whose name begins with `prefix` was modified.
 
         Returns:
@@ -99,7 +99,7 @@ def hold(
         True if the file is locked. False if the lock is not available.
     """
     times = times or LeaseTimes()
-    if shared and key not in files.modified(key):
+    if shared and key not in files.modification_times(key):
         yield False
         return
     name = f"{key}.{'shared' if shared else 'exclusive'}-{secrets.token_hex(8)}.lease"
@@ -135,12 +135,12 @@ def remove_expired(files: LeaseFiles, *, times: LeaseTimes | None = None) -> lis
         OSError: the directory cannot be written.
     """
     times = times or LeaseTimes()
-    if not any(map(is_lease, files.modified(""))):
+    if not any(map(is_lease, files.modification_times(""))):
         return []
     clock = f"clock.shared-{secrets.token_hex(8)}.lease"  # its time is the server's present time
     files.touch(clock)
     try:
-        modified = files.modified("")
+        modified = files.modification_times("")
         live = _delete_expired(files, modified, modified.get(clock, 0.0), times)
     finally:
         _delete_quietly(files, clock)
@@ -149,8 +149,8 @@ def remove_expired(files: LeaseFiles, *, times: LeaseTimes | None = None) -> lis
 
 def _is_held(files: LeaseFiles, key: str, name: str, shared: bool, times: LeaseTimes) -> bool:
     """Return whether no other lease conflicts with the lease `name`, which was just written."""
-    for _ in range(LISTINGS):
-        modified = files.modified(key)
+    for _ in range(MOST_LISTINGS):
+        modified = files.modification_times(key)
         if name in modified:  # otherwise the listing lags
             rivals = {
                 each: modified[each]
@@ -158,7 +158,7 @@ def _is_held(files: LeaseFiles, key: str, name: str, shared: bool, times: LeaseT
                 if _conflicts(each, name, key, shared)
             }
             if not rivals:
-                return _has_file(files, key, modified, shared)
+                return _find_or_create_file(files, key, modified, shared)
             # Holders that began together see each other. Only the first by name looks again.
             began = min(rivals.values())
             if min(rivals) < name or abs(modified[name] - began) > SAME_TIME_SECONDS:
@@ -174,7 +174,9 @@ def _conflicts(lease: str, own: str, key: str, shared: bool) -> bool:
     return not shared or match["kind"] == "exclusive"
 
 
-def _has_file(files: LeaseFiles, key: str, modified: Mapping[str, float], shared: bool) -> bool:
+def _find_or_create_file(
+    files: LeaseFiles, key: str, modified: Mapping[str, float], shared: bool
+) -> bool:
     """Return whether the file to lock exists. An exclusive lock creates it."""
     if key not in modified and not shared:
         files.create_empty(key)
@@ -197,7 +199,7 @@ def _renew(
     files: LeaseFiles, key: str, name: str, times: LeaseTimes, stop: threading.Event
 ) -> None:
     """Renew a lease until `stop` is set."""
-    while not stop.wait(times.lease / RENEWALS):
+    while not stop.wait(times.lease / RENEWALS_PER_LEASE):
         if not _renew_once(files, key, name, stop):
             log.warning(
                 "lost the lock %s: its lease expired, because this process was stopped or the "
@@ -211,7 +213,7 @@ def _renew(
 def _renew_once(files: LeaseFiles, key: str, name: str, stop: threading.Event) -> bool:
     """Renew a lease. Return whether it still existed, as far as is known."""
     try:
-        if name not in files.modified(key):
+        if name not in files.modification_times(key):
             return stop.is_set()
         if not stop.is_set():
             files.touch(name)

@@ -141,7 +141,8 @@ class LocalStore:
         try:
             if reader.size > limit:
                 raise StoreError(
-                    f"{self.path / key} has {reader.size} bytes; at most {limit} are expected"
+                    f"{self.path / key} has {reader.size} bytes, but at most {limit} are expected: "
+                    "it is damaged, or another program wrote it"
                 )
             return reader.read_all()
         finally:
@@ -211,7 +212,8 @@ class LocalStore:
             if error.errno != errno.ELOOP:
                 raise
             raise StoreError(
-                f"{self._path_to_write(key)} is a symbolic link, which is not followed"
+                f"{self._path_to_write(key)} is a symbolic link, which is not followed: replace it "
+                "by the file"
             ) from error
         if fd < 0:
             yield False

@@ -93,13 +93,15 @@ class LocalReader:
             self._fd = os.open(path, flags)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise StoreError(f"{path} is a symbolic link, which is not followed") from error
+                raise StoreError(
+                    f"{path} is a symbolic link, which is not followed: replace it by the file"
+                ) from error
             raise
         self._direct: int | None = None
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             os.close(self._fd)
-            raise StoreError(f"{path} is not a regular file")
+            raise StoreError(f"{path} is not a regular file, as files of checkpoints are")
         self.size = found.st_size
         if not page_cache:
             with suppress(OSError):

@@ -56,7 +56,7 @@ class Client:
         self._lock = threading.Lock()
         self._opened: tuple[int, ObjectStore] | None = None
         self._boto3: tuple[int, Any] | None = None
-        self.checked_conditions = False  # whether a probe has shown that the server obeys them
+        self.obeys_conditions = False  # whether a probe has shown that the server obeys them
 
     def open(self) -> ObjectStore:
         """Return obstore's client, opened in this process.

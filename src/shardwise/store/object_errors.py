@@ -12,6 +12,8 @@ from shardwise.errors import StoreError, StoreUnavailableError
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
+_BUCKETS = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
+"""What does not exist, by the code of the server's error."""
 _UNAVAILABLE = (408, 429, 500, 502, 503, 504)
 _LONGEST_REASON = 300
 
@@ -23,7 +25,7 @@ def http_status(error: BaseException) -> int | None:
 
 
 @contextmanager
-def translated(action: str, place: str) -> Iterator[None]:
+def translate_errors(action: str, place: str) -> Iterator[None]:
     """Translate the errors of obstore in the block.
 
     Args:
@@ -42,7 +44,7 @@ def translated(action: str, place: str) -> Iterator[None]:
     except (StoreError, FileExistsError, PermissionError):
         raise
     except FileNotFoundError as error:
-        if "NoSuchBucket" in str(error):
+        if any(code in str(error) for code in _BUCKETS):
             raise _store_error(action, place, error) from error
         if "NoSuchUpload" in str(error):
             raise StoreUnavailableError(
@@ -56,18 +58,18 @@ def translated(action: str, place: str) -> Iterator[None]:
 
 
 def _translate(action: str, place: str, error: Exception) -> OSError:
-    kind = type(error).__name__
-    if kind in ("AlreadyExistsError", "PreconditionError"):
+    name = type(error).__name__
+    if name in ("AlreadyExistsError", "PreconditionError"):
         return FileExistsError(errno.EEXIST, "the object exists already", place)
     code = _CODE.search(str(error))
     if code is not None and code[1] in _EXPIRED:
         return PermissionError(
             errno.EACCES, f"cannot {action}: the credentials have expired; renew them", place
         )
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or http_status(error) == 401:
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or http_status(error) == 401:
         return PermissionError(
             errno.EACCES,
-            f"cannot {action}: the server denies access ({code[1] if code else kind}); check the "
+            f"cannot {action}: the server denies access ({code[1] if code else name}); check the "
             "credentials, and that they allow to list, read, write and delete below this URL",
             place,
         )
@@ -76,9 +78,15 @@ def _translate(action: str, place: str, error: Exception) -> OSError:
 
 def _store_error(action: str, place: str, error: Exception) -> StoreError:
     text, status = str(error), http_status(error)
-    kind = StoreError
-    if "NoSuchBucket" in text or "ContainerNotFound" in text:
-        advice = "the bucket does not exist: create it, or correct the URL"
+    error_class = StoreError
+    missing = next((what for code, what in _BUCKETS.items() if code in text), None)
+    if missing is not None:
+        advice = f"the {missing} does not exist: create it, or correct the URL"
+    elif "must be specified" in text:
+        advice = (
+            "a setting is missing; for az://, set AZURE_STORAGE_ACCOUNT_NAME, or add account=NAME "
+            "to the options of the URL"
+        )
     elif "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
         advice = "the bucket is in another region: add region=NAME to the options of the URL"
     elif status == 501:
@@ -87,14 +95,14 @@ def _store_error(action: str, place: str, error: Exception) -> StoreError:
             "process writes, add single_writer=true to the options of the URL"
         )
     elif status is None or status in _UNAVAILABLE:
-        kind = StoreUnavailableError
+        error_class = StoreUnavailableError
         advice = "the server does not answer now: check the endpoint and the network"
     else:
         advice = "the server refused the request, also when it was repeated"
-    return kind(f"{place}: cannot {action}: {advice} ({_reason(text)})")
+    return error_class(f"{place}: cannot {action}: {advice} ({_reason(text)})")
 
 
 def _reason(text: str) -> str:
-    """Return the first part of an error of obstore, which goes on with nested types."""
-    first = " ".join(text.partition("Debug source:")[0].split())
-    return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"
+    """Return the message of an error of obstore, without the nested debug output after it."""
+    message = " ".join(text.partition("Debug source:")[0].split())
+    return message if len(message) <= _LONGEST_REASON else f"{message[:_LONGEST_REASON]}…"

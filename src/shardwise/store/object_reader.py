@@ -6,7 +6,7 @@ import numpy as np
 
 from shardwise.errors import StoreError
 from shardwise.store.object_clients import Client
-from shardwise.store.object_errors import translated
+from shardwise.store.object_errors import translate_errors
 from shardwise.store.store import Buffer
 
 LONGEST_REQUEST = 64 << 20
@@ -40,7 +40,7 @@ class ObjectReader:
         import obstore
 
         for _ in range(READ_ATTEMPTS):
-            with translated(f"read bytes {low}:{high}", self._place):
+            with translate_errors(f"read bytes {low}:{high}", self._place):
                 data = obstore.get_range(self._client.open(), self._path, start=low, end=high)
             found: Buffer = np.frombuffer(memoryview(data), np.uint8)
             if len(found) == high - low:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import StoreError
 from shardwise.store import leases
-from shardwise.store.conditional_put import check_conditions, create_object, read_if_exists
+from shardwise.store.conditional_put import create_object, probe_conditional_put, read_if_exists
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client, longest_request
-from shardwise.store.object_errors import http_status, translated
+from shardwise.store.object_errors import http_status, translate_errors
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
@@ -120,7 +120,7 @@ class ObjectStore:
         """Return the objects below, by relative path."""
         start = len(self.url.path) + 1 if self.url.path else 0
         found: dict[str, FileStatus] = {}
-        with translated("list", str(self)):
+        with translate_errors("list", str(self)):
             for page in _obstore().list(self._client.open(), self.url.path or None):
                 for each in page:
                     name = each["path"][start:]
@@ -187,22 +187,25 @@ class ObjectStore:
         path, place = self._path_to_write(key), self._place(key)
         self._refuse_read_only(key)
         if not replace and not self.url.is_set("single_writer"):
-            check_conditions(self._client, self.url.path, self._place())
+            probe_conditional_put(self._client, self.url.path, self._place())
             create_object(self._client, path, data, place, self._times.sleep)
             return
         if not replace and read_if_exists(self._client, path, place, limit=0) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place)
-        with translated("write", place):
+        with translate_errors("write", place):
             self._put(path, data)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
         path, place = self._path_to_read(key), self._place(key)
-        with translated("read", place):
+        with translate_errors("read", place):
             result = _obstore().get(self._client.open(), path)
             size = result.meta["size"]
             if size > limit:
-                raise StoreError(f"{place} has {size} bytes; at most {limit} are expected")
+                raise StoreError(
+                    f"{place} has {size} bytes, but at most {limit} are expected: it is damaged, "
+                    "or another program wrote it"
+                )
             content = bytes(result.bytes())
         if len(content) != size:
             raise StoreError(f"{place}: the server sent {len(content)} of {size} bytes; try again")
@@ -225,7 +228,7 @@ class ObjectStore:
         """Delete an object, if it exists."""
         path = self._path_to_write(key)
         self._refuse_read_only(key)
-        with suppress(FileNotFoundError), translated("delete", self._place(key)):
+        with suppress(FileNotFoundError), translate_errors("delete", self._place(key)):
             _obstore().delete(self._client.open(), path)
 
     def remove(self) -> None:
@@ -239,7 +242,7 @@ class ObjectStore:
         """Return the names of the prefixes one level below that contain this object."""
         prefixes = sorted(self._list()[0])
 
-        def has(name: str) -> bool:
+        def has_key(name: str) -> bool:
             try:
                 self.at(name).open(key).close()
             except FileNotFoundError:
@@ -247,8 +250,8 @@ class ObjectStore:
             return True
 
         with ThreadPoolExecutor(HEAD_THREADS) as pool:
-            found = list(pool.map(has, prefixes))
-        return {name for name, has_key in zip(prefixes, found, strict=True) if has_key}
+            found = list(pool.map(has_key, prefixes))
+        return {name for name, is_there in zip(prefixes, found, strict=True) if is_there}
 
     def is_writable(self) -> bool:
         """Return whether this process may create objects here. Writes and deletes an empty one."""
@@ -273,7 +276,7 @@ class ObjectStore:
 
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
-        with translated("read", self._place(path)):
+        with translate_errors("read", self._place(path)):
             found: ObjectMeta = _obstore().head(
                 self._client.open(), f"{self.url.path}/{path}".strip("/")
             )
@@ -281,7 +284,7 @@ class ObjectStore:
 
     def _list(self) -> tuple[set[str], Mapping[str, ObjectMeta]]:
         """Return the names of the prefixes one level below, and the objects by name."""
-        with translated("list", str(self)):
+        with translate_errors("list", str(self)):
             found = _obstore().list_with_delimiter(self._client.open(), self.url.path or None)
         start = len(self.url.path) + 1 if self.url.path else 0
         objects: dict[str, ObjectMeta] = {each["path"][start:]: each for each in found["objects"]}
@@ -366,7 +369,7 @@ class _LeaseFiles:
         with suppress(FileExistsError):
             self._store.publish(name, b"", replace=False)
 
-    def modified(self, prefix: str) -> Mapping[str, float]:
+    def modification_times(self, prefix: str) -> Mapping[str, float]:
         store = self._store
         if store._is_web:  # a web server has no listings
             with suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
 """Files that only their owner can read, as far as the store can keep others from reading them.
 
-On a file system, such a file has mode 0600. Other stores have no owner of a single file: whoever
-may read the place may read the file.
+On a file system, such a file has mode 0600. In other stores, single files have no owner: a user
+who may read the place may read the file.
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ def read_private(store: Store, key: str, *, limit: int) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         if not is_private(os.fstat(fd)):
-            raise StoreError(f"{path} belongs to another user, or others may read or write it")
+            raise StoreError(
+                f"{path} belongs to another user, or others may read or write it, so it is not "
+                "trusted; if it is yours: chmod 600"
+            )
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise StoreError(f"{path} has more than {limit} bytes")
+        raise StoreError(
+            f"{path} has more than the expected {limit} bytes: it is damaged; delete it"
+        )
     return data
 
 

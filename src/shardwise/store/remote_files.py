@@ -19,7 +19,7 @@ from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import REMOTE_TRANSFER, Buffer, FileStatus, StoreTraits
 
 READING_GRACE = 900.0
-"""Seconds that readers without permission to write may still read a removed checkpoint."""
+"""How many seconds the files of a removed checkpoint stay for readers that cannot lock it."""
 PARALLEL_REQUESTS = 8
 PUBLISH_PAUSE = 0.2  # seconds between two attempts to publish a file that others publish too
 
@@ -64,11 +64,6 @@ class RemoteFiles(Protocol):
     @property
     def url(self) -> str:
         """URL of the root, without `/` at its end."""
-        ...
-
-    @property
-    def options(self) -> str:
-        """The options at the end of the URL, such as `?port=2222`; "" if there are none."""
         ...
 
     @property
@@ -142,7 +137,7 @@ class RemoteFileStore:
     )
 
     def __str__(self) -> str:
-        return f"{self.files.url}{self.path}{self.files.options}"
+        return f"{self.files.url}{self.path}"
 
     @property
     def name(self) -> str:
@@ -242,8 +237,8 @@ class RemoteFileStore:
         while time.monotonic() < deadline:
             if self.at(key).exists():
                 raise FileExistsError(errno.EEXIST, "the file exists", f"{self}: {key}")
-            # The lock is a file, and has the name of a temporary file: if this process dies, it is
-            # removed together with them.
+            # The lock is a file with the name of a temporary file. If this process dies, it is
+            # removed as temporary files are.
             lock = f".{key}.00000000"
             with self.hold(lock, shared=False) as held:
                 if held and not self.at(key).exists():
@@ -262,7 +257,10 @@ class RemoteFileStore:
         """Return the content of a small file."""
         file = self.files.open(self._path_to_read(key))
         if file.size > limit:
-            raise StoreError(f"{self}: {key} has {file.size} bytes; at most {limit} are expected")
+            raise StoreError(
+                f"{self}: {key} has {file.size} bytes, but at most {limit} are expected: it is "
+                "damaged, or another program wrote it"
+            )
         return file.read(0, file.size)
 
     def list(self) -> list[str]:
@@ -348,7 +346,7 @@ class _Leases:
         if not self.store.at(name).exists():
             self.touch(name)
 
-    def modified(self, prefix: str) -> dict[str, float]:
+    def modification_times(self, prefix: str) -> dict[str, float]:
         try:
             entries = self.store.files.list(self.store.path)
         except FileNotFoundError:

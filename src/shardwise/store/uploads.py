@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from shardwise.errors import StoreError
-from shardwise.store.object_errors import translated
+from shardwise.store.object_errors import translate_errors
 from shardwise.store.sequential import EarlyChunks
 from shardwise.store.store import Buffer
 
@@ -75,7 +75,7 @@ class SmallUpload:
         part[:] = data[: len(part)]
 
     def commit(self) -> None:
-        with translated("write", self._place):
+        with translate_errors("write", self._place):
             self._put(self._content.data)
 
     def close(self) -> None:
@@ -85,9 +85,10 @@ class SmallUpload:
 class MultipartUpload:
     """An object whose parts are uploaded while it is written. It is visible after `commit`.
 
-    A chunk is copied, because the upload goes on after `write_at` returns. If more than `window`
-    bytes wait, `write_at` waits too, except for the chunk that comes next in the object. Chunks may
-    come in any order, as long as at most `window` bytes before a chunk are missing.
+    `write_at` copies each chunk, because the upload continues after it returns. It blocks while
+    more than `window` bytes wait to be uploaded, but never for the chunk that the upload needs
+    next. Chunks may come in any order, as long as at most `window` bytes before a chunk are
+    missing.
 
     Args:
         place: the URL of the object, for messages.
@@ -169,7 +170,7 @@ class MultipartUpload:
 
     def _upload(self) -> None:
         try:
-            with translated("write", self._place):
+            with translate_errors("write", self._place):
                 self._put(self._parts())
         except BaseException as error:
             with self._changed:
@@ -179,7 +180,7 @@ class MultipartUpload:
                 self._abort()
 
     def _parts(self) -> Iterator[memoryview]:
-        """Yield the chunks in order. Their memory is free again when it has been uploaded."""
+        """Yield the chunks in order. A chunk's memory is freed once the chunk is uploaded."""
         while self._early.position < self._size:
             with self._changed:
                 while (chunk := self._early.take()) is None:

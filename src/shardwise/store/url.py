@@ -22,7 +22,7 @@ def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
     return store.at_path(store.path.absolute()) if type(store) is LocalStore else store
 
 
-def opens_by_name(store: Store) -> bool:
+def can_be_reopened(store: Store) -> bool:
     """Return whether `open_store(str(store))` opens the same store, also in another process."""
     try:
         return type(open_store(str(store))) is type(store)
@@ -34,7 +34,8 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     """Return the store at a directory or URL. A store is returned unchanged.
 
     Raises:
-        StoreError: the place has another type or is not UTF-8, or the scheme of the URL is unknown.
+        StoreError: the place is not a path, URL or store; a path is not UTF-8; or a URL is wrong,
+            or needs a package that is not installed.
     """
     if isinstance(place, Store):
         return place
@@ -77,7 +78,7 @@ def _open_file_url(place: str) -> LocalStore:
 def resolve_links(store: Store) -> Store:
     """Return the store at the place that symbolic links lead to.
 
-    The paths of two such stores are equal if they are the same place.
+    If two paths lead to the same directory, the paths of their resolved stores are equal.
     """
     return store.at_path(store.path.resolve()) if type(store) is LocalStore else store
 
@@ -89,8 +90,11 @@ def store_below(store: Store, path: str) -> Store:
     return store
 
 
-def find_obstacle(store: Store) -> str:
-    """Return why no directory can be created at a place: "/data/run is a file"; "" if it can be."""
+def why_no_directory(store: Store) -> str:
+    """Return why no directory can be created at a place, such as "/data/run is a file".
+
+    Return "" if a directory can be created.
+    """
     if type(store) is not LocalStore:
         return f"{store} is a file" if store.is_file() else ""
     existing = next(each for each in (store.path, *store.path.parents) if os.path.lexists(each))
