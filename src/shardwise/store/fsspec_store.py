@@ -257,8 +257,8 @@ def _translate_errors(place: str) -> Iterator[None]:
                 name = os.strerror(number[type(error)])
                 raise type(error)(number[type(error)], name, place) from error
         raise
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise StoreError(f"{place}: fsspec failed: {type(error).__name__}: {error}") from error
-    except Exception as error:
-        # Libraries of single file systems have exceptions of their own, such as paramiko's.
-        raise StoreError(f"{place}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # libraries of file systems have their own, such as paramiko's
+        raise StoreError(
+            f"{place}: fsspec failed: {type(error).__name__}: {error}; check the server, and "
+            "fsspec's configuration in ~/.config/fsspec"
+        ) from error

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # The client tries to reach a NameNode that does not answer for about 15 s, and then raises. By
 # default, it tries for several minutes.
 CONFIG = {"dfs.client.failover.max.attempts": "4"}
+_ADVICE = "check that its NameNode and DataNodes run and can be reached"
 _JAVA_TRACE = re.compile(r"\s*(\\n|\n)\s*(\\t|\t)at .*", re.DOTALL)
 
 
@@ -226,7 +227,7 @@ def _translate_errors(place: str) -> Iterator[None]:
             raise
         number = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}.get(type(error))
         if number is None:
-            raise StoreError(f"{place}: {text}") from None
+            raise StoreError(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
         raise type(error)(number, text, place) from None
     except RuntimeError as error:
         text = _JAVA_TRACE.sub("", str(error))
@@ -234,4 +235,4 @@ def _translate_errors(place: str) -> Iterator[None]:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), place) from None
         if "AccessControlException" in text:
             raise PermissionError(errno.EACCES, text, place) from None
-        raise StoreError(f"HDFS failed at {place}: {text}") from None
+        raise StoreError(f"{place}: HDFS failed: {text}; {_ADVICE}") from None

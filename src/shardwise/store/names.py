@@ -27,7 +27,8 @@ def check_name(name: str, place: str) -> None:
         )
     if len(os.fsencode(name)) > LONGEST_NAME:
         raise StoreError(
-            f"{name[:60]!r}... below {place}: the name is longer than {LONGEST_NAME} bytes"
+            f"{name[:60]!r}... below {place}: the name is longer than {LONGEST_NAME} bytes, so no "
+            "such file can exist"
         )
 
 

@@ -113,8 +113,15 @@ def parse_url(place: str, known: Iterable[str], *, needs_host: bool = True) -> S
             f"{scheme}://{rest}: unknown option {name!r}; {scheme}:// has {', '.join(known)}"
         )
     if len(pairs) != len(options):
-        raise StoreError(f"{scheme}://{rest}: an option is given twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise StoreError(
+            f"{scheme}://{rest}: the option {twice} is given twice: remove one of them"
+        )
     path = path.replace("%3F", "?").replace("%3f", "?").replace("%25", "%").strip("/")
     if any(part in ("", ".", "..") for part in path.split("/") if path):
-        raise StoreError(f"{scheme}://{rest}: the path has an empty, '.' or '..' component")
+        raise StoreError(
+            f"{scheme}://{rest}: the path has an empty, '.' or '..' component; write the path "
+            "without it"
+        )
     return StoreUrl(scheme, host, path, options)
