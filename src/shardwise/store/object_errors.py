@@ -14,6 +14,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
 _BUCKETS = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
 """What does not exist, by the code of the server's error."""
+_DENIED = (401, 403)
 _UNAVAILABLE = (408, 429, 500, 502, 503, 504)
 _LONGEST_REASON = 300
 
@@ -66,7 +67,7 @@ def _translate(action: str, place: str, error: Exception) -> OSError:
         return PermissionError(
             errno.EACCES, f"cannot {action}: the credentials have expired; renew them", place
         )
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or http_status(error) == 401:
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or http_status(error) in _DENIED:
         return PermissionError(
             errno.EACCES,
             f"cannot {action}: the server denies access ({code[1] if code else name}); check the "

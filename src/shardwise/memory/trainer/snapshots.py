@@ -62,9 +62,7 @@ class Snapshots:
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         self.registry = Registry(root, self.run.name)
-        # Training must not wait for an object store.
-        self._has_slow_root = root.traits.transfer.largest_gap > 0
-        self._registration = Registration(self.registry, waits=not self._has_slow_root)
+        self._registration = Registration(self.registry, waits=root.traits.lock_expiry == 0.0)
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
         )
@@ -92,8 +90,8 @@ class Snapshots:
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
-        if self._group.rank == 0 and self._has_slow_root:
-            # So the agent looks again when it publishes.
+        if self._group.rank == 0 and self._root.traits.lock_expiry > 0.0:
+            # Training must not wait for an object store. The agent looks again when it publishes.
             self._steps_to_look_for = frozenset(committed_steps(self._root))
         if self.is_first_of_node:
             forget_lost_ranks(self.run)
@@ -144,8 +142,7 @@ class Snapshots:
             step = save.options.step or 0
             refuse_older_step(self.run, step, self.membership.lineage, self._root)
             self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-            staging = self._staging
-            has_slot = not staging.is_prepared or policy.durable or staging.has_free()
+            has_slot = not self._staging.is_prepared or policy.durable or self._staging.has_free()
             place = str(save.store) if policy.durable else f"memory, for {save.store}"
             return replace(save, place=place, message=msgspec.msgpack.encode((has_slot, info)))
 
