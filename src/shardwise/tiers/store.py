@@ -213,7 +213,6 @@ class TieredStore(ReadOnlyStore):
         return self._names(lambda tier: tier.stores_with(key))
 
 
-
 class _TieredFile:
     """A file with a copy in each tier that has it. Copies are opened when they are needed.
 
