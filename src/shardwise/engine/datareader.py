@@ -10,7 +10,7 @@ from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.store import Files, MappedFile, ReadableFile, ReplicatedFile
+from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
@@ -50,7 +50,7 @@ class DataReader:
             raise CorruptionError(
                 f"{self._label} cannot be opened: {error}; copy it again from an intact source"
             ) from error
-        self._mapped = self._file if isinstance(self._file, MappedFile) else None
+        self._viewable = self._file if isinstance(self._file, ViewableFile) else None
         self._table: BlockTable | None = None
         self._verifies = verify
         self._has_checksums = has_checksums
@@ -165,13 +165,13 @@ class DataReader:
         return high if self._has_checksums else min(high + LARGEST_ELEMENT, self.entry.size)
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Read bytes like `read`, but return a view if the file is mapped into memory.
+        """Read bytes like `read`, but leave `buffer` alone if the file needs none.
 
         Raises:
             CorruptionError: bytes differ from the saved bytes.
         """
-        if self._mapped is not None:
-            return self.verify(low, self._mapped.view(low, high - low))
+        if self._viewable is not None:
+            return self.verify(low, self._viewable.view(low, self._end_of_read(high) - low))
         return self.read(low, high, buffer)
 
     def _fill(self, low: int, high: int, buffer: Buffer, copy: int | None = None) -> None:

@@ -6,7 +6,6 @@ from shardwise.store.store import (
     BoundedStore,
     Files,
     FileStatus,
-    MappedFile,
     MappedStore,
     ReadableFile,
     ReplicatedFile,
@@ -14,6 +13,7 @@ from shardwise.store.store import (
     StoreTraits,
     TransferOptions,
     UploadingStore,
+    ViewableFile,
     WritableFile,
 )
 from shardwise.store.url import (
@@ -30,7 +30,6 @@ __all__ = [
     "FileStatus",
     "Files",
     "LocalStore",
-    "MappedFile",
     "MappedStore",
     "ReadOnlyStore",
     "ReadableFile",
@@ -39,6 +38,7 @@ __all__ = [
     "StoreTraits",
     "TransferOptions",
     "UploadingStore",
+    "ViewableFile",
     "WritableFile",
     "can_be_reopened",
     "local_path",

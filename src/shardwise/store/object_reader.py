@@ -36,6 +36,10 @@ class ObjectReader:
             out[low - offset : high - offset] = self._request(low, high)
         return max(0, end - offset)
 
+    def view(self, offset: int, count: int) -> Buffer:
+        end = min(offset + count, self.size)
+        return self._request(offset, end) if offset < end else np.zeros(0, np.uint8)
+
     def _request(self, low: int, high: int) -> Buffer:
         import obstore
 

@@ -130,11 +130,11 @@ class ReadableFile(Protocol):
 
 
 @runtime_checkable
-class MappedFile(ReadableFile, Protocol):
-    """A file in memory."""
+class ViewableFile(ReadableFile, Protocol):
+    """A file whose bytes need not be copied into a buffer of the caller."""
 
     def view(self, offset: int, count: int) -> Buffer:
-        """Return a read-only view of `count` bytes, or fewer at the end of the file."""
+        """Return `count` bytes, which are read-only, or fewer at the end of the file."""
         ...
 
 
@@ -309,7 +309,7 @@ class MappedStore(Store, Protocol):
     """A store with files in memory."""
 
     def is_mapped(self, key: str) -> bool:
-        """Return whether `open` returns this file as a `MappedFile`."""
+        """Return whether `open` returns a file that is mapped into memory."""
         ...
 
 
