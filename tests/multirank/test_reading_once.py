@@ -18,6 +18,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.engine import connections, datareader, links, node_ranks, read_once
 from shardwise.manifest.checksums import BLOCK
+from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from shardwise.testing.throttled_store import Meter, ThrottledStore
 from tests.breadth import mostly_long
@@ -180,6 +181,17 @@ def test_the_slower_of_storage_and_network_decides(
 def load_with_slow_network(path: str, rate: float) -> int:
     with patch.object(read_once, "measure_network", lambda *_: 1e6):
         return load_measured(path, rate)
+
+
+def load_from_disk(path: str) -> int:
+    _, state = state_of(whole)
+    with on_nodes(1), patch.object(read_once, "WORTH_MEASURING", 1):
+        return sw.load(path, state).bytes_received
+
+
+def test_nodes_read_their_own_disk_alone(gang: Gang, saved: str) -> None:
+    assert LocalStore(saved).traits.is_node_local
+    assert gang.run(load_from_disk, saved, world=2) == [0, 0]
 
 
 def test_small_states_are_not_measured(gang: Gang, saved: str) -> None:

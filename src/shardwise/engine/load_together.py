@@ -105,13 +105,16 @@ def plan_together(
     wanted = [_decode_ranges(each.spans) for each in messages]
     largest_read = np.minimum.reduce([np.frombuffer(m.largest_reads, np.int64) for m in messages])
     all_mapped = all(each.are_mapped for each in messages)
-    in_memory = isinstance(opened.store, MappedStore)  # of nodes, which have most of it already
+    # A node reads alone what it has: snapshots, of which it has most, or files on its own disk.
+    has_data = isinstance(opened.store, MappedStore) or (
+        read_once is None and opened.store.traits.is_node_local
+    )
     between = None
     if read_once is not False and len(node_ranks) < group.size:
         between = agree_on_reading_once(
             group,
             node_ranks,
-            None if in_memory else wanted,
+            None if has_data else wanted,
             largest_read,
             partial(_measure_store, opened, arena),
             cleanup,

@@ -9,15 +9,28 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.store.local_files import ALIGNMENT, LocalReader, LocalWriter, sync_directory
+from shardwise.store.local_files import (
+    ALIGNMENT,
+    LocalReader,
+    LocalWriter,
+    is_node_local,
+    sync_directory,
+)
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits
 from shardwise.store.store_url import StoreUrl
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
+
+
+LOCAL_TRAITS = StoreTraits(
+    alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=LOCAL_TRANSFER
+)
 
 
 class LocalStore:
@@ -32,10 +45,6 @@ class LocalStore:
             finds the files there.
     """
 
-    traits = StoreTraits(
-        alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=LOCAL_TRANSFER
-    )
-
     def __init__(self, path: str | os.PathLike[str], *, page_cache: bool = False) -> None:
         self.path = Path(path)
         self._page_cache = page_cache
@@ -48,6 +57,11 @@ class LocalStore:
         if not self._page_cache:
             return str(self.path)
         return str(StoreUrl("file", "", str(self.path.absolute())[1:], {"page_cache": "true"}))
+
+    @cached_property
+    def traits(self) -> StoreTraits:
+        """The properties of the store. Whether it is local to this node depends on its mount."""
+        return replace(LOCAL_TRAITS, is_node_local=is_node_local(self.path))
 
     @property
     def name(self) -> str:

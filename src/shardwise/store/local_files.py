@@ -14,6 +14,9 @@ from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
+NODE_LOCAL_FILE_SYSTEMS = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay"}
+)
 
 
 class LocalWriter:
@@ -171,6 +174,19 @@ def is_cached(fd: int, offset: int, length: int) -> bool:
     status = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0)
     pages = -(-(offset + length) // 4096) - offset // 4096
     return bool(status == 0 and found.cached >= pages)
+
+
+def is_node_local(path: Path) -> bool:
+    """Return whether a path is on a disk or in the memory of this node; False if unknown."""
+    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    device = existing.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields, _, types = line.partition(" - ")
+            if fields.split()[2] == number:
+                return types.split()[0] in NODE_LOCAL_FILE_SYSTEMS
+    return False
 
 
 def sync_directory(directory: Path) -> None:

@@ -60,12 +60,15 @@ class StoreTraits:
         reading_grace: how many seconds the files of a removed checkpoint must stay, because
             processes may read them that cannot lock them. 0.0 if every reader can lock.
         transfer: how the store is read fastest.
+        is_node_local: whether the files are on a disk or in the memory of this node. Other nodes
+            then gain nothing if this node reads for them. False if unknown.
     """
 
     alignment: int
     lock_expiry: float
     reading_grace: float
     transfer: TransferOptions
+    is_node_local: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import struct
 import time
 from pathlib import Path
 
-from shardwise.store.local import LocalStore
+from shardwise.store.local import LOCAL_TRAITS, LocalStore
 from shardwise.store.local_files import LocalReader
-from shardwise.store.store import Buffer
+from shardwise.store.store import Buffer, StoreTraits
 
 _METER = struct.Struct("<dQ")  # when the last read so far ends, and the bytes of all reads
 
@@ -59,6 +59,11 @@ class ThrottledStore(LocalStore):
     def __init__(self, path: str | os.PathLike[str], meter: Meter) -> None:
         super().__init__(path)
         self._meter = meter
+
+    @property
+    def traits(self) -> StoreTraits:
+        """The traits of a store that several nodes share."""
+        return LOCAL_TRAITS
 
     def at(self, name: str) -> ThrottledStore:
         """Return the store one level below, with the same meter."""

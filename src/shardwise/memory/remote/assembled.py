@@ -19,6 +19,7 @@ from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import map_file
 from shardwise.store import FileStatus, LocalStore, ReadableFile, ReadOnlyStore, Store
+from shardwise.store.local import LOCAL_TRAITS
 from shardwise.store.store import Buffer
 
 WAIT = 10.0
@@ -70,7 +71,7 @@ class AssembledStore(ReadOnlyStore):
     """
 
     why_read_only = "save to storage instead"
-    traits = LocalStore.traits
+    traits = LOCAL_TRAITS
 
     def __init__(
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
