@@ -24,7 +24,7 @@ from benchmarks.harness import Bench, Size, parse_arguments
 from benchmarks.limits import make_copier
 from benchmarks.nodes import Nodes, save_protected
 from benchmarks.peers import nothing
-from shardwise.memory.records import Protect
+from shardwise.memory.records import ProtectRequest
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.seal import map_file
 from shardwise.store.store import Buffer
@@ -97,7 +97,7 @@ def ways_of(
             owner, directory = name, snapshot
     (file,) = (name for of, name in held if of == owner and name.endswith(".safetensors"))
     (asked,) = directory.glob("protect-????????????????.json")
-    protection = msgspec.json.decode(asked.read_bytes(), type=Protect).protection
+    protection = msgspec.json.decode(asked.read_bytes(), type=ProtectRequest).protection
     lost = held[owner, file]
     copy = make_copier([torch.from_numpy(lost)], THREADS)
     out = copy()

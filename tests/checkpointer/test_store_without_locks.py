@@ -17,8 +17,8 @@ from shardwise.engine.commit import publish_manifest
 from shardwise.engine.group import SoloGroup
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
-from shardwise.memory.lineage import lineage_of, resume_from
-from shardwise.memory.registry import Registry
+from shardwise.memory.lineage import read_or_create_lineage, resume_from
+from shardwise.memory.registry import NodeRegistry
 from shardwise.retention import committed_steps
 from tests.memory.test_registry import HERE
 from tests.memory.test_server import RUN
@@ -208,10 +208,10 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
 
 
 def test_a_run_and_its_nodes_are_recorded_as_objects(server: Server, root: MemoryStore) -> None:
-    lineage = lineage_of(root)
-    assert lineage_of(root) == lineage
+    lineage = read_or_create_lineage(root)
+    assert read_or_create_lineage(root) == lineage
     assert resume_from(root, lineage.run, 7).epoch == 1
-    registry = Registry(root, RUN)
+    registry = NodeRegistry(root, RUN)
     registry.write_entry(HERE, 0)
     assert [info.url for info in registry.read().infos] == [HERE.url]
     assert HERE.token.encode() not in b"".join(data for data, _ in server.objects.values())

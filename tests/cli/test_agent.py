@@ -21,14 +21,14 @@ from shardwise.manifest.manifest import (
 from shardwise.memory import records
 from shardwise.memory.agent.status import status_of, stored_run
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, new_run
+from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
-    Protect,
+    ProtectRequest,
     Retry,
-    Staged,
+    StagedFile,
     StageOutcome,
 )
 from shardwise.memory.redundancy.placement import Member, form_groups
@@ -50,7 +50,7 @@ def home(tmp_path: Path) -> Home:
     """A node with three snapshots: all is done, one stage failed, and one is under way."""
     home = Home(tmp_path)
     write_record(home.info, AgentInfo("here-1", "http://127.0.0.1:1", "secret", 1, "rack-7"))
-    run = home.run(new_run())
+    run = home.run(new_run_id())
     run.free.mkdir(parents=True)
     (run.free / "r00000-aa.slot").write_bytes(bytes(500))
     for step, ago in ((1, 50.0), (2, 40.0), (3, 10.0)):
@@ -58,7 +58,7 @@ def home(tmp_path: Path) -> Home:
         there.mkdir()
         (there / OWN).write_bytes(bytes(1000 * step))
         entry = FileEntry(OWN, 0, 1000 * step, 0, 0, 0, 0)
-        written(there / records.staged_record(OWN), Staged(entry, "a.slot", 2, STAGES), ago)
+        written(there / records.staged_record(OWN), StagedFile(entry, "a.slot", 2, STAGES), ago)
     for step, stage, failure in (
         (1, "commit", ""),
         (1, "protect", ""),
@@ -67,7 +67,7 @@ def home(tmp_path: Path) -> Home:
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
         done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
-        written(run.step(step) / records.outcome_record(stage, SAVE), done, 35.0)
+        written(run.step(step) / records.cluster_outcome_record(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     retry = Retry(
@@ -75,7 +75,7 @@ def home(tmp_path: Path) -> Home:
     )
     written(run.step(3) / records.retry_record("persist", SAVE), retry, 1.0)
     protection = form_groups(members, SAVE, copies=1)
-    request = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
+    request = ProtectRequest(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
     write_record(run.step(1) / records.request_record("protect", SAVE), request)
     return home
 
@@ -187,13 +187,13 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
     )
     write_record(place / records.pending_copy_record(SAVE), pending)
     members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
-    request = Protect(
+    request = ProtectRequest(
         save_id=SAVE, protection=form_groups(members, SAVE, **protection), nodes=[], wait=1
     )
     write_record(place / records.request_record("protect", SAVE), request)
     if done:
         ended = StageOutcome(save_id=SAVE, stage="protect")
-        write_record(place / records.outcome_record("protect", SAVE), ended)
+        write_record(place / records.cluster_outcome_record("protect", SAVE), ended)
 
 
 def tensors(

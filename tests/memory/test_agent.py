@@ -19,7 +19,7 @@ from shardwise.memory.decide import Action, Commit, Periods, Seal
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Place
 from shardwise.memory.observe import Observer
-from shardwise.memory.records import Retry, Staged
+from shardwise.memory.records import Retry, StagedFile
 
 SAVE = "0" * 16
 FILE = f"r00000-{SAVE}.safetensors"
@@ -38,7 +38,7 @@ def place(tmp_path: Path) -> Place:
     place = Place(Home(tmp_path).run("0" * 16), 3)
     place.path.mkdir(parents=True)
     entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
-    write_record(place.path / records.staged_record(FILE), Staged(entry, "slot", 2, ()))
+    write_record(place.path / records.staged_record(FILE), StagedFile(entry, "slot", 2, ()))
     (place.path / FILE).touch()
     return place
 

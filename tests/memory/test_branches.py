@@ -13,12 +13,12 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.decide import Periods, is_superseded
 from shardwise.memory.files import write_record
-from shardwise.memory.home import ROOT, Home, Place, Run, new_run
-from shardwise.memory.lineage import Lineage, lineage_of, resume_from
+from shardwise.memory.home import ROOT_RECORD, Home, Place, Run, new_run_id
+from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_hopeless
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
 from tests.memory.reconciling import Attendant
@@ -29,7 +29,7 @@ HERE, GONE = "here", "gone"
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run of which nothing is kept yet."""
-    return Home(tmp_path).run(new_run())
+    return Home(tmp_path).run(new_run_id())
 
 
 def leave(
@@ -51,11 +51,11 @@ def leave(
     (place.path / file.name).write_bytes(b"data")
     write_record(
         place.path / records.staged_record(file.name),
-        Staged(file, f"r00000-{step}.slot", 2, stages, epoch),
+        StagedFile(file, f"r00000-{step}.slot", 2, stages, epoch),
     )
     for stage in ended:
         write_record(
-            place.path / records.outcome_record(stage, save),
+            place.path / records.cluster_outcome_record(stage, save),
             StageOutcome(save_id=save, stage=stage),
         )
     if committed:
@@ -81,7 +81,7 @@ def went(*steps: int) -> Lineage:
     """A run that has gone back to these steps, one after the other."""
     lineage = Lineage("0" * 16)
     for step in steps:
-        lineage = lineage.resumed_from(step)
+        lineage = lineage.after_resuming(step)
     return lineage
 
 
@@ -173,7 +173,7 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"data")
     write_record(
-        place.path / records.staged_record(file.name), Staged(file, "again.slot", 2, (), 1)
+        place.path / records.staged_record(file.name), StagedFile(file, "again.slot", 2, (), 1)
     )
     assert not is_superseded(read_snapshot(place), went(6))
 
@@ -182,10 +182,10 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
     """Of a run that has gone back to these steps; it has two snapshots of the beginning, and a slot
     that is free."""
     store = LocalStore(root)
-    lineage = lineage_of(store)
+    lineage = read_or_create_lineage(store)
     store.publish("run.json", msgspec.json.encode(Lineage(run.name)), replace=True)
     assert lineage.run != run.name
-    write_record(run.path / ROOT, str(store))
+    write_record(run.path / ROOT_RECORD, str(store))
     for step in steps:
         resume_from(store, run.name, step)
     for step in (7, 8):
@@ -262,7 +262,7 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
     if damage == "gone":
         record.unlink()
     else:
-        text = record.read_text().replace(idle_run.name, new_run())
+        text = record.read_text().replace(idle_run.name, new_run_id())
         record.write_text(text if damage == "another's" else "{")
     attendant(idle_run).after(10.0)
     assert idle_run.steps() == [7, 8]
@@ -272,7 +272,7 @@ def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     save = f"{step:016x}"
     note = StageOutcome(save_id=save, stage="commit", failure="a node is lost")
-    write_record(run.step(step) / records.outcome_record("commit", save), note)
+    write_record(run.step(step) / records.cluster_outcome_record("commit", save), note)
 
 
 def aged(run: Run, step: int, seconds: float) -> None:

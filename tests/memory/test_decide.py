@@ -25,18 +25,18 @@ from shardwise.memory.decide import (
     kept_steps,
     superseded_places,
 )
-from shardwise.memory.home import ABANDONED, Place, Run
+from shardwise.memory.home import ABANDONED_MARKER, Place, Run
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import RETAIN, PendingManifest, Staged
+from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile
 from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, State
 from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))
-STAGES = ("seal", "commit", "protect", "protect_others", "persist", "copy", RETAIN, "rescue")
+STAGES = ("seal", "commit", "protect", "protect_others", "persist", "copy", REMOVE_OLD, "rescue")
 PERIODS = DEFAULT_PERIODS
 
 
-def save_of(step: int) -> str:
+def save_id_in_name(step: int) -> str:
     return f"{step:016x}"
 
 
@@ -52,7 +52,7 @@ def save(
     **states: State,
 ) -> SaveView:
     """One rank's file; stages that are not given were not asked for."""
-    save_id = save_of(step)
+    save_id = save_id_in_name(step)
     entry = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
     pending = PendingManifest(
         save_id=save_id,
@@ -69,7 +69,7 @@ def save(
     sealed = states.get("seal", State.DONE) is State.DONE
     return SaveView(
         save_id=save_id,
-        staged=(Staged(entry, f"r00000-{step}.slot", slots, asked, epoch),),
+        staged=(StagedFile(entry, f"r00000-{step}.slot", slots, asked, epoch),),
         unsealed=() if sealed else (entry.name,),
         has_staged=True,
         pending=pending,
@@ -106,7 +106,7 @@ def freed(run: RunView, now: float = 0.0) -> list[int]:
         ("protect_others", decide.ProtectOthers),
         ("persist", decide.Persist),
         ("copy", decide.Copy),
-        (RETAIN, decide.RemoveOld),
+        (REMOVE_OLD, decide.RemoveOld),
     ],
 )
 @pytest.mark.parametrize("state", State)
@@ -115,10 +115,10 @@ def test_only_stages_that_run_have_an_action(stage: str, action: type, state: St
     assert [type(each) for each in decide_run(run, 0.0)] == [action] * (state is State.RUNNING)
 
 
-@pytest.mark.parametrize("stage", [each for each in STAGES if each != RETAIN])
+@pytest.mark.parametrize("stage", [each for each in STAGES if each != REMOVE_OLD])
 def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
     found = snapshot(1, save(1, **{stage: State.RUNNING}))
-    found = replace(found, names=found.names | {ABANDONED})
+    found = replace(found, names=found.names | {ABANDONED_MARKER})
     assert decide_run(run_of(found, lost_ranks=(0,)), 0.0) == []
 
 
@@ -170,7 +170,7 @@ def test_a_promised_save_without_data_files_stays_too() -> None:
     old = replace(save(1, durable=True, persist=State.RUNNING, **PROTECTED), staged=())
     assert freed(run_of(snapshot(1, old), *newer)) == [2]
     left = snapshot(1, old)
-    left = replace(left, names=left.names | {ABANDONED})
+    left = replace(left, names=left.names | {ABANDONED_MARKER})
     assert freed(run_of(left, *newer)) == [1]
 
 
@@ -227,7 +227,7 @@ def root(
         (PERIODS.until_freed_if_stored, replace(root(None), lineage=None), [1, 2]),
         (PERIODS.until_freed_if_stored, root(9, is_reachable=False), []),
         (PERIODS.until_freed, root(None, is_reachable=False), [1, 2]),
-        (1.0, root(None, lineage=Lineage(RUN.name).resumed_from(1)), [2]),
+        (1.0, root(None, lineage=Lineage(RUN.name).after_resuming(1)), [2]),
     ],
 )
 def test_a_run_without_trainers_gives_its_memory_back(
@@ -295,7 +295,7 @@ class History:
         """The run goes back to a step: what is newer is discarded by its trainers."""
         for place in superseded_places(self.view(), step, self.lineage, ["here"], 2):
             del self.snapshots[place.step]
-        self.lineage = self.lineage.resumed_from(step)
+        self.lineage = self.lineage.after_resuming(step)
         self.epoch = self.lineage.epoch
 
     def do(self, action: Action, fails: bool) -> None:

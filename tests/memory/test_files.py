@@ -15,7 +15,7 @@ from shardwise.memory.files import (
     listen_to_bell,
     lock_directory,
     read_record,
-    replacing,
+    replace_atomically,
     ring_bell,
     try_lock,
     write_record,
@@ -56,7 +56,7 @@ def test_there_is_one_attempt_after_the_deadline_has_passed() -> None:
     deadline = clock.deadline(0.5)
     clock.sleep(1.0)
     assert deadline.has_passed()
-    assert deadline.left() == 0.0
+    assert deadline.seconds_left() == 0.0
     assert len(list(deadline.attempts())) == 1
 
 
@@ -67,19 +67,19 @@ def test_a_deadline_without_seconds_never_passes() -> None:
     for _ in range(10):
         next(attempts)
     assert not deadline.has_passed()
-    assert deadline.left() == math.inf
+    assert deadline.seconds_left() == math.inf
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(path, {"step": 1})
-    with pytest.raises(TypeError), replacing(path) as file:
+    with pytest.raises(TypeError), replace_atomically(path) as file:
         file.write("text")  # type: ignore[arg-type]
     assert read_record(path, dict[str, int]) == {"step": 1}
     assert os.listdir(tmp_path) == ["record.json"]
     assert path.stat().st_mode & 0o777 == 0o600
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    with replacing("record.json", dir_fd=fd) as file:
+    with replace_atomically("record.json", dir_fd=fd) as file:
         file.write(b'{"step": 2}')
     os.close(fd)
     assert read_record(path, dict[str, int]) == {"step": 2}

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.decide import DEFAULT_PERIODS
 from shardwise.memory.home import Home
-from shardwise.memory.identity import node_name
+from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.seal import MappedFiles
 from tests.cli.conftest import Run as RunCommand
@@ -30,7 +30,9 @@ class Node:
 
     def __init__(self, shm: Path) -> None:
         self._agent = Attendant(Home(shm))
-        self._agent.rescue = Follower(node_name(self._agent.home), MappedFiles()).rescue
+        self._agent.rescue = Follower(
+            read_or_create_node_name(self._agent.home), MappedFiles()
+        ).rescue
 
     def after(self, seconds: float) -> int:
         """Return how many snapshots are left so many seconds later."""

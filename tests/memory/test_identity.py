@@ -11,12 +11,12 @@ import shardwise as sw
 from shardwise.memory import identity
 from shardwise.memory.home import Home
 from shardwise.memory.identity import (
-    address_of,
-    last_port,
-    node_name,
-    refuse_unreachable,
-    remember_port,
-    secret_of,
+    previous_port,
+    read_or_create_node_name,
+    read_or_create_secret,
+    record_port,
+    refuse_unreachable_agents,
+    resolve_interface,
 )
 from shardwise.memory.records import AgentInfo
 
@@ -37,19 +37,19 @@ def info(node: str, address: str, host: str) -> AgentInfo:
     ],
 )
 def test_addresses_and_names_of_interfaces(given: str, address: str) -> None:
-    assert address_of(given) == address
+    assert resolve_interface(given) == address
 
 
 @pytest.mark.parametrize("given", ["0.0.0.0", "::", "fe80::1", "224.0.0.1"])
 def test_what_others_cannot_use_is_refused(given: str) -> None:
     with pytest.raises(sw.StoreError, match="other nodes cannot connect to"):
-        address_of(given)
+        resolve_interface(given)
 
 
 @pytest.mark.parametrize("given", ["nonesuch7", "localhost", "", "1.2.3", "lo\0"])
 def test_what_is_no_interface_is_told(given: str) -> None:
     with pytest.raises(sw.StoreError, match=r"neither an address nor a network interface.*lo"):
-        address_of(given)
+        resolve_interface(given)
 
 
 def test_an_interface_that_has_only_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,29 +60,29 @@ def test_an_interface_that_has_only_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
     monkeypatch.setattr(identity, "_IPV6_ADDRESSES", listed)
     monkeypatch.setattr(identity.socket, "if_nameindex", lambda: [(1, "eth7"), (2, "eth8")])
-    assert address_of("eth7") == "fd00::2"
+    assert resolve_interface("eth7") == "fd00::2"
     with pytest.raises(sw.StoreError, match="no address that other nodes can reach"):
-        address_of("eth8")
+        resolve_interface("eth8")
 
 
 def test_hosts_that_cannot_reach_each_other_are_refused() -> None:
-    refuse_unreachable([info("a-1", "127.0.0.1", "a"), info("a-2", "127.0.0.1", "a")])
-    refuse_unreachable([info("a-1", "10.0.0.1", "a"), info("b-1", "10.0.0.2", "b")])
+    refuse_unreachable_agents([info("a-1", "127.0.0.1", "a"), info("a-2", "127.0.0.1", "a")])
+    refuse_unreachable_agents([info("a-1", "10.0.0.1", "a"), info("b-1", "10.0.0.2", "b")])
     for alone in ("127.0.0.1", "[::1]"):
         with pytest.raises(sw.StoreError, match=r"2 hosts \(a, b\).*b-1 serves") as caught:
-            refuse_unreachable([info("a-1", "10.0.0.1", "a"), info("b-1", alone, "b")])
+            refuse_unreachable_agents([info("a-1", "10.0.0.1", "a"), info("b-1", alone, "b")])
         assert "Memory(interface=…)" in str(caught.value)
         assert "kill 7 on b" in str(caught.value)
 
 
 def test_who_an_agent_is_lasts_as_long_as_its_home(tmp_path: Path) -> None:
     home, other = Home(tmp_path / "a"), Home(tmp_path / "b")
-    assert last_port(home) == 0
-    remember_port(home, 4711)
-    first = (node_name(home), secret_of(home, None), last_port(home))
-    assert first == (node_name(home), secret_of(home, None), 4711)
-    assert node_name(other) != first[0]
-    assert secret_of(other, None) != first[1]
+    assert previous_port(home) == 0
+    record_port(home, 4711)
+    first = (read_or_create_node_name(home), read_or_create_secret(home, None), previous_port(home))
+    assert first == (read_or_create_node_name(home), read_or_create_secret(home, None), 4711)
+    assert read_or_create_node_name(other) != first[0]
+    assert read_or_create_secret(other, None) != first[1]
     assert len(first[1]) >= 32
     for name in ("agent.secret", "agent.port", "node"):
         assert stat.S_IMODE((home.path / name).stat().st_mode) == 0o600
@@ -92,22 +92,22 @@ def test_a_file_that_was_never_written_whole_is_made_anew(tmp_path: Path) -> Non
     home = Home(tmp_path)
     for name in ("agent.secret", "agent.port", "node", ".agent.secret.new"):
         (home.path / name).touch()
-    assert last_port(home) == 0
-    assert len(secret_of(home, None)) >= 32
-    assert node_name(home)
+    assert previous_port(home) == 0
+    assert len(read_or_create_secret(home, None)) >= 32
+    assert read_or_create_node_name(home)
     (home.path / "agent.port").write_text("70000")
-    assert last_port(home) == 0
+    assert previous_port(home) == 0
 
 
 def test_a_secret_that_is_given(tmp_path: Path) -> None:
     home, given = Home(tmp_path / "node"), tmp_path / "secret"
     given.write_text("0123456789abcdef\n")
-    assert secret_of(home, given) == "0123456789abcdef"
+    assert read_or_create_secret(home, given) == "0123456789abcdef"
     assert not (home.path / "agent.secret").exists()
     for wrong in ("", "short", "with a space in it", "x" * 513, "tökèn" * 5, "two-lines\n" * 3):
         given.write_text(wrong)
         with pytest.raises(sw.StoreError, match="does not contain a secret of 16 to 512"):
-            secret_of(home, given)
+            read_or_create_secret(home, given)
     with pytest.raises(sw.StoreError, match="cannot read the secret"):
-        secret_of(home, tmp_path / "absent")
+        read_or_create_secret(home, tmp_path / "absent")
     assert identity.SHORTEST_SECRET == 16

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, lineage_of, resume_from
+from shardwise.memory.lineage import (
+    MOST_RESUMPTIONS,
+    Lineage,
+    Resumption,
+    read_or_create_lineage,
+    resume_from,
+)
 from shardwise.memory.remote.search import NodeFiles, Search
 from shardwise.store import LocalStore
 
-RUN = "0" * 16
+RUN_FILE = "0" * 16
 steps = st.one_of(st.none(), st.integers(0, 12))
 
 
@@ -27,38 +33,40 @@ def is_abandoned(branches: list[tuple[int, int]], epoch: int, step: int) -> bool
 
 @given(st.lists(steps, max_size=30))
 def test_what_is_left_of_the_branches_says_what_all_of_them_do(went: list[int | None]) -> None:
-    lineage = Lineage(RUN)
+    lineage = Lineage(RUN_FILE)
     for step in went:
-        lineage = lineage.resumed_from(step)
+        lineage = lineage.after_resuming(step)
     every = [(epoch, -1 if s is None else s) for epoch, s in enumerate(went, start=1)]
     assert lineage.epoch == len(went)
     for step in range(14):
-        branch = lineage.newest_before(step)
+        branch = lineage.last_resumption_before(step)
         for epoch in range(len(went) + 1):
             found = branch is not None and branch.epoch > epoch
             assert found == is_abandoned(every, epoch, step), (epoch, step)
 
 
 def test_many_branches_stay_few_and_abandon_no_less() -> None:
-    lineage = Lineage(RUN)
+    lineage = Lineage(RUN_FILE)
     every = []
-    for step in range(3 * MOST_BRANCHES):
-        lineage = lineage.resumed_from(step)
+    for step in range(3 * MOST_RESUMPTIONS):
+        lineage = lineage.after_resuming(step)
         every.append((lineage.epoch, step))
-    assert len(lineage.branches) <= MOST_BRANCHES + 1
-    for step in range(0, 3 * MOST_BRANCHES + 2, 5):
-        branch = lineage.newest_before(step)
+    assert len(lineage.branches) <= MOST_RESUMPTIONS + 1
+    for step in range(0, 3 * MOST_RESUMPTIONS + 2, 5):
+        branch = lineage.last_resumption_before(step)
         for epoch in range(0, lineage.epoch + 1, 7):
             if is_abandoned(every, epoch, step):
                 assert branch is not None
                 assert branch.epoch > epoch
-    assert lineage.newest_before(3 * MOST_BRANCHES - 1) == Branch(lineage.epoch - 1, step=190)
+    assert lineage.last_resumption_before(3 * MOST_RESUMPTIONS - 1) == Resumption(
+        lineage.epoch - 1, step=190
+    )
 
 
 def test_it_is_written_down(tmp_path: Path) -> None:
     root = LocalStore(tmp_path / "root")
-    begun = lineage_of(root)
-    assert (lineage_of(root), begun.epoch) == (begun, 0)
+    begun = read_or_create_lineage(root)
+    assert (read_or_create_lineage(root), begun.epoch) == (begun, 0)
     for step, expected in [
         (20, [(1, 20)]),
         (35, [(1, 20), (2, 35)]),
@@ -66,30 +74,30 @@ def test_it_is_written_down(tmp_path: Path) -> None:
         (None, [(4, -1)]),
     ]:
         after = resume_from(root, begun.run, step)
-        assert lineage_of(root) == after
+        assert read_or_create_lineage(root) == after
         assert [(each.epoch, each.step) for each in after.branches] == expected
 
 
 def test_a_root_of_before_has_no_branches(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(f'{{"run": "{RUN}"}}')
-    assert lineage_of(LocalStore(tmp_path)) == Lineage(RUN)
+    (tmp_path / "run.json").write_text(f'{{"run": "{RUN_FILE}"}}')
+    assert read_or_create_lineage(LocalStore(tmp_path)) == Lineage(RUN_FILE)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"run": "../x"}', '{"run": 1}', '"\udcff"'])
 def test_a_damaged_root_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(sw.StoreError, match=r"run\.json is damaged .*; remove the file"):
-        lineage_of(LocalStore(tmp_path))
+        read_or_create_lineage(LocalStore(tmp_path))
 
 
 def test_a_root_that_was_begun_anew_is_an_error(tmp_path: Path) -> None:
     root = LocalStore(tmp_path)
     with pytest.raises(sw.StoreError, match="was removed while"):
-        resume_from(root, RUN, 1)
-    other = lineage_of(root)
+        resume_from(root, RUN_FILE, 1)
+    other = read_or_create_lineage(root)
     with pytest.raises(sw.StoreError, match=f"emptied meanwhile, and run {other.run}"):
-        resume_from(root, RUN, 1)
-    assert lineage_of(root) == other
+        resume_from(root, RUN_FILE, 1)
+    assert read_or_create_lineage(root) == other
 
 
 def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]:
@@ -141,16 +149,16 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
 def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
     idle = {step: saved(step, 0, of=of) for step in (19, 20, 35, 37)}
     busy = {step: saved(step, 1, of=of) for step in (21, 30)}
-    lineage = Lineage(RUN)
+    lineage = Lineage(RUN_FILE)
     assert chosen([idle], lineage)[0] == 37
-    lineage = lineage.resumed_from(20)
+    lineage = lineage.after_resuming(20)
     step, why = chosen([idle], lineage)
     assert step == 20
     assert why.count("abandoned: the run resumed from step 20") == 2
     assert chosen([idle, busy], lineage)[0] == 30
     again = {35: saved(35, 1, of=of)}
     assert chosen([idle, busy | again], lineage)[0] == 35
-    assert chosen([idle, busy], lineage.resumed_from(None)) == (
+    assert chosen([idle, busy], lineage.after_resuming(None)) == (
         None,
         str([(s, "memory: abandoned: the run started anew") for s in (37, 35, 30, 21, 20, 19)]),
     )
@@ -158,14 +166,14 @@ def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
 
 def test_one_of_which_nobody_can_tell_when_it_was_saved_is_passed_over() -> None:
     held = {step: saved(step, None) for step in (5, 7)}
-    assert chosen([held], Lineage(RUN))[0] == 7
-    step, why = chosen([held], Lineage(RUN).resumed_from(5))
+    assert chosen([held], Lineage(RUN_FILE))[0] == 7
+    step, why = chosen([held], Lineage(RUN_FILE).after_resuming(5))
     assert step == 5
     assert "no pending manifest says" in why
 
 
 def test_a_damaged_pending_manifest_is_made_up_for_by_anothers() -> None:
-    lineage = Lineage(RUN).resumed_from(5)
+    lineage = Lineage(RUN_FILE).after_resuming(5)
     whole, damaged = saved(7, 1), saved(7, 1, of="leader")
     damaged = {name: data if "manifest" in name else b"\xff" for name, data in damaged.items()}
     assert chosen([{7: damaged}], lineage)[0] is None

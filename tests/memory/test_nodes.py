@@ -16,14 +16,17 @@ import pytest
 import shardwise as sw
 from shardwise.memory import records
 from shardwise.memory.files import listen_to_bell
-from shardwise.memory.home import Home, Place, Run, new_run
+from shardwise.memory.home import Home, Place, Run, new_run_id
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]
 SAVE = "f" * 16
-REQUEST, DONE = records.request_record("protect", SAVE), records.done_record("protect", SAVE)
+REQUEST, DONE = (
+    records.request_record("protect", SAVE),
+    records.node_outcome_record("protect", SAVE),
+)
 WAIT = 0.3
 
 
@@ -47,7 +50,7 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> StageOutcome:
 def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
     """Otherwise each protected snapshot takes as long as the agent's pause between two looks."""
     home, woken = Home(tmp_path), threading.Event()
-    place = Place(home.run(new_run()), 10)
+    place = Place(home.run(new_run_id()), 10)
     place.path.mkdir(parents=True)
     os.mkfifo(home.bell)
     threading.Thread(target=listen_to_bell, args=(home.bell, woken.set), daemon=True).start()

@@ -9,10 +9,10 @@ import pytest
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, Place, new_run
+from shardwise.memory.home import Home, Place, new_run_id
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.view import State
 
 SAVE = "0" * 16
@@ -22,7 +22,7 @@ FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """A snapshot of a node with two ranks: the first has staged, and the second copies."""
-    place = Place(Home(tmp_path).run(new_run()), 1)
+    place = Place(Home(tmp_path).run(new_run_id()), 1)
     place.path.mkdir(parents=True)
     stage(place, FILES[0])
     write_record(place.path / records.request_record("persist", SAVE), {})
@@ -33,7 +33,8 @@ def place(tmp_path: Path) -> Place:
 def stage(place: Place, name: str) -> None:
     entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
     write_record(
-        place.path / records.staged_record(name), Staged(entry, "slot", 2, ("commit", "protect"))
+        place.path / records.staged_record(name),
+        StagedFile(entry, "slot", 2, ("commit", "protect")),
     )
     (place.path / name).touch()
 
@@ -72,7 +73,7 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
 ) -> None:
     lock = RankLock(place.run, 1)
     done = StageOutcome(save_id=SAVE, stage="commit", failure="stuck")
-    write_record(place.path / records.outcome_record("commit", SAVE), done)
+    write_record(place.path / records.cluster_outcome_record("commit", SAVE), done)
     assert due(place) == (State.RUNNING, State.RUNNING)
     lock.release()
 
@@ -104,7 +105,7 @@ def test_the_stages_of_a_save(
         write_record(place.path / records.request_record("rescue", SAVE), {})
     if commit is not None:
         done = StageOutcome(save_id=SAVE, stage="commit", failure=commit)
-        write_record(place.path / records.outcome_record("commit", SAVE), done)
+        write_record(place.path / records.cluster_outcome_record("commit", SAVE), done)
     save = read_snapshot(place, "here").saves[SAVE]
     if commit is None:
         assert save.state("commit") is (State.RUNNING if leads else State.WAITING)
@@ -122,7 +123,7 @@ def test_records_are_read_again_only_when_they_are_replaced(place: Place) -> Non
     cache, path = RecordCache(), place.path / records.staged_record(FILES[0])
 
     def read() -> object:
-        found = cache.read(path, Staged)
+        found = cache.read(path, StagedFile)
         assert found is not None
         return found[0]
 
@@ -136,4 +137,4 @@ def test_records_are_read_again_only_when_they_are_replaced(place: Place) -> Non
     cache.forget_unused()
     assert read() is not second
     path.unlink()
-    assert cache.read(path, Staged) is None
+    assert cache.read(path, StagedFile) is None

@@ -18,9 +18,9 @@ from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.decide import Commit, Seal, decide_run
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Home, Place, new_run
+from shardwise.memory.home import Home, Place, new_run_id
 from shardwise.memory.observe import read_outcome, view_run
-from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, Staged, StageOutcome
+from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup
 from shardwise.memory.seal import MappedFiles
 from tests.memory.test_nodes import unreachable
@@ -33,7 +33,7 @@ DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """A snapshot of which there is nothing yet."""
-    place = Place(Home(tmp_path).run(new_run()), 1)
+    place = Place(Home(tmp_path).run(new_run_id()), 1)
     place.path.mkdir(parents=True)
     return place
 
@@ -44,8 +44,8 @@ def pending(save_id: str) -> PendingManifest:
     )
 
 
-def staged(save_id: str) -> Staged:
-    return Staged(FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0), "slot", 2, ())
+def staged(save_id: str) -> StagedFile:
+    return StagedFile(FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0), "slot", 2, ())
 
 
 def kept(save_id: str) -> RingFile:
@@ -92,7 +92,7 @@ def test_a_damaged_note_is_passed_over_and_told_of_once(
 
 def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
     assert read_outcome(place, "commit", ONE) is None
-    write_record(place.path / records.outcome_record("commit", ONE), DAMAGES[0])
+    write_record(place.path / records.cluster_outcome_record("commit", ONE), DAMAGES[0])
     ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "damaged" in ended.failure
@@ -108,7 +108,7 @@ def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     else:
         assert isinstance(action, decide.ProtectOthers)
         following.protect_others(action)
-    done = read_record(place.path / records.done_record(stage, ONE), StageOutcome)
+    done = read_record(place.path / records.node_outcome_record(stage, ONE), StageOutcome)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
     assert records.request_record(stage, ONE) in done.failure

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.memory.files import write_record
-from shardwise.memory.home import ROOT, Home
-from shardwise.memory.identity import node_name, run_token
+from shardwise.memory.home import ROOT_RECORD, Home
+from shardwise.memory.identity import make_run_token, read_or_create_node_name
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import (
     LONGEST_AGE,
-    NODES,
+    NODES_DIRECTORY,
+    NodeRegistry,
     Registration,
-    Registry,
     remove_entry,
     update_address,
 )
@@ -42,18 +42,18 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
-    registry = Registry(LocalStore(tmp_path), RUN)
+    registry = NodeRegistry(LocalStore(tmp_path), RUN)
     assert registry.read().infos == []
     for info in (HERE, THERE):
         registry.write_entry(info, 0)
     found = registry.read()
     assert {info.node: info.url for info in found.infos} == {c.node: c.url for c in (HERE, THERE)}
-    assert {info.token for info in found.infos} == {run_token(TOKEN, RUN)}
+    assert {info.token for info in found.infos} == {make_run_token(TOKEN, RUN)}
     assert not found.unreachable
-    for path in (tmp_path / NODES).iterdir():
+    for path in (tmp_path / NODES_DIRECTORY).iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN not in path.read_text()
-    assert Registry(LocalStore(tmp_path), "f" * 16).read().infos == [], "that is another run"
+    assert NodeRegistry(LocalStore(tmp_path), "f" * 16).read().infos == [], "that is another run"
     assert [info.node for info in registry.read({HERE.node}).infos] == [THERE.node]
     registry.remove_entry(THERE.node)
     assert [info.node for info in registry.read().infos] == [HERE.node]
@@ -64,7 +64,7 @@ def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> Non
     for run in (RUN, "f" * 16):
         home.run(run).step(1).mkdir(parents=True)
     with serve(home.path) as served:
-        info = AgentInfo("n", f"http://127.0.0.1:{served.port}", run_token(TOKEN, RUN))
+        info = AgentInfo("n", f"http://127.0.0.1:{served.port}", make_run_token(TOKEN, RUN))
         client = AgentClient(info)
         assert [each.step for each in client.list(RUN)] == [1]
         refusals = (
@@ -81,9 +81,9 @@ def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("mode", [0o644, 0o620])
 def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, mode: int) -> None:
     """Whoever writes one names the address that a restore reads from."""
-    registry = Registry(LocalStore(tmp_path), RUN)
+    registry = NodeRegistry(LocalStore(tmp_path), RUN)
     registry.write_entry(HERE, 0)
-    (path,) = (tmp_path / NODES).iterdir()
+    (path,) = (tmp_path / NODES_DIRECTORY).iterdir()
     path.chmod(mode)
     found = registry.read()
     assert found.infos == []
@@ -94,34 +94,37 @@ def test_no_token_is_written_where_files_are_not_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(private, "is_private", lambda found: False)
-    registry = Registry(LocalStore(tmp_path), RUN)
+    registry = NodeRegistry(LocalStore(tmp_path), RUN)
     with caplog.at_level(logging.WARNING, "shardwise"):
         registry.write_entry(HERE, 0)
     assert "does not enforce file modes" in caplog.text
-    (path,) = (tmp_path / NODES).iterdir()
-    assert run_token(TOKEN, RUN) not in path.read_text()
+    (path,) = (tmp_path / NODES_DIRECTORY).iterdir()
+    assert make_run_token(TOKEN, RUN) not in path.read_text()
     assert list(registry.read().unreachable) == [HERE.node]
 
 
 def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -> None:
     now = [1e9]
-    registry = Registry(LocalStore(tmp_path), RUN, lambda: now[0])
+    registry = NodeRegistry(LocalStore(tmp_path), RUN, lambda: now[0])
     registry.write_entry(HERE, 0)
-    Registry(LocalStore(tmp_path), "f" * 16).write_entry(THERE, 0)
-    damaged = tmp_path / NODES / "damaged.json"
+    NodeRegistry(LocalStore(tmp_path), "f" * 16).write_entry(THERE, 0)
+    damaged = tmp_path / NODES_DIRECTORY / "damaged.json"
     damaged.touch(0o600)
     assert "is damaged" in registry.read().unreachable["damaged"]
-    registry.prune()
-    assert {path.name for path in (tmp_path / NODES).iterdir()} == {"here-1.json", damaged.name}
+    registry.remove_old_entries()
+    assert {path.name for path in (tmp_path / NODES_DIRECTORY).iterdir()} == {
+        "here-1.json",
+        damaged.name,
+    }
     now[0] += LONGEST_AGE + 1
     assert registry.read().infos == []
-    registry.prune()
-    assert [path.name for path in (tmp_path / NODES).iterdir()] == [damaged.name]
+    registry.remove_old_entries()
+    assert [path.name for path in (tmp_path / NODES_DIRECTORY).iterdir()] == [damaged.name]
 
 
 def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> None:
     """An agent that serves 127.0.0.1 of its host is not the one that serves it here."""
-    registry = Registry(LocalStore(tmp_path), RUN)
+    registry = NodeRegistry(LocalStore(tmp_path), RUN)
     registry.write_entry(replace(HERE, host="elsewhere"), 0)
     found = registry.read()
     assert found.infos == []
@@ -131,11 +134,11 @@ def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> 
 def test_a_root_that_cannot_be_written_to_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / NODES).touch()
-    registration = Registration(Registry(LocalStore(tmp_path), RUN))
+    (tmp_path / NODES_DIRECTORY).touch()
+    registration = Registration(NodeRegistry(LocalStore(tmp_path), RUN))
     with caplog.at_level(logging.WARNING, "shardwise"):
         for epoch in (0, 1):
-            registration.update(HERE, epoch, prunes=True)
+            registration.update(HERE, epoch, removes_old_entries=True)
     assert len(caplog.records) == 1
     assert "cannot write the address of this node" in caplog.text
 
@@ -156,11 +159,11 @@ def test_an_entry_is_written_in_the_background_and_again_after_a_failure(tmp_pat
 
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     run = Home(tmp_path / "shm").run(RUN)
-    registry = Registry(LocalStore(tmp_path / "root"), RUN)
+    registry = NodeRegistry(LocalStore(tmp_path / "root"), RUN)
     moved = replace(HERE, url="http://127.0.0.1:7399")
     update_address(run, moved)  # nothing is known of the root
     run.path.mkdir()
-    write_record(run.path / ROOT, str(LocalStore(tmp_path / "root")))
+    write_record(run.path / ROOT_RECORD, str(LocalStore(tmp_path / "root")))
     update_address(run, moved)
     assert registry.read().infos == [], "it never saved"
     registry.write_entry(HERE, 0)
@@ -199,5 +202,5 @@ def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(
         assert restored("second") == (3, "memory", [])
         assert "did not say which snapshots" not in caplog.text
         end_agents(shm)
-        assert restored("third") == (2, "storage", [node_name(Home(shm / "first"))])
+        assert restored("third") == (2, "storage", [read_or_create_node_name(Home(shm / "first"))])
         assert "did not say which snapshots" in caplog.text

@@ -134,11 +134,11 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
     assert claim(place, note, kept.file[1:], kept.ring) is None
-    made = records.ring_file(note)
+    made = records.ring_file_name(note)
     (place.path / kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None  # it was killed in between
     write_record(place.path / note, msgspec.structs.replace(kept, file=made))
-    place.temporary(kept.file[1:]).rename(place.path / made)
+    place.temporary_path(kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None
     assert claim(place, note, kept.file[1:], kept.ring) is None
 

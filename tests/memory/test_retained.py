@@ -18,7 +18,7 @@ from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.persist import lock_for_publishing, retention_request
 from shardwise.memory.decide import RemoveOld, decide_run
 from shardwise.memory.files import Deadline, write_record
-from shardwise.memory.home import OUTCOMES, Home, Place, new_run
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place, new_run_id
 from shardwise.memory.observe import view_run
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import PendingManifest, StageOutcome
@@ -176,13 +176,13 @@ def place(tmp_path: Path) -> Place:
     root = tmp_path / "root"
     for step in (1, 2, 3):
         sw.save(root / step_directory(step), {"t": step})
-    place = Place(Home(tmp_path / "home").run(new_run()), 3)
+    place = Place(Home(tmp_path / "home").run(new_run_id()), 3)
     place.path.mkdir(parents=True)
     request = retention_request(pending_of(root, 3, sw.Keep(last=1)))
-    write_record(place.path / records.request_record(records.RETAIN, SAVE), request)
+    write_record(place.path / records.request_record(records.REMOVE_OLD, SAVE), request)
     for stage in ("commit", "persist"):
         done = StageOutcome(save_id=SAVE, stage=stage, node="here")
-        write_record(place.path / records.outcome_record(stage, SAVE), done)
+        write_record(place.path / records.cluster_outcome_record(stage, SAVE), done)
     return place
 
 
@@ -205,8 +205,8 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     stages = stages_of(place)
     for _ in range(2):
         assert free(place, 0.0, keep_retention_requests=True)
-        assert place.list_names("") == [records.request_record(records.RETAIN, SAVE)]
-        assert stages.outcome(records.RETAIN) is None
+        assert place.list_names("") == [records.request_record(records.REMOVE_OLD, SAVE)]
+        assert stages.outcome(records.REMOVE_OLD) is None
         assert not stages.has_succeeded()
         assert decide_run(view_run(place.run), 0.0) == [RemoveOld(place, SAVE)]
     Follower("another agent", MappedFiles()).remove_old(RemoveOld(place, SAVE))
@@ -215,7 +215,11 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     assert not decide_run(view_run(place.run), 0.0)
     assert free(place, 0.0, keep_retention_requests=True)
     assert not place.path.exists()
-    assert (place.run.path / OUTCOMES / records.outcome_record(records.RETAIN, SAVE)).exists()
+    assert (
+        place.run.path
+        / OUTCOMES_DIRECTORY
+        / records.cluster_outcome_record(records.REMOVE_OLD, SAVE)
+    ).exists()
 
 
 def test_what_the_run_has_left_behind_removes_nothing_more(
@@ -235,7 +239,7 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
 
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
-    (place.path / records.request_record(records.RETAIN, SAVE)).write_bytes(b"{")
+    (place.path / records.request_record(records.REMOVE_OLD, SAVE)).write_bytes(b"{")
     Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     with pytest.raises(
         StoreError,
@@ -253,8 +257,8 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> 
         begun.add(stages_of(each))
 
     def fails(each: Place) -> None:
-        done = StageOutcome(save_id=SAVE, stage=records.RETAIN, failure="busy")
-        write_record(each.path / records.outcome_record(records.RETAIN, SAVE), done)
+        done = StageOutcome(save_id=SAVE, stage=records.REMOVE_OLD, failure="busy")
+        write_record(each.path / records.cluster_outcome_record(records.REMOVE_OLD, SAVE), done)
 
     begun.raise_failure()
     fails(place)

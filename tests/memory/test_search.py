@@ -14,7 +14,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Place
-from shardwise.memory.lineage import Branch, Lineage
+from shardwise.memory.lineage import Lineage, Resumption
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.search import (
     CONNECT_TIMEOUT,
@@ -75,9 +75,9 @@ def committed(home: Home, step: int, epoch: int) -> NodeFiles:
     return list_own_files(home.run(RUN), "a")
 
 
-@pytest.mark.parametrize("branches", [(), (Branch(1, 3),)])
+@pytest.mark.parametrize("branches", [(), (Resumption(1, 3),)])
 def test_who_was_there_last_knows_of_all_that_is_newer(
-    tmp_path: Path, branches: tuple[Branch, ...]
+    tmp_path: Path, branches: tuple[Resumption, ...]
 ) -> None:
     """A run that was restored elsewhere since may have gone on from there."""
     home = Home(tmp_path)

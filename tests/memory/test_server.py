@@ -27,7 +27,7 @@ from shardwise.memory.agent import connection_limits, server
 from shardwise.memory.agent.connection_limits import serving
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.files import LARGEST_RECORD, read_record
-from shardwise.memory.records import Persist
+from shardwise.memory.records import PersistRequest
 from tests.breadth import examples
 from tests.memory.certificates import Authority
 
@@ -367,7 +367,7 @@ def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) 
     request = {"save_id": RUN, "place": "/", "files": [name], "wait": 1.0}
     (tmp_path / "note").write_text(json.dumps(request))
     with pytest.raises(StoreError, match="regex"):
-        read_record(tmp_path / "note", Persist)
+        read_record(tmp_path / "note", PersistRequest)
 
 
 def test_only_notes_are_taken(served: Served) -> None:

@@ -15,9 +15,9 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
-from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run
+from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run_id
 from shardwise.memory.reclaim import discard, discard_all
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import PAGE, Slots
 from tests.memory.reconciling import free_decided
 
@@ -25,7 +25,7 @@ from tests.memory.reconciling import free_decided
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run of which nothing is kept yet."""
-    return Home(tmp_path).run(new_run())
+    return Home(tmp_path).run(new_run_id())
 
 
 def test_a_slot_is_the_same_memory_again(run: Run) -> None:
@@ -233,12 +233,12 @@ def leave_committed(
     place.path.mkdir(parents=True)
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
-    staged = Staged(file, f"r00000-{step}.slot", 2, stages)
+    staged = StagedFile(file, f"r00000-{step}.slot", 2, stages)
     write_record(place.path / records.staged_record(file.name), staged)
     write_record(place.path / "manifest.json", b"{}")
     for stage in ended:
         write_record(
-            place.path / records.outcome_record(stage, save),
+            place.path / records.cluster_outcome_record(stage, save),
             StageOutcome(save_id=save, stage=stage),
         )
 
@@ -252,7 +252,7 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = StageOutcome(save_id=save, stage="protect")
-    write_record(run.step(7) / records.outcome_record("protect", save), outcome)
+    write_record(run.step(7) / records.cluster_outcome_record("protect", save), outcome)
     with Place(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
     assert free_decided(run)
@@ -266,7 +266,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         leave_committed(run, step, "commit")
         save = f"{step:016x}"
         failed = StageOutcome(save_id=save, stage="protect", failure="no node is left")
-        write_record(run.step(step) / records.outcome_record("protect", save), failed)
+        write_record(run.step(step) / records.cluster_outcome_record("protect", save), failed)
     assert free_decided(run)
     assert run.steps() == [5, 7]
 
@@ -291,7 +291,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     write_record(promised.path / records.pending_record(pending.save_id), pending)
     free_decided(run)
     assert run.steps() == [5, 7]
-    outcome = records.outcome_record("persist", pending.save_id)
+    outcome = records.cluster_outcome_record("persist", pending.save_id)
     write_record(promised.path / outcome, StageOutcome(save_id=pending.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
     assert free_decided(run)
@@ -309,7 +309,7 @@ def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(r
 
 
 def _staged_saves(place: Place) -> set[str]:
-    return {records.save_of(name) for name in place.list_names(".staged.json")}
+    return {records.save_id_in_name(name) for name in place.list_names(".staged.json")}
 
 
 def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> None:
@@ -324,12 +324,12 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"of before")
     write_record(
-        place.path / records.staged_record(file.name), Staged(file, "r00000-old.slot", 2, ())
+        place.path / records.staged_record(file.name), StagedFile(file, "r00000-old.slot", 2, ())
     )
     assert not free_decided(run)
     assert _staged_saves(place) == {old, saved.save_id}
     failed = StageOutcome(save_id=old, stage="commit", failure="a rank was killed")
-    write_record(place.path / records.outcome_record("commit", old), failed)
+    write_record(place.path / records.cluster_outcome_record("commit", old), failed)
     assert free_decided(run)
     assert _staged_saves(place) == {saved.save_id}
     assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
@@ -365,7 +365,7 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
     run.free.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
-    request = records.request_record(records.RETAIN, f"{5:016x}")
+    request = records.request_record(records.REMOVE_OLD, f"{5:016x}")
     (run.step(5) / request).write_bytes(b"{}")
     free_decided(run)
     assert Place(run, 5).list_names("") == [request]

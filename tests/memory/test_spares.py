@@ -14,12 +14,12 @@ from shardwise.memory.files import write_record
 from shardwise.memory.free_files import (
     add_spare,
     bytes_stored_for_others,
+    delete_smallest_spares,
     list_spares,
-    take_spare,
-    trim_spares,
+    reuse_spare,
 )
-from shardwise.memory.home import Home, Place, Run, new_run
-from shardwise.memory.records import Staged
+from shardwise.memory.home import Home, Place, Run, new_run_id
+from shardwise.memory.records import StagedFile
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.memory.reconciling import free_decided
@@ -31,7 +31,7 @@ __all__ = ["shm"]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run of which nothing is kept."""
-    run = Home(tmp_path).run(new_run())
+    run = Home(tmp_path).run(new_run_id())
     run.free.mkdir(parents=True)
     return run
 
@@ -44,7 +44,8 @@ def leave(run: Run, step: int, *made: tuple[str, int]) -> None:
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
     write_record(
-        place.path / records.staged_record(file.name), Staged(file, f"r00000-{step}.slot", 1, ())
+        place.path / records.staged_record(file.name),
+        StagedFile(file, f"r00000-{step}.slot", 1, ()),
     )
     write_record(place.path / "manifest.json", b"{}")
     for name, size in made:
@@ -71,11 +72,11 @@ def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -
         add_spare(run, path)
     to = run.path / "to"
     for wanted, taken in ((200, 300), (600, 500), (600, 10)):
-        take_spare(run, wanted, to)
+        reuse_spare(run, wanted, to)
         assert to.stat().st_size == taken
-        take_spare(run, wanted, to)  # there is one already
+        reuse_spare(run, wanted, to)  # there is one already
         to.unlink()
-    take_spare(run, 1, to)
+    reuse_spare(run, 1, to)
     assert not to.exists()
 
 
@@ -84,9 +85,9 @@ def test_the_largest_stay(run: Run) -> None:
         path = run.path / "made"
         path.write_bytes(bytes(size))
         add_spare(run, path)
-    trim_spares(run, 5)
+    delete_smallest_spares(run, 5)
     assert len(list_spares(run)) == 3
-    trim_spares(run, 1)
+    delete_smallest_spares(run, 1)
     assert [size for size, _ in list_spares(run)] == [500]
 
 

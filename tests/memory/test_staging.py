@@ -28,10 +28,10 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, write_record
-from shardwise.memory.home import Home, Place, Run, new_run
+from shardwise.memory.home import Home, Place, Run, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.records import Staged
+from shardwise.memory.records import StagedFile
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.trainer import device as device_module
@@ -162,7 +162,7 @@ class Trial:
     def __init__(self, directory: Path, *, overlap: bool = True, run: str = "") -> None:
         self.accelerator = Simulated()
         self.home = home = Home(directory)
-        self.run: Run = home.run(run or new_run())
+        self.run: Run = home.run(run or new_run_id())
         options = sw.Memory(overlap=overlap, dir=str(directory))
         accelerator: Any = self.accelerator
         self.staging = Staging(home, self.run, 0, options, lambda: None, accelerator)
@@ -363,7 +363,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
         assert time.monotonic() < deadline, "nobody says that it copies"
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
-    staged = Staged(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
+    staged = StagedFile(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
     write_record(place.path / records.staged_record(other), staged)
     (place.path / other).touch()
     (place.path / records.request_record("persist", f"{2:016x}")).touch()
@@ -425,7 +425,7 @@ def slots(tmp_path: Path) -> tuple[Slots, Simulated]:
     accelerator = Simulated()
     streams = CopyStreams(accelerator)  # type: ignore[arg-type]
     streams.begin([CARD])
-    run = Home(tmp_path).run(new_run())
+    run = Home(tmp_path).run(new_run_id())
     return Slots(run, "r00000-", "staged", 1, streams), accelerator
 
 
@@ -543,13 +543,16 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     place = Place(trial.run, 1)
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
-        place.wait_for(name, Deadline(BOUND), failed=records.failure_record(name))
+        place.wait_for(name, Deadline(BOUND), failed=records.staging_failure_record(name))
     with (
         closing(Nodes(place, [], "here", BOUND)) as nodes,
         pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
     ):
         nodes.wait_for_record(
-            "here", records.entry_record(name), FileEntry, failed=records.failure_record(name)
+            "here",
+            records.entry_record(name),
+            FileEntry,
+            failed=records.staging_failure_record(name),
         )
 
 

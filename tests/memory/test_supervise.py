@@ -18,7 +18,7 @@ import pytest
 import shardwise as sw
 from shardwise.memory import spawn
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, new_run
+from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import RankLock, is_training
 from shardwise.memory.records import AgentInfo
@@ -90,7 +90,7 @@ def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home:
     first = ensure_agent(home, options)
     assert ensure_agent(home, options) == first
     write_record(home.info, msgspec.structs.replace(first, schema="older"))
-    run = home.run(new_run())
+    run = home.run(new_run_id())
     run.path.mkdir(parents=True)
     presence = RankLock(run, 0)
     with pytest.raises(sw.StoreError, match=r"belongs to another version.*a training uses it"):
@@ -157,7 +157,7 @@ def test_training_can_wait_for_an_agent_that_others_start(
 ) -> None:
     directory = home.path.parent
     with monkeypatch.context() as patch:
-        patch.setattr(spawn, "TIMEOUT", 0.3)
+        patch.setattr(spawn, "START_TIMEOUT", 0.3)
         with pytest.raises(sw.StoreError, match="start `shardwise agent run --dir"):
             ensure_agent(home, Memory(dir=str(directory), start_agent=False))
     info = ensure_agent(home, Memory(dir=str(directory)))

@@ -24,7 +24,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, new_run
+from shardwise.memory.home import Home, Place, new_run_id
 from shardwise.memory.reclaim import discard_all
 from shardwise.memory.trainer.rings import Ring, RingMember, RingProtection
 from shardwise.memory.trainer.slots import Slot, Slots
@@ -33,7 +33,7 @@ from tests.memory.test_staging import SIZE, Trial, content_of
 
 TENSORS = 2
 SLOTS = 3  # two that are kept, and one that is written
-SLOT = TENSORS * SIZE + (1 << 20)
+SLOT_SUFFIX = TENSORS * SIZE + (1 << 20)
 NOTES = 256 << 10
 KEPT = 3 * BLOCK
 CHANGES = {"os.rename", "os.truncate", "os.remove", "os.mkdir"}
@@ -46,7 +46,7 @@ def exact(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount a file system")
     directory = tmp_path / "shm"
     directory.mkdir()
-    size = SLOTS * (SLOT + 8192) + NOTES
+    size = SLOTS * (SLOT_SUFFIX + 8192) + NOTES
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)],
         capture_output=True,
@@ -191,7 +191,7 @@ def test_memory_is_used_again_after_a_process_was_killed_at_any_point(
 ) -> None:
     """Before each of its effects in turn, from the first slot that it makes to its note."""
     for number in range(100):
-        run = new_run()
+        run = new_run_id()
         ended = forked(partial(dying, exact, run, number))
         assert forked(partial(go_on, exact, run, work)) == 0
         shutil.rmtree(Home(exact).run(run).path)
@@ -218,7 +218,7 @@ def test_memory_that_is_full_for_a_moment_costs_one_save(exact: Path) -> None:
     """The note cannot be written; at the next save it can."""
 
     def work() -> None:
-        trial, content = trial_of(exact, new_run())
+        trial, content = trial_of(exact, new_run_id())
         crowded = Crowded(torch.full((SIZE,), 8, dtype=torch.uint8))
         crowded.directory = exact
         trial.begin(content_of(crowded), 1)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.memory.home import Home, Run, new_run
+from shardwise.memory.home import Home, Run, new_run_id
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks, is_rank_alive, lost_ranks
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run without trainers."""
-    return Home(tmp_path).run(new_run())
+    return Home(tmp_path).run(new_run_id())
 
 
 def test_looking_at_a_trainer_does_not_end_it(run: Run) -> None:

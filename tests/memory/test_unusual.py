@@ -21,10 +21,10 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, observe, records, spawn
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.files import write_record
-from shardwise.memory.home import OUTCOMES, Home, Place
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training, training_lock
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.remote.search import list_own_files
 from shardwise.memory.trainer.copying import Copying
@@ -86,7 +86,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             durable=True,
         )
         write_record(
-            place.path / records.outcome_record("commit", pending.save_id),
+            place.path / records.cluster_outcome_record("commit", pending.save_id),
             records.StageOutcome(save_id=pending.save_id, stage="commit"),
         )
         write_record(place.path / records.pending_record(pending.save_id), pending)
@@ -273,7 +273,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     place = Place(home.run("0" * 16), 1)
     save_id = "f" * 16
     place.path.mkdir(parents=True)
-    commit = records.outcome_record("commit", save_id)
+    commit = records.cluster_outcome_record("commit", save_id)
     write_record(place.path / commit, StageOutcome(save_id=save_id, stage="commit"))
     stages = PendingSave(
         agents=SaveAgents(home, None, None, 10.0),
@@ -283,7 +283,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
         logs_failures=True,
     )
     assert stages.outcome("protect") is None
-    ended = place.run.path / OUTCOMES
+    ended = place.run.path / OUTCOMES_DIRECTORY
     ended.mkdir()
     (place.path / commit).rename(ended / commit)
     assert stages.wait_for("protect", 10.0).failure == ""
@@ -291,7 +291,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
     write_record(
-        ended / records.outcome_record("persist", save_id),
+        ended / records.cluster_outcome_record("persist", save_id),
         StageOutcome(save_id=save_id, stage="persist"),
     )
     assert stages.wait_for("persist", 10.0).failure == ""
@@ -316,13 +316,13 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
     def commit(save_id: str) -> None:
         write_record(place.path / "manifest.json", {"save_id": save_id})
         done = StageOutcome(save_id=save_id, stage="commit")
-        write_record(place.path / records.outcome_record("commit", save_id), done)
+        write_record(place.path / records.cluster_outcome_record("commit", save_id), done)
 
     for save_id in (first, second):
         file = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
         (place.path / file.name).touch()
         write_record(
-            place.path / records.staged_record(file.name), Staged(file, "slot", 2, ("commit",))
+            place.path / records.staged_record(file.name), StagedFile(file, "slot", 2, ("commit",))
         )
     commit(first)
     named = Place.list_names

@@ -13,7 +13,7 @@ from shardwise.memory import reclaim
 from shardwise.memory.agent import process
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import lock_directory
-from shardwise.memory.home import Home, Run, new_run
+from shardwise.memory.home import Home, Run, new_run_id
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
 from tests.memory.reconciling import Attendant
 
@@ -26,7 +26,7 @@ def home(tmp_path: Path) -> Home:
 
 def begun(home: Home) -> Run:
     """A run that has allocated memory, and whose trainer is gone."""
-    run = home.run(new_run())
+    run = home.run(new_run_id())
     RankLock(run, 0).release_as_lost()
     run.free.mkdir()
     (run.free / "r00000-0.slot").write_bytes(b"memory")

@@ -15,7 +15,12 @@ import torch
 import shardwise as sw
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.home import Home
-from shardwise.memory.mirror_tasks import MIRRORS, MirrorTask, read_mirror_task, set_mirror_task
+from shardwise.memory.mirror_tasks import (
+    TASKS_DIRECTORY,
+    MirrorTask,
+    read_mirror_task,
+    set_mirror_task,
+)
 from shardwise.memory.spawn import running_agent
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
@@ -135,8 +140,8 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     now += 86500.0
     until(lambda: (mirrors.update(), not mirrors.is_busy())[1])
     mirrors.stop()
-    (home.path / MIRRORS / f"{RUN}.json").write_text("{")  # damaged: ignored
+    (home.path / TASKS_DIRECTORY / f"{RUN}.json").write_text("{")  # damaged: ignored
     mirrors.update()
-    shutil.rmtree(home.path / MIRRORS)
+    shutil.rmtree(home.path / TASKS_DIRECTORY)
     mirrors.update()
     assert not mirrors.is_busy()

@@ -30,10 +30,10 @@ from shardwise.memory.agent.status import (
 )
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK
-from shardwise.memory.options import DIRECTORY, Tls
+from shardwise.memory.options import DEFAULT_DIRECTORY, Tls
 from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import clear_run
-from shardwise.memory.spawn import end_agent, log_to, running_agent
+from shardwise.memory.spawn import end_agent, redirect_output_to_log, running_agent
 
 agent = typer.Typer(no_args_is_help=True, help="Run, show, clear or stop the agent of this node.")
 Directory = Annotated[
@@ -53,7 +53,7 @@ STYLE_OF_STATE = {"done": "green", "under way": "yellow", "failed": "bold red", 
 
 @agent.command()
 def run(
-    directory: Directory = Path(DIRECTORY),
+    directory: Directory = Path(DEFAULT_DIRECTORY),
     interface: Annotated[
         str,
         typer.Option(metavar="ADDR", help="Address or interface that other nodes connect to."),
@@ -94,7 +94,7 @@ def run(
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(message)s",
-        handlers=[logging.StreamHandler() if log is None else log_to(log)],
+        handlers=[logging.StreamHandler() if log is None else redirect_output_to_log(log)],
         force=True,
     )
     options = ServeOptions(
@@ -112,7 +112,7 @@ def run(
 
 @agent.command()
 def status(
-    directory: Directory = Path(DIRECTORY),
+    directory: Directory = Path(DEFAULT_DIRECTORY),
     tensors: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="Show how matching tensors are protected: 'model.*'."),
@@ -137,7 +137,7 @@ def status(
 
 @agent.command()
 def clear(
-    directory: Directory = Path(DIRECTORY),
+    directory: Directory = Path(DEFAULT_DIRECTORY),
     run_id: Annotated[
         list[str] | None,
         typer.Option("--run", metavar="ID", help="Clear this run. Repeatable."),
@@ -179,7 +179,7 @@ def clear(
 
 @agent.command()
 def stop(
-    directory: Directory = Path(DIRECTORY),
+    directory: Directory = Path(DEFAULT_DIRECTORY),
     force: Annotated[
         bool, typer.Option("--force", help="Stop it even if training runs on this node.")
     ] = False,

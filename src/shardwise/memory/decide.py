@@ -34,7 +34,7 @@ from itertools import islice
 
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import RETAIN, request_record
+from shardwise.memory.records import REMOVE_OLD, request_record
 from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, State
 
 LOST = "a trainer was lost"
@@ -156,7 +156,7 @@ _ACTION_OF_STAGE = {
     "protect_others": ProtectOthers,
     "persist": Persist,
     "copy": Copy,
-    RETAIN: RemoveOld,
+    REMOVE_OLD: RemoveOld,
 }
 
 
@@ -189,7 +189,9 @@ def _advance_stages(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
     if save.state("seal") is State.RUNNING and not snapshot.is_abandoned:
         yield Seal(snapshot.place, save.save_id, save.unsealed)
     for stage, action in _ACTION_OF_STAGE.items():
-        if save.state(stage) is State.RUNNING and (stage == RETAIN or not snapshot.is_abandoned):
+        if save.state(stage) is State.RUNNING and (
+            stage == REMOVE_OLD or not snapshot.is_abandoned
+        ):
             yield action(snapshot.place, save.save_id)
 
 
@@ -259,9 +261,9 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
 def _only_removes_old(snapshot: SnapshotView) -> bool:
     """Return whether the snapshot consists only of requests to remove old checkpoints."""
     open_requests = {
-        request_record(RETAIN, save.save_id)
+        request_record(REMOVE_OLD, save.save_id)
         for save in snapshot.saves.values()
-        if save.state(RETAIN).is_open
+        if save.state(REMOVE_OLD).is_open
     }
     return bool(snapshot.names) and snapshot.names <= open_requests
 

@@ -39,7 +39,7 @@ class Deadline:
         self._sleep = sleep
         self._end = math.inf if seconds is None else clock() + seconds
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return the seconds until the deadline, 0.0 if it has passed."""
         return max(0.0, self._end - self._clock())
 
@@ -69,7 +69,9 @@ class Deadline:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> Iterator[BinaryIO]:
+def replace_atomically(
+    path: str | os.PathLike[str], *, dir_fd: int | None = None
+) -> Iterator[BinaryIO]:
     """Open a file that atomically replaces `path` at the end of the block, unless the block raises.
 
     Only its owner can read it.
@@ -99,7 +101,7 @@ def write_record(path: Path, record: object) -> None:
     Args:
         record: bytes, or a value to encode as JSON.
     """
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(record if isinstance(record, bytes) else msgspec.json.encode(record))
 
 

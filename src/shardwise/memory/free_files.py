@@ -11,22 +11,22 @@ from pathlib import Path
 from shardwise.memory import records
 from shardwise.memory.home import Place, Run
 from shardwise.memory.options import Memory
-from shardwise.memory.records import rank_of
+from shardwise.memory.records import rank_in_name
 
-SLOT, SPARE = ".slot", ".spare"
+SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 
 
 def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
     """Delete the free slots of all ranks for which `is_kept` returns False."""
     with suppress(FileNotFoundError):
         for name in os.listdir(run.free):
-            if name.endswith(SLOT) and not is_kept(rank_of(name)):
+            if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
                 (run.free / name).unlink(missing_ok=True)
 
 
 def add_spare(run: Run, path: Path) -> None:
     """Move a file that the agent made into the pool of spare files, which it reuses."""
-    path.rename(run.free / f"{secrets.token_hex(8)}{SPARE}")
+    path.rename(run.free / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
 
 
 def list_spares(run: Run) -> list[tuple[int, Path]]:
@@ -34,13 +34,13 @@ def list_spares(run: Run) -> list[tuple[int, Path]]:
     found = []
     with suppress(FileNotFoundError), os.scandir(run.free) as entries:
         for entry in entries:
-            if entry.name.endswith(SPARE):
+            if entry.name.endswith(SPARE_SUFFIX):
                 with suppress(FileNotFoundError):
                     found.append((entry.stat(follow_symlinks=False).st_size, Path(entry.path)))
     return sorted(found)
 
 
-def take_spare(run: Run, size: int, path: Path) -> None:
+def reuse_spare(run: Run, size: int, path: Path) -> None:
     """Move a spare file to `path`, where the agent will write a file of `size` bytes.
 
     Take the smallest spare file that is large enough, or else the largest. Do nothing if the pool
@@ -56,7 +56,7 @@ def take_spare(run: Run, size: int, path: Path) -> None:
             spare.rename(path)
 
 
-def trim_spares(run: Run, most: int) -> None:
+def delete_smallest_spares(run: Run, most: int) -> None:
     """Delete all but the `most` largest spare files."""
     spares = list_spares(run)
     for _, path in spares[: max(0, len(spares) - most)]:

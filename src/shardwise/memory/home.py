@@ -30,15 +30,15 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, lock_directory, read_record, ring_bell, try_lock
-from shardwise.memory.records import PendingManifest, RingFile, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
 
-BELL = "agent.bell"
-FREE = "free"
-ROOT = "root.json"
-OUTCOMES = "ended"
-ABANDONED = "abandoned"
+BELL_FILE = "agent.bell"
+FREE_DIRECTORY = "free"
+ROOT_RECORD = "root.json"
+OUTCOMES_DIRECTORY = "ended"
+ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
-_RUN = re.compile(r"[0-9a-f]{16}")
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
 
@@ -84,7 +84,7 @@ class Home:
     @property
     def bell(self) -> Path:
         """The named pipe that wakes the agent."""
-        return self.path / BELL
+        return self.path / BELL_FILE
 
     @property
     def log(self) -> Path:
@@ -101,7 +101,7 @@ class Home:
         Raises:
             StoreError: `run` is not a run id.
         """
-        if not _RUN.fullmatch(run):
+        if not _RUN_ID.fullmatch(run):
             raise StoreError(
                 f"{run!r} is not a run id: expected 16 hexadecimal digits, as `shardwise agent "
                 "status` shows them"
@@ -161,11 +161,11 @@ class Run:
     @property
     def free(self) -> Path:
         """The directory of the free slots."""
-        return self.path / FREE
+        return self.path / FREE_DIRECTORY
 
     def wake_agent(self) -> None:
         """Wake the agent of this node, if one runs."""
-        ring_bell(self.path.parents[1] / BELL)
+        ring_bell(self.path.parents[1] / BELL_FILE)
 
     def steps(self) -> list[int]:
         """Return the steps that have a directory, in ascending order."""
@@ -180,7 +180,7 @@ class Run:
         return self.path / step_directory(step)
 
 
-def new_run() -> str:
+def new_run_id() -> str:
     """Return a new random run id."""
     return secrets.token_hex(8)
 
@@ -204,7 +204,7 @@ class Place:
         """The snapshot's directory."""
         return self.run.step(self.step)
 
-    def temporary(self, name: str) -> Path:
+    def temporary_path(self, name: str) -> Path:
         """Return the path of a file that is being written, and will be renamed to `name`."""
         return self.path / f".{name}"
 
@@ -236,9 +236,9 @@ class Place:
         ]
         return self._read_all(names, PendingManifest)
 
-    def staged(self) -> list[Staged]:
+    def staged(self) -> list[StagedFile]:
         """Return the records of staged files; a record without its file does not count."""
-        found = self._read_all(self.list_names(".staged.json"), Staged)
+        found = self._read_all(self.list_names(".staged.json"), StagedFile)
         return [each for each in found if self.has(each.file.name)]
 
     def ring_files(self) -> list[RingFile]:
@@ -262,13 +262,13 @@ class Place:
     def log_damage(self, name: str, error: StoreError) -> None:
         """Log a damaged record, unless a marker file says that it was logged before."""
         with suppress(OSError):
-            self.temporary(f"{name}.damaged").touch(exist_ok=False)
+            self.temporary_path(f"{name}.damaged").touch(exist_ok=False)
             log.error("ignored a damaged record: %s", error)
 
     def abandon(self) -> None:
         """Mark the snapshot as abandoned, so that nothing waits for its stages any longer."""
         with suppress(FileNotFoundError):
-            (self.path / ABANDONED).touch()
+            (self.path / ABANDONED_MARKER).touch()
 
     def refuse_abandoned(self) -> None:
         """Raise if the snapshot is abandoned.
@@ -276,7 +276,7 @@ class Place:
         Raises:
             StoreError: the run was resumed from an older step.
         """
-        if self.has(ABANDONED):
+        if self.has(ABANDONED_MARKER):
             raise StoreError(
                 f"step {self.step} is abandoned: run {self.run.name} was resumed from an older "
                 f"step, so this node discards {self.path}; use a snapshot that was saved later"
@@ -286,7 +286,7 @@ class Place:
         """Return whether the snapshot has a manifest."""
         return self.has(MANIFEST)
 
-    def manifest_of(self, save_id: str) -> bytes:
+    def read_manifest(self, save_id: str) -> bytes:
         """Return the manifest of a committed save.
 
         Raises:

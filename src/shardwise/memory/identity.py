@@ -31,12 +31,12 @@ _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
-def node_name(home: Home) -> str:
+def read_or_create_node_name(home: Home) -> str:
     """Return the unique name of the node. It is created on the first call."""
     return _read_or_create(home.path / "node", f"{socket.gethostname()}-{secrets.token_hex(4)}")
 
 
-def secret_of(home: Home, secret_file: Path | None) -> str:
+def read_or_create_secret(home: Home, secret_file: Path | None) -> str:
     """Return the secret that clients of the agent must present.
 
     Args:
@@ -64,25 +64,25 @@ def secret_of(home: Home, secret_file: Path | None) -> str:
     return secret
 
 
-def run_token(secret: str, run: str) -> str:
+def make_run_token(secret: str, run: str) -> str:
     """Return the token with which one run can be read. It does not reveal the secret."""
     return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 
-def last_port(home: Home) -> int:
+def previous_port(home: Home) -> int:
     """Return the port of the previous agent, or 0 if there was none."""
     with suppress(FileNotFoundError, ValueError):
-        port = int(_port(home).read_text())
+        port = int(_port_path(home).read_text())
         return port if 0 < port < 1 << 16 else 0
     return 0
 
 
-def remember_port(home: Home, port: int) -> None:
+def record_port(home: Home, port: int) -> None:
     """Record the port, so that the next agent uses it if it is free."""
-    write_record(_port(home), str(port).encode())
+    write_record(_port_path(home), str(port).encode())
 
 
-def _port(home: Home) -> Path:
+def _port_path(home: Home) -> Path:
     return home.path / "agent.port"
 
 
@@ -95,7 +95,7 @@ def _read_or_create(path: Path, new: str) -> str:
     return new
 
 
-def address_of(interface: str) -> str:
+def resolve_interface(interface: str) -> str:
     """Return the address of a network interface; an address is returned as it is.
 
     Raises:
@@ -122,7 +122,7 @@ def served_address(info: AgentInfo) -> str:
     return urlsplit(info.url).hostname or ""
 
 
-def refuse_unreachable(infos: Sequence[AgentInfo]) -> None:
+def refuse_unreachable_agents(infos: Sequence[AgentInfo]) -> None:
     """Raise if the run has several hosts, and an agent serves only its own host.
 
     Raises:

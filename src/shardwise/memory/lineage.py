@@ -16,19 +16,19 @@ from typing import Annotated
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.home import new_run
+from shardwise.memory.home import new_run_id
 from shardwise.store import Store
 
-RUN = "run.json"
-LARGEST_RUN = 1 << 14
-MOST_BRANCHES = 64
-BEGINNING = -1
+RUN_FILE = "run.json"
+LARGEST_RUN_FILE = 1 << 14
+MOST_RESUMPTIONS = 64
+BEFORE_ALL_STEPS = -1
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Step = Annotated[int, msgspec.Meta(ge=BEGINNING, le=2**62)]
+Step = Annotated[int, msgspec.Meta(ge=BEFORE_ALL_STEPS, le=2**62)]
 
 
-class Branch(msgspec.Struct, array_like=True, frozen=True):
+class Resumption(msgspec.Struct, array_like=True, frozen=True):
     """A resumption of a run: the epoch that it began, and the step from which the run resumed.
 
     The run supersedes the steps of earlier epochs that are newer than `step`.
@@ -48,37 +48,37 @@ class Lineage(msgspec.Struct, frozen=True):
     """
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[Resumption, ...] = ()
 
     @property
     def epoch(self) -> int:
         """The current epoch of the run."""
         return self.branches[-1].epoch if self.branches else 0
 
-    def resumed_from(self, step: int | None) -> Lineage:
+    def after_resuming(self, step: int | None) -> Lineage:
         """Return the lineage after the run is resumed from a step, which begins a new epoch.
 
         Args:
             step: the step; None for the beginning.
         """
-        first = BEGINNING if step is None else step
+        first = BEFORE_ALL_STEPS if step is None else step
         kept = [each for each in self.branches if each.step < first]
-        if len(kept) >= MOST_BRANCHES:
+        if len(kept) >= MOST_RESUMPTIONS:
             # Merge the oldest two. This supersedes more steps, but they were freed long ago.
-            kept[:2] = [Branch(kept[1].epoch, kept[0].step)]
-        return Lineage(self.run, (*kept, Branch(self.epoch + 1, first)))
+            kept[:2] = [Resumption(kept[1].epoch, kept[0].step)]
+        return Lineage(self.run, (*kept, Resumption(self.epoch + 1, first)))
 
-    def newest_before(self, step: int) -> Branch | None:
+    def last_resumption_before(self, step: int) -> Resumption | None:
         """Return the last resumption that superseded a step of earlier epochs, or None."""
         return next((each for each in reversed(self.branches) if each.step < step), None)
 
     def supersedes(self, step: int, epoch: int) -> bool:
         """Return whether the run has superseded a save of this step and epoch."""
-        branch = self.newest_before(step)
+        branch = self.last_resumption_before(step)
         return branch is not None and epoch < branch.epoch
 
 
-def lineage_of(root: Store) -> Lineage:
+def read_or_create_lineage(root: Store) -> Lineage:
     """Return the lineage of the run that saves to a root; begin a new run if there is none.
 
     The root stores the id of the run. If the root is emptied, a new run begins, which never uses
@@ -89,23 +89,23 @@ def lineage_of(root: Store) -> Lineage:
     """
     for _ in range(2):
         with suppress(FileNotFoundError):
-            return _read(root)
+            return _read_run_file(root)
         with suppress(FileExistsError):
-            root.publish(RUN, msgspec.json.encode(Lineage(new_run())), replace=False)
+            root.publish(RUN_FILE, msgspec.json.encode(Lineage(new_run_id())), replace=False)
     raise StoreError(
-        f"{root}: cannot read {RUN}: another process creates and removes it again and again; make "
+        f"{root}: cannot read {RUN_FILE}: another process creates and removes it again and again; make "
         "sure that nothing else removes files from the root"
     )
 
 
-def known_lineage(root: Store) -> Lineage | None:
+def read_lineage(root: Store) -> Lineage | None:
     """Return the lineage of the run that saves to a root; None if the root has no run.
 
     Raises:
         StoreError: the file in the root is damaged.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
-        return _read(root)
+        return _read_run_file(root)
     return None
 
 
@@ -119,10 +119,10 @@ def resume_from(root: Store, run: str, step: int | None) -> Lineage:
         StoreError: the file in the root is missing, damaged, or belongs to another run.
     """
     try:
-        before = _read(root)
+        before = _read_run_file(root)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{root}: cannot resume run {run}: {RUN} was removed while the run is in use; restart "
+            f"{root}: cannot resume run {run}: {RUN_FILE} was removed while the run is in use; restart "
             "the training"
         ) from error
     if before.run != run:
@@ -130,17 +130,17 @@ def resume_from(root: Store, run: str, step: int | None) -> Lineage:
             f"{root}: cannot resume run {run}: the root was emptied meanwhile, and run "
             f"{before.run} saves to it now; stop one of the two trainings"
         )
-    after = before.resumed_from(step)
-    root.publish(RUN, msgspec.json.encode(after), replace=True)
+    after = before.after_resuming(step)
+    root.publish(RUN_FILE, msgspec.json.encode(after), replace=True)
     return after
 
 
-def _read(root: Store) -> Lineage:
-    data = root.read(RUN, limit=LARGEST_RUN)
+def _read_run_file(root: Store) -> Lineage:
+    data = root.read(RUN_FILE, limit=LARGEST_RUN_FILE)
     try:
         return msgspec.json.decode(data, type=Lineage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(
-            f"{root}: {RUN} is damaged ({error}); remove the file. The next training then begins a "
+            f"{root}: {RUN_FILE} is damaged ({error}); remove the file. The next training then begins a "
             "new run, which does not use snapshots in memory"
         ) from error

@@ -19,7 +19,7 @@ from shardwise.memory.home import Run
 from shardwise.retention import PlainKeep
 from shardwise.tiers.options import MirrorRequest
 
-MIRRORS = "mirrors"
+TASKS_DIRECTORY = "mirrors"
 MOST_SUSPECTED = 16
 """The number of suspected steps in a task; older ones are forgotten."""
 
@@ -50,7 +50,7 @@ def set_mirror_task(run: Run, task: MirrorTask) -> None:
     A task without a newest step keeps the newest step of the earlier task for the same root. The
     suspected steps of both tasks are checked.
     """
-    path = _path_of(run)
+    path = _task_path(run)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     earlier = read_mirror_task(run)
     if earlier is not None and earlier.root == task.root:
@@ -64,28 +64,28 @@ def set_mirror_task(run: Run, task: MirrorTask) -> None:
 def read_mirror_task(run: Run) -> MirrorTask | None:
     """Return the task of a run; None if there is none, or if it is damaged."""
     try:
-        return read_record(_path_of(run), MirrorTask)
+        return read_record(_task_path(run), MirrorTask)
     except StoreError:
         return None
 
 
 def remove_mirror_task(run: Run) -> None:
     """Remove the task of a run."""
-    _path_of(run).unlink(missing_ok=True)
+    _task_path(run).unlink(missing_ok=True)
 
 
 def mirror_task_age(run: Run, now: float) -> float:
     """Return the seconds since the task of a run was written; `now` is in seconds since 1970."""
     try:
-        return now - _path_of(run).stat().st_mtime
+        return now - _task_path(run).stat().st_mtime
     except FileNotFoundError:
         return 0.0
 
 
 def runs_with_mirrors(home: Path) -> list[str]:
     """Return the ids of the runs that have a task, sorted."""
-    return sorted(path.stem for path in (home / MIRRORS).glob("[!.]*.json"))
+    return sorted(path.stem for path in (home / TASKS_DIRECTORY).glob("[!.]*.json"))
 
 
-def _path_of(run: Run) -> Path:
-    return run.path.parents[1] / MIRRORS / f"{run.name}.json"
+def _task_path(run: Run) -> Path:
+    return run.path.parents[1] / TASKS_DIRECTORY / f"{run.name}.json"

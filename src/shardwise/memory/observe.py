@@ -18,9 +18,9 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import read_record
-from shardwise.memory.home import OUTCOMES, Home, Place, Run
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place, Run
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome, rank_of
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, rank_in_name
 from shardwise.memory.view import (
     NodeView,
     RootView,
@@ -187,7 +187,7 @@ def read_outcome(place: Place, stage: str, save_id: str) -> StageOutcome | None:
     The outcome remains after the snapshot was freed. No other record is read, so that polling is
     cheap. A damaged outcome counts as a failure.
     """
-    name = records.outcome_record(stage, save_id)
+    name = records.cluster_outcome_record(stage, save_id)
     try:
         outcome = read_record(place.path / name, StageOutcome)
     except StoreError as error:
@@ -195,7 +195,7 @@ def read_outcome(place: Place, stage: str, save_id: str) -> StageOutcome | None:
         return _damaged_outcome(stage, save_id, error)
     if outcome is None:
         with suppress(StoreError):
-            return read_record(place.run.path / OUTCOMES / name, StageOutcome)
+            return read_record(place.run.path / OUTCOMES_DIRECTORY / name, StageOutcome)
     return outcome
 
 
@@ -226,7 +226,7 @@ class _Reader:
         if manifest is not None:
             committed_save = "" if isinstance(manifest[0], StoreError) else manifest[0].save_id
         ids |= {committed_save} if committed_save else set()
-        times = [self._time(name) for name in self.names if name.endswith(records.STAGED)]
+        times = [self._time(name) for name in self.names if name.endswith(records.STAGED_SUFFIX)]
         return SnapshotView(
             place=self.place,
             names=self.names,
@@ -239,9 +239,9 @@ class _Reader:
         staged_names = [
             name
             for name in sorted(self.names)
-            if name.endswith(records.STAGED) and records.save_of(name) == save_id
+            if name.endswith(records.STAGED_SUFFIX) and records.save_id_in_name(name) == save_id
         ]
-        found = (self._read(name, Staged) for name in staged_names)
+        found = (self._read(name, StagedFile) for name in staged_names)
         staged = tuple(each for each in found if each and each.file.name in self.names)
         files = [each.file.name for each in staged]
         unsealed = tuple(name for name in files if records.entry_record(name) not in self.names)
@@ -271,7 +271,7 @@ class _Reader:
     def _cluster_stages(
         self,
         save_id: str,
-        staged: tuple[Staged, ...],
+        staged: tuple[StagedFile, ...],
         pending: PendingManifest | None,
         has_pending_manifest: bool,
     ) -> dict[str, Stage]:
@@ -284,7 +284,7 @@ class _Reader:
                 pending, requested, has_pending_manifest, outcomes["commit"]
             ),
             "persist": self._persist_state(save_id, pending, requested, has_pending_manifest),
-            records.RETAIN: self._retain_state(save_id),
+            records.REMOVE_OLD: self._retain_state(save_id),
         }
         return {stage: outcomes[stage] or Stage(state) for stage, state in states.items()}
 
@@ -326,11 +326,11 @@ class _Reader:
         return State.WAITING if "persist" in requested or is_rescue else State.NOT_REQUESTED
 
     def _retain_state(self, save_id: str) -> State:
-        is_requested = records.request_record(records.RETAIN, save_id) in self.names
+        is_requested = records.request_record(records.REMOVE_OLD, save_id) in self.names
         return State.RUNNING if is_requested else State.NOT_REQUESTED
 
     def _seal_state(
-        self, save_id: str, staged: tuple[Staged, ...], unsealed: tuple[str, ...]
+        self, save_id: str, staged: tuple[StagedFile, ...], unsealed: tuple[str, ...]
     ) -> State:
         if not unsealed:
             return State.DONE if staged else State.NOT_REQUESTED
@@ -340,7 +340,7 @@ class _Reader:
         """Return the state of this node's part of a stage, which a leader requests."""
         if records.request_record(stage, save_id) not in self.names:
             return State.NOT_REQUESTED
-        if records.done_record(stage, save_id) in self.names:
+        if records.node_outcome_record(stage, save_id) in self.names:
             return State.DONE
         waits = stage == "persist" and self._is_copied(save_id)
         return State.WAITING if waits else State.RUNNING
@@ -348,7 +348,7 @@ class _Reader:
     def _rescue_state(self, save_id: str) -> State:
         """Return DONE if the rescue was requested from this node, or by it from another node."""
         names = [records.request_record(each, save_id) for each in ("rescue", "called")]
-        names.append(records.outcome_record("persist", save_id))
+        names.append(records.cluster_outcome_record("persist", save_id))
         return State.DONE if any(name in self.names for name in names) else State.NOT_REQUESTED
 
     def _is_copied(self, save_id: str) -> bool:
@@ -356,15 +356,15 @@ class _Reader:
 
         Ranks that are lost do not count. Once the commit has ended, no rank counts.
         """
-        if records.outcome_record("commit", save_id) in self.names:
+        if records.cluster_outcome_record("commit", save_id) in self.names:
             return False
         markers = records.copying_markers(self.names)
-        ranks = [rank_of(name) for name in markers if records.save_of(name) == save_id]
+        ranks = [rank_in_name(name) for name in markers if records.save_id_in_name(name) == save_id]
         return any(is_rank_alive(self.place.run, rank) for rank in ranks)
 
     def _read_stage(self, stage: str, save_id: str) -> Stage | None:
         """Return a stage that has ended; None if it has not."""
-        name = records.outcome_record(stage, save_id)
+        name = records.cluster_outcome_record(stage, save_id)
         if name not in self.names:
             return None
         found = self.cache.read(self.place.path / name, StageOutcome)

@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.engine.options import check_integer
 from shardwise.errors import StoreError
 
-DIRECTORY = "/dev/shm"
+DEFAULT_DIRECTORY = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Tls:
         Raises:
             StoreError: a file cannot be read, or the key does not belong to the certificate.
         """
-        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+        return self._make_context(ssl.PROTOCOL_TLS_CLIENT)
 
     def for_server(self) -> ssl.SSLContext:
         """Return the context for connections from other nodes.
@@ -44,9 +44,9 @@ class Tls:
         Raises:
             StoreError: as for `for_client`.
         """
-        return self._context(ssl.PROTOCOL_TLS_SERVER)
+        return self._make_context(ssl.PROTOCOL_TLS_SERVER)
 
-    def _context(self, side: int) -> ssl.SSLContext:
+    def _make_context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
@@ -108,7 +108,7 @@ class Memory:
     snapshot_every: int = 1
     slots: int = 2
     overlap: bool = False
-    dir: str = DIRECTORY
+    dir: str = DEFAULT_DIRECTORY
     copies: int = 0
     parity: int = 0
     group: int = 8

@@ -26,13 +26,13 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import hopeless_places, is_superseded, superseded_places
 from shardwise.memory.files import Deadline, lock_directory, read_record, write_record
-from shardwise.memory.free_files import add_spare, delete_free_slots, trim_spares
-from shardwise.memory.home import OUTCOMES, ROOT, Home, Place, Run, SnapshotInUse
-from shardwise.memory.identity import node_name
+from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
+from shardwise.memory.home import OUTCOMES_DIRECTORY, ROOT_RECORD, Home, Place, Run, SnapshotInUse
+from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import RecordCache, read_snapshot, view_run
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
-from shardwise.memory.records import rank_of
+from shardwise.memory.records import rank_in_name
 from shardwise.memory.registry import remove_entry
 from shardwise.store import LocalStore
 
@@ -76,9 +76,15 @@ def _free_locked(place: Place, keep_retention_requests: bool) -> bool:
 
 
 def _open_retention_requests(names: Collection[str]) -> set[str]:
-    requested = records.requested_saves(records.RETAIN, names)
-    done = {save for save in requested if records.outcome_record(records.RETAIN, save) in names}
-    return {records.request_record(records.RETAIN, save) for save in requested if save not in done}
+    requested = records.requested_saves(records.REMOVE_OLD, names)
+    done = {
+        save
+        for save in requested
+        if records.cluster_outcome_record(records.REMOVE_OLD, save) in names
+    }
+    return {
+        records.request_record(records.REMOVE_OLD, save) for save in requested if save not in done
+    }
 
 
 def free_replaced(place: Place) -> None:
@@ -97,10 +103,10 @@ def free_replaced(place: Place) -> None:
     newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
         # Ranks that staged a file of the newest snapshot may return to this node.
-        expected = {rank_of(name) for name in newest.list_names(records.STAGED)}
+        expected = {rank_in_name(name) for name in newest.list_names(records.STAGED_SUFFIX)}
         delete_free_slots(run, lambda rank: rank in expected or is_rank_alive(run, rank))
     made = [len(_files_of_agent(each.list_names(""))) for each in places]
-    trim_spares(run, max(made, default=0))
+    delete_smallest_spares(run, max(made, default=0))
 
 
 def free_unattended(place: Place) -> None:
@@ -201,7 +207,7 @@ def remove_if_unused(home: Home, run: Run) -> None:
     """
     with lock_directory(run.path, shared=False) as locked:
         if locked and _is_unused(run):
-            remove_entry(run, node_name(home))
+            remove_entry(run, read_or_create_node_name(home))
             _remove_run(home, run)
 
 
@@ -216,7 +222,7 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
 
     A run is kept if it has a trainer on this node, or if the agent does not release its snapshots.
     """
-    write_record(run.path / ROOT, root)
+    write_record(run.path / ROOT_RECORD, root)
     for name in home.runs():
         if name != run.name and _saves_to(home, name, root):
             other = home.run(name)
@@ -258,7 +264,7 @@ def _remove(place: Place, names: list[str]) -> None:
     for each in place.ring_files():
         slots |= {each.file: each.slot, each.file.removeprefix("."): each.slot}
     place.run.free.mkdir(exist_ok=True)
-    ended = place.run.path / OUTCOMES
+    ended = place.run.path / OUTCOMES_DIRECTORY
     ended.mkdir(exist_ok=True)
     spares = _files_of_agent(names)
     for name in sorted(names, key=_removal_order):
@@ -268,7 +274,7 @@ def _remove(place: Place, names: list[str]) -> None:
                 path.rename(place.run.free / slots[name])
             elif name in spares:
                 add_spare(place.run, path)
-            elif records.is_outcome_record(name):
+            elif records.is_cluster_outcome_record(name):
                 path.rename(ended / name)
             else:
                 path.unlink()
@@ -278,7 +284,7 @@ def _remove(place: Place, names: list[str]) -> None:
 def _removal_order(name: str) -> int:
     if records.requested_saves("pending", [name]):
         return 0
-    return 2 if records.names_slot(name) or records.is_outcome_record(name) else 1
+    return 2 if records.has_slot_field(name) or records.is_cluster_outcome_record(name) else 1
 
 
 def _files_of_agent(names: Collection[str]) -> set[str]:
@@ -314,7 +320,7 @@ def _is_unused(run: Run) -> bool:
 
 def _saves_to(home: Home, name: str, root: str) -> bool:
     with suppress(StoreError):  # not a run, or its record is damaged
-        return read_record(home.run(name).path / ROOT, str) == root
+        return read_record(home.run(name).path / ROOT_RECORD, str) == root
     return False
 
 

@@ -22,12 +22,12 @@ from shardwise.tiers.options import MirrorRequest
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA_SUFFIXES = (".safetensors", ".bin")
 """The suffixes of data files, copies and parity."""
-RETAIN = "retain"
+REMOVE_OLD = "retain"
 """The stage after persisting, which removes old checkpoints. Only closing a run waits for it."""
-STAGES = ("commit", "protect", "persist", RETAIN)
+STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
-STAGED = ".staged.json"
-_COPYING = ".copying"
+STAGED_SUFFIX = ".staged.json"
+_COPYING_SUFFIX = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -56,7 +56,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
         return f"AgentInfo(node={self.node!r}, url={self.url!r})"
 
 
-class Staged(msgspec.Struct, frozen=True):
+class StagedFile(msgspec.Struct, frozen=True):
     """A rank's data file is in memory, complete except for its checksums.
 
     The record is written before the file is moved next to it. It is valid once the file is there.
@@ -150,7 +150,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int = 0
 
 
-class Persist(msgspec.Struct, frozen=True, kw_only=True):
+class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to copy files of this node to storage.
 
     Attributes:
@@ -167,7 +167,7 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
     budget: int | None = None
 
 
-class Protect(msgspec.Struct, frozen=True, kw_only=True):
+class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to store copies or parity for other nodes.
 
     Attributes:
@@ -184,7 +184,7 @@ class Protect(msgspec.Struct, frozen=True, kw_only=True):
     rings: int = 0
 
 
-class Retain(msgspec.Struct, frozen=True, kw_only=True):
+class RemoveOldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to remove old checkpoints from storage.
 
     Attributes:
@@ -262,34 +262,34 @@ def schema() -> str:
     return hashlib.blake2b(encoded, digest_size=8).hexdigest()
 
 
-def save_of(data_file: str) -> str:
+def save_id_in_name(data_file: str) -> str:
     """Return the save id in the name of a data file or its record."""
     return data_file.split("-")[1].split(".")[0]
 
 
-def rank_of(name: str) -> int:
+def rank_in_name(name: str) -> int:
     """Return the rank in the name of a slot, a data file or its record."""
     return int(name[1:].split("-")[0])
 
 
 def staged_record(data_file: str) -> str:
-    """Return the name of the `Staged` record of a data file."""
-    return data_file.removesuffix(".safetensors") + STAGED
+    """Return the name of the `StagedFile` record of a data file."""
+    return data_file.removesuffix(".safetensors") + STAGED_SUFFIX
 
 
-def failure_record(data_file: str) -> str:
+def staging_failure_record(data_file: str) -> str:
     """Return the name of the `StageOutcome` record that says why a file is never staged."""
     return f"{data_file.removesuffix('.safetensors')}.failed.json"
 
 
 def copying_marker(data_file: str) -> str:
     """Return the name of the empty file that exists while a rank copies its data into memory."""
-    return data_file.removesuffix(".safetensors") + _COPYING
+    return data_file.removesuffix(".safetensors") + _COPYING_SUFFIX
 
 
 def copying_markers(names: Iterable[str]) -> list[str]:
     """Return the copying markers among the names of files."""
-    return [name for name in names if name.endswith(_COPYING)]
+    return [name for name in names if name.endswith(_COPYING_SUFFIX)]
 
 
 def ring_record(data_file: str, index: int) -> str:
@@ -302,7 +302,7 @@ def ring_record(data_file: str, index: int) -> str:
     return f"{data_file.removesuffix('.safetensors')}.kept-{index}.json"
 
 
-def ring_file(record: str) -> str:
+def ring_file_name(record: str) -> str:
     """Return the name that a copy or parity has until the agent claims it, from its record."""
     return f"{record.removesuffix('.json')}.bin"
 
@@ -327,7 +327,7 @@ def request_record(stage: str, save_id: str) -> str:
     return f"{stage}-{save_id}.json"
 
 
-def done_record(stage: str, save_id: str) -> str:
+def node_outcome_record(stage: str, save_id: str) -> str:
     """Return the name of the `StageOutcome` record that a stage has ended on this node."""
     return f"{stage}-done-{save_id}.json"
 
@@ -337,7 +337,7 @@ def retry_record(stage: str, save_id: str) -> str:
     return f"{stage}-retry-{save_id}.json"
 
 
-def outcome_record(stage: str, save_id: str) -> str:
+def cluster_outcome_record(stage: str, save_id: str) -> str:
     """Return the name of the `StageOutcome` record that a stage has ended for the cluster."""
     return f"{stage}-all-{save_id}.json"
 
@@ -350,9 +350,9 @@ def requested_saves(stage: str, names: Iterable[str]) -> list[str]:
     return sorted(save_id for save_id in ids if _SAVE_ID.fullmatch(save_id))
 
 
-def names_slot(name: str) -> bool:
+def has_slot_field(name: str) -> bool:
     """Return whether the record with this name contains the name of a slot."""
-    return name.endswith(STAGED) or is_ring_record(name)
+    return name.endswith(STAGED_SUFFIX) or is_ring_record(name)
 
 
 def is_ring_record(name: str) -> bool:
@@ -360,6 +360,6 @@ def is_ring_record(name: str) -> bool:
     return ".kept-" in name and name.endswith(".json")
 
 
-def is_outcome_record(name: str) -> bool:
+def is_cluster_outcome_record(name: str) -> bool:
     """Return whether this is the name of a record that a stage has ended for the cluster."""
     return "-all-" in name and name.endswith(".json")

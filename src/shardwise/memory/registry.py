@@ -25,16 +25,16 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import ROOT, Run
-from shardwise.memory.identity import run_token, serves_own_host_only
+from shardwise.memory.home import ROOT_RECORD, Run
+from shardwise.memory.identity import make_run_token, serves_own_host_only
 from shardwise.memory.lineage import Epoch
 from shardwise.memory.records import AgentInfo
 from shardwise.store import Store, open_store
 from shardwise.store.private import publish_private, read_private
 
-NODES = "nodes"
-KNOWN_NODES = "nodes.json"
-MOST_KNOWN = 64
+NODES_DIRECTORY = "nodes"
+KNOWN_NODES_RECORD = "nodes.json"
+MOST_KNOWN_NODES = 64
 LARGEST_ENTRY = 1 << 14
 MOST_ENTRIES = 1024
 READ_THREADS = 32
@@ -45,7 +45,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 log = logging.getLogger("shardwise")
 
 
-class Entry(msgspec.Struct, frozen=True, rename={"info": "card", "saved_at": "at"}):
+class NodeEntry(msgspec.Struct, frozen=True, rename={"info": "card", "saved_at": "at"}):
     """A node that may hold snapshots of a run.
 
     Attributes:
@@ -74,7 +74,7 @@ class RegisteredNodes:
     unreachable: dict[str, str] = field(default_factory=dict)
 
 
-class Registry:
+class NodeRegistry:
     """Reads and writes the entries of one run.
 
     Args:
@@ -84,7 +84,7 @@ class Registry:
     """
 
     def __init__(self, root: Store, run: str, clock: Callable[[], float] = time.time) -> None:
-        self._entries = root.at(NODES)
+        self._entries = root.at(NODES_DIRECTORY)
         self._run = run
         self._clock = clock
 
@@ -97,8 +97,8 @@ class Registry:
         Raises:
             OSError: the root is not writable.
         """
-        public = msgspec.structs.replace(info, token=run_token(info.token, self._run))
-        _write(self._entries, Entry(public, self._run, epoch, self._clock()))
+        public = msgspec.structs.replace(info, token=make_run_token(info.token, self._run))
+        _write(self._entries, NodeEntry(public, self._run, epoch, self._clock()))
 
     def update_address(self, info: AgentInfo) -> None:
         """Write a new address into the entry of a node, if the node has an entry of this run.
@@ -107,8 +107,8 @@ class Registry:
             OSError: the root is not writable.
         """
         entry = _read(self._entries, _file_of(info.node))
-        if isinstance(entry, Entry) and entry.run == self._run:
-            public = msgspec.structs.replace(info, token=run_token(info.token, self._run))
+        if isinstance(entry, NodeEntry) and entry.run == self._run:
+            public = msgspec.structs.replace(info, token=make_run_token(info.token, self._run))
             if public != entry.info:
                 _write(self._entries, msgspec.structs.replace(entry, info=public))
 
@@ -123,7 +123,7 @@ class Registry:
         if isinstance(entry, str) or entry.run == self._run:
             self._entries.delete(name)
 
-    def prune(self) -> None:
+    def remove_old_entries(self) -> None:
         """Remove entries of other runs, old entries, and all but the `MOST_ENTRIES` newest.
 
         Entries that cannot be read count as the oldest.
@@ -170,7 +170,7 @@ class Registry:
     def _names(self) -> list[str]:
         return [name for name in self._entries.list() if name.endswith(".json")]
 
-    def _read_all(self, names: Sequence[str]) -> dict[str, Entry | str]:
+    def _read_all(self, names: Sequence[str]) -> dict[str, NodeEntry | str]:
         """Return each entry, or why it cannot be used."""
         with ThreadPoolExecutor(READ_THREADS, "shardwise-registry") as pool:
             entries = pool.map(lambda name: _read(self._entries, name), names)
@@ -186,19 +186,19 @@ class Registration:
             the next `update` tries again if that failed.
     """
 
-    def __init__(self, registry: Registry, *, waits: bool = True) -> None:
+    def __init__(self, registry: NodeRegistry, *, waits: bool = True) -> None:
         self._registry = registry
         self._waits = waits
         self._written: tuple[AgentInfo, int] | None = None
         self._thread: threading.Thread | None = None
         self._warned = False
 
-    def update(self, info: AgentInfo, epoch: int, *, prunes: bool) -> None:
+    def update(self, info: AgentInfo, epoch: int, *, removes_old_entries: bool) -> None:
         """Write the node's entry if it has changed.
 
         Args:
             epoch: the current epoch of the run.
-            prunes: whether to remove old entries of other nodes too.
+            removes_old_entries: whether to remove old entries of other nodes too.
         """
         if self._written == (info, epoch) or self._is_writing():
             return
@@ -206,8 +206,8 @@ class Registration:
         def write_and_prune() -> None:
             self._registry.write_entry(info, epoch)
             self._written = info, epoch
-            if prunes:
-                self._registry.prune()
+            if removes_old_entries:
+                self._registry.remove_old_entries()
 
         if self._waits:
             self._written = info, epoch  # also after a failure, so that saves stay fast
@@ -261,10 +261,10 @@ def remove_entry(run: Run, node: str) -> None:
             registry.remove_entry(node)
 
 
-def _registry_of(run: Run) -> Registry | None:
+def _registry_of(run: Run) -> NodeRegistry | None:
     """Return the entries in the root of a run; None if the root is unknown."""
-    root = read_record(run.path / ROOT, str)
-    return None if root is None else Registry(open_store(root), run.name)
+    root = read_record(run.path / ROOT_RECORD, str)
+    return None if root is None else NodeRegistry(open_store(root), run.name)
 
 
 def _file_of(node: str) -> str:
@@ -273,7 +273,7 @@ def _file_of(node: str) -> str:
     return f"{name}.json"
 
 
-def _write(entries: Store, entry: Entry) -> None:
+def _write(entries: Store, entry: NodeEntry) -> None:
     """Write an entry atomically; leave out the token if other users of this file system see it."""
     name = _file_of(entry.info.node)
     if not publish_private(entries, name, msgspec.json.encode(entry)):
@@ -289,10 +289,10 @@ def _write(entries: Store, entry: Entry) -> None:
         entries.publish(name, public, replace=True)
 
 
-def _read(entries: Store, name: str) -> Entry | str:
+def _read(entries: Store, name: str) -> NodeEntry | str:
     """Return an entry, or why it cannot be used. Entries that others can write are not trusted."""
     try:
-        return msgspec.json.decode(read_private(entries, name, limit=LARGEST_ENTRY), type=Entry)
+        return msgspec.json.decode(read_private(entries, name, limit=LARGEST_ENTRY), type=NodeEntry)
     except StoreError as error:
         return str(error)
     except OSError as error:
@@ -301,21 +301,21 @@ def _read(entries: Store, name: str) -> Entry | str:
         return f"{entries}/{name} is damaged, remove it: {error}"
 
 
-def remember_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:
+def record_known_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:
     """Record on this node which nodes the run uses. Nodes that it used before stay in the record.
 
     Ranks may return to this node after other nodes have continued the run. They find these nodes by
     this record; the records of the old snapshots do not name them.
     """
-    known = {info.node: info for info in known_nodes(run)}
+    known = {info.node: info for info in read_known_nodes(run)}
     for info in nodes:
         known.pop(info.node, None)
         known[info.node] = info
-    write_record(run.path / KNOWN_NODES, list(known.values())[-MOST_KNOWN:])
+    write_record(run.path / KNOWN_NODES_RECORD, list(known.values())[-MOST_KNOWN_NODES:])
 
 
-def known_nodes(run: Run) -> list[AgentInfo]:
+def read_known_nodes(run: Run) -> list[AgentInfo]:
     """Return the recorded nodes; an empty list if the record is missing or damaged."""
     with suppress(StoreError):
-        return read_record(run.path / KNOWN_NODES, list[AgentInfo]) or []
+        return read_record(run.path / KNOWN_NODES_RECORD, list[AgentInfo]) or []
     return []

@@ -17,12 +17,12 @@ from typing import BinaryIO
 from shardwise.errors import StoreError
 from shardwise.memory.files import Deadline, read_record, try_lock
 from shardwise.memory.home import Home
-from shardwise.memory.identity import LOOPBACK, address_of, served_address
+from shardwise.memory.identity import LOOPBACK, resolve_interface, served_address
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import AgentInfo, schema
 
-TIMEOUT = 60.0
+START_TIMEOUT = 60.0
 LOCK_TIMEOUT = 70.0
 LARGEST_LOG = 1 << 20
 
@@ -37,13 +37,15 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
         StoreError: the agent does not start (the message includes the end of its log), or a running
             agent does not match the options.
     """
-    address = None if options.interface is None else address_of(options.interface)
+    address = None if options.interface is None else resolve_interface(options.interface)
     with _start_lock(home):
         info = running_agent(home)
         if info is not None and info.schema != schema():
             _end_other_version(home, info, options)
             info = None
-        info = info or _start_or_wait(home, _command(home, options, address or LOOPBACK), options)
+        info = info or _start_or_wait(
+            home, _make_agent_command(home, options, address or LOOPBACK), options
+        )
     _refuse_other_options(home, info, options, address)
     return info
 
@@ -69,11 +71,11 @@ def end_agent(home: Home, info: AgentInfo) -> None:
         os.kill(info.process, signal.SIGTERM)
     except (FileNotFoundError, ProcessLookupError):
         pass  # the agent has just ended
-    for _ in Deadline(TIMEOUT).attempts():
+    for _ in Deadline(START_TIMEOUT).attempts():
         if not home.has_agent():
             return
     raise StoreError(
-        f"the agent of {home} (process {info.process}) did not end within {TIMEOUT:.0f} s of "
+        f"the agent of {home} (process {info.process}) did not end within {START_TIMEOUT:.0f} s of "
         f"SIGTERM: see its log {home.log}, or kill the process"
     )
 
@@ -97,7 +99,7 @@ def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
 def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo:
     """Start an agent, unless `start_agent` is False, and wait until an agent runs."""
     process: subprocess.Popen[bytes] | None = None
-    for _ in Deadline(TIMEOUT).attempts():
+    for _ in Deadline(START_TIMEOUT).attempts():
         if (info := running_agent(home)) is not None:
             return info
         if not home.has_agent():
@@ -108,14 +110,14 @@ def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo
                 )
             if process is None and options.start_agent:
                 home.info.unlink(missing_ok=True)
-                process = _start(home, command)
+                process = _start_process(home, command)
     if not options.start_agent:
         raise StoreError(
             f"no agent runs in {home}, and Memory(start_agent=False) waited for one for "
-            f"{TIMEOUT:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
+            f"{START_TIMEOUT:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
         )
     raise StoreError(
-        f"the agent of {home} did not start within {TIMEOUT:.0f} s; the end of its log "
+        f"the agent of {home} did not start within {START_TIMEOUT:.0f} s; the end of its log "
         f"{home.log}:\n"
         f"{log_tail(home.log)}"
     )
@@ -141,7 +143,7 @@ def _start_lock(home: Home) -> Iterator[None]:
         os.close(fd)
 
 
-def _command(home: Home, options: Memory, address: str) -> list[str]:
+def _make_agent_command(home: Home, options: Memory, address: str) -> list[str]:
     command = [sys.executable, "-m", "shardwise", "agent", "run", f"--dir={home.path.parent}"]
     command += [f"--interface={address}", "--until-idle", f"--log={home.log}"]
     if options.domain is not None:
@@ -152,7 +154,7 @@ def _command(home: Home, options: Memory, address: str) -> list[str]:
     return command
 
 
-def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
+def _start_process(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
     """Start an agent in a new session, so that signals to the trainers do not reach it."""
     with open_log(home.log) as log:
         return subprocess.Popen(
@@ -188,7 +190,7 @@ def _refuse_other_options(
         )
 
 
-def log_to(path: Path) -> logging.Handler:
+def redirect_output_to_log(path: Path) -> logging.Handler:
     """Return a log handler for a file, and redirect stdout and stderr of this process to the file.
 
     If the file becomes larger than 1 MiB, it is renamed to `<name>.old`, and a new file is begun.
@@ -200,14 +202,14 @@ def open_log(path: Path) -> BinaryIO:
     """Open the log file for a process that is about to start; rotate it if it is too large."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LARGEST_LOG:
-            path.replace(_rotated(path))
+            path.replace(_old_log_path(path))
     return path.open("ab")
 
 
 def log_tail(path: Path) -> str:
     """Return the last ten lines of a log."""
     lines: list[str] = []
-    for each in (_rotated(path), path):
+    for each in (_old_log_path(path), path):
         with suppress(OSError):
             lines += each.read_text(errors="replace").splitlines()
     return "\n".join(lines[-10:]) or "(the log is empty)"
@@ -218,7 +220,7 @@ class _RotatingLog(RotatingFileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
-        self.namer = lambda _: str(_rotated(path))
+        self.namer = lambda _: str(_old_log_path(path))
         self._redirect()
 
     def doRollover(self) -> None:  # noqa: N802
@@ -231,5 +233,5 @@ class _RotatingLog(RotatingFileHandler):
                 os.dup2(self.stream.fileno(), fd)
 
 
-def _rotated(path: Path) -> Path:
+def _old_log_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")

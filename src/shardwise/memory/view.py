@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from shardwise.memory.home import ABANDONED, Place, Run
+from shardwise.memory.home import ABANDONED_MARKER, Place, Run
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 
 
 class State(Enum):
@@ -58,7 +58,7 @@ class SaveView:
     Attributes:
         staged: the records of the data files of this node's ranks. The files exist.
         unsealed: the names of the data files that have no checksums yet.
-        has_staged: whether a rank of this node has written a `Staged` record. The data file may not
+        has_staged: whether a rank of this node has written a `StagedFile` record. The data file may not
             exist yet.
         pending: the pending manifest on the leading node, a copy of it on other nodes. Here, its
             field `manifest` is empty.
@@ -71,7 +71,7 @@ class SaveView:
     """
 
     save_id: str
-    staged: tuple[Staged, ...]
+    staged: tuple[StagedFile, ...]
     unsealed: tuple[str, ...]
     has_staged: bool
     pending: PendingManifest | None
@@ -124,7 +124,7 @@ class SnapshotView:
     @property
     def is_abandoned(self) -> bool:
         """Whether the snapshot is marked as abandoned."""
-        return ABANDONED in self.names
+        return ABANDONED_MARKER in self.names
 
     @property
     def is_committed(self) -> bool:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ABANDONED, ROOT
+from shardwise.memory.home import ABANDONED_MARKER, ROOT_RECORD
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import KNOWN_NODES as NODES
+from shardwise.memory.registry import KNOWN_NODES_RECORD as NODES_DIRECTORY
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005
@@ -38,7 +38,7 @@ _SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{16}\.spare")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
 _SNAPSHOT = re.compile(
-    rf"manifest\.json|{ABANDONED}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
+    rf"manifest\.json|{ABANDONED_MARKER}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
     rf"|pending-copy-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
 )
 
@@ -238,7 +238,7 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
-                if folder.name in (ROOT, NODES):
+                if folder.name in (ROOT_RECORD, NODES_DIRECTORY):
                     continue
                 known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.home import Home
-from shardwise.memory.registry import NODES
+from shardwise.memory.registry import NODES_DIRECTORY
 from shardwise.testing import Gang
 from tests.faults.memory import deaths
 from tests.faults.memory.scenario import (
@@ -119,7 +119,7 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
 def leftovers(root: Path) -> list[str]:
     """What lies in a root beside whole checkpoints."""
     below = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    files = [path for path in below if path.parts[0] != NODES]
+    files = [path for path in below if path.parts[0] != NODES_DIRECTORY]
     known = {"manifest.json", "run.json"}
     return [str(path) for path in files if path.name not in known and path.suffix != ".safetensors"]
 

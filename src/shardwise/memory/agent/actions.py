@@ -30,13 +30,19 @@ from shardwise.memory.decide import (
     Seal,
 )
 from shardwise.memory.files import Deadline, read_record, write_record
-from shardwise.memory.home import ROOT, Place
-from shardwise.memory.lineage import known_lineage
+from shardwise.memory.home import ROOT_RECORD, Place
+from shardwise.memory.lineage import read_lineage
 from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
-from shardwise.memory.records import Persist, Protect, Retain, Staged, StageOutcome
+from shardwise.memory.records import (
+    PersistRequest,
+    ProtectRequest,
+    RemoveOldRequest,
+    StagedFile,
+    StageOutcome,
+)
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
@@ -80,26 +86,29 @@ class Follower:
     def copy(self, action: Copy) -> None:
         """Copy this node's files to storage."""
         self._fulfil(
-            action, "persist", Persist, lambda request: self._copy_files(action.place, request)
+            action,
+            "persist",
+            PersistRequest,
+            lambda request: self._copy_files(action.place, request),
         )
 
     def protect_others(self, action: ProtectOthers) -> None:
         """Make the copies or parity that this node stores for others."""
         place = action.place
 
-        def make_copies_or_parity(request: Protect) -> int:
+        def make_copies_or_parity(request: ProtectRequest) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
                 return nodes.retry(
                     lambda: protect_others(place, request, nodes, self.node, self.mappings)
                 )
 
-        self._fulfil(action, "protect", Protect, make_copies_or_parity)
+        self._fulfil(action, "protect", ProtectRequest, make_copies_or_parity)
 
     def remove_old(self, action: decide.RemoveOld) -> None:
         """Remove old checkpoints from storage, as long as the request exists."""
-        name = records.request_record(records.RETAIN, action.save_id)
+        name = records.request_record(records.REMOVE_OLD, action.save_id)
 
-        def remove(request: Retain) -> int:
+        def remove(request: RemoveOldRequest) -> int:
             if request.mirror is not None:
                 return _have_mirrored(action.place, request, request.mirror)
             with self.stores.open(request.root) as root:
@@ -107,7 +116,13 @@ class Follower:
                     root, request, should_continue=lambda: action.place.has(name)
                 )
 
-        self._fulfil(action, records.RETAIN, Retain, remove, result_name=records.outcome_record)
+        self._fulfil(
+            action,
+            records.REMOVE_OLD,
+            RemoveOldRequest,
+            remove,
+            outcome_name=records.cluster_outcome_record,
+        )
 
     def rescue(self, action: Rescue) -> None:
         """Have a snapshot persisted that was meant for memory only.
@@ -131,15 +146,15 @@ class Follower:
                 )
                 return
 
-    def _copy_files(self, place: Place, request: Persist) -> int:
+    def _copy_files(self, place: Place, request: PersistRequest) -> int:
         """Copy files to storage, each as soon as it is staged, several at a time."""
         throttle = Throttle(request.budget)
 
         def copy(name: str, store: Store) -> int:
             deadline = Deadline(request.wait)
             # The record of a staged file is valid only once the file exists.
-            place.wait_for(name, deadline, failed=records.failure_record(name))
-            entry = _read_existing(place.path / records.staged_record(name), Staged).file
+            place.wait_for(name, deadline, failed=records.staging_failure_record(name))
+            entry = _read_existing(place.path / records.staged_record(name), StagedFile).file
             data = self.mappings.map(place.path / name, entry.size)
 
             def wait_until_sealed() -> None:
@@ -163,14 +178,14 @@ class Follower:
         stage: str,
         record_type: type[Record],
         work: Callable[[Record], int],
-        result_name: Callable[[str, str], str] = records.done_record,
+        outcome_name: Callable[[str, str], str] = records.node_outcome_record,
     ) -> None:
         """Read a leader's request, do the work, and record the result.
 
         Args:
             record_type: the type of the request.
             work: takes the request, and returns the number of bytes processed.
-            result_name: returns the name of the record with the result.
+            outcome_name: returns the name of the record with the result.
         """
         place, save_id = action.place, action.save_id
         path = place.path / records.request_record(stage, save_id)
@@ -186,10 +201,10 @@ class Follower:
             failure=failure,
             node=self.node,
         )
-        write_record(place.path / result_name(stage, save_id), done)
+        write_record(place.path / outcome_name(stage, save_id), done)
 
 
-def _have_mirrored(place: Place, request: Retain, mirror: MirrorRequest) -> int:
+def _have_mirrored(place: Place, request: RemoveOldRequest, mirror: MirrorRequest) -> int:
     """Have a checkpoint mirrored, and old checkpoints removed once they are mirrored; return 0."""
     task = MirrorTask(
         root=request.root,
@@ -234,9 +249,9 @@ def look_up_root(action: LookUpRoot, observer: Observer) -> None:
     run, now = action.run, observer.clock()
     earlier = observer.run(run).root or RootView(read_at=now)
     try:
-        path = read_record(run.path / ROOT, str)
+        path = read_record(run.path / ROOT_RECORD, str)
         store = None if path is None else open_store(path)
-        lineage = None if store is None else known_lineage(store)
+        lineage = None if store is None else read_lineage(store)
         if lineage is not None and lineage.run != run.name:
             lineage = None
         reads_steps = action.reads_steps and lineage is not None

@@ -24,7 +24,7 @@ from shardwise.memory.decide import (
     decide,
     decide_run,
 )
-from shardwise.memory.home import ABANDONED, Run, SnapshotInUse
+from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
 
 OBSERVE_PERIOD = 1.0
@@ -246,7 +246,7 @@ class Retries:
         path = action.run.path if isinstance(action, (FreeRun, LookUpRoot)) else action.place.path
         message = f"{name}: {path}: {type(error).__name__}: {error}"
         is_first_missing = isinstance(error, FileNotFoundError) and times == 1
-        if is_first_missing or not path.exists() or (path / ABANDONED).exists():
+        if is_first_missing or not path.exists() or (path / ABANDONED_MARKER).exists():
             log.info("%s (the snapshot is being removed)", message)
             return
         failures = self._failures.setdefault(_cause_of(error), _Attempts())

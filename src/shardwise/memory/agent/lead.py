@@ -27,13 +27,13 @@ from shardwise.memory.agent.persist import (
 )
 from shardwise.memory.agent.protect import protection_of
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import ABANDONED, Place, Run
+from shardwise.memory.home import ABANDONED_MARKER, Place, Run
 from shardwise.memory.options import Tls
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
-    Persist,
-    Protect,
+    PersistRequest,
+    ProtectRequest,
     Retry,
     StageOutcome,
 )
@@ -100,7 +100,7 @@ class Leader:
                 bytes_total=pending.bytes_total,
                 files=len(pending.files),
             )
-            nodes.write_to_all(records.outcome_record(stage, pending.save_id), done)
+            nodes.write_to_all(records.cluster_outcome_record(stage, pending.save_id), done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,10 @@ class _LedSave:
         def collect_entries(node: str) -> dict[str, FileEntry]:
             return {
                 name: self.nodes.wait_for_record(
-                    node, records.entry_record(name), FileEntry, failed=records.failure_record(name)
+                    node,
+                    records.entry_record(name),
+                    FileEntry,
+                    failed=records.staging_failure_record(name),
                 )
                 for name in files_of[node]
             }
@@ -143,8 +146,8 @@ class _LedSave:
         if not (self.pending.copies or self.pending.parity):
             return 0
         save_id = self.pending.save_id
-        manifest = decode_manifest(self.place.manifest_of(save_id))
-        request = Protect(
+        manifest = decode_manifest(self.place.read_manifest(save_id))
+        request = ProtectRequest(
             save_id=save_id,
             protection=protection_of(self.pending, list(manifest.files)),
             nodes=agents_of(self.pending, self.place.run),
@@ -166,10 +169,12 @@ class _LedSave:
             lock_for_publishing(self.pending, root) as publication,
         ):
             copied = 0 if publication.is_published else self._copy_files(publication.store)
-            publication.publish(self.place.manifest_of(save_id))
+            publication.publish(self.place.read_manifest(save_id))
         request = retention_request(self.pending)
         if request is not None:
-            write_record(self.place.path / records.request_record(records.RETAIN, save_id), request)
+            write_record(
+                self.place.path / records.request_record(records.REMOVE_OLD, save_id), request
+            )
         return copied
 
     def _copy_files(self, store: Store) -> int:
@@ -180,7 +185,7 @@ class _LedSave:
         done_by = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
         copied = {node: done for node, done in done_by.items() if done is not None}
         nbytes = _total_bytes(copied)
-        outcome = records.outcome_record("commit", self.pending.save_id)
+        outcome = records.cluster_outcome_record("commit", self.pending.save_id)
         commit = self.nodes.wait_for_record(self.leader.node, outcome, StageOutcome)
         if commit.failure:
             raise StoreError(
@@ -209,7 +214,7 @@ class _LedSave:
 
     def _request_copy(self, node: str, files: list[str]) -> bool:
         """Request that a node copies its files to storage; return False if the node is lost."""
-        request = Persist(
+        request = PersistRequest(
             save_id=self.pending.save_id,
             root=self.pending.root,
             files=files,
@@ -238,7 +243,10 @@ class _LedSave:
     def _wait_for_node(self, stage: str, node: str) -> StageOutcome:
         """Wait until a node has done its part of a stage."""
         save_id = self.pending.save_id
-        done, request = records.done_record(stage, save_id), records.request_record(stage, save_id)
+        done, request = (
+            records.node_outcome_record(stage, save_id),
+            records.request_record(stage, save_id),
+        )
         return self.nodes.wait_for_record(node, done, StageOutcome, request=request)
 
     def _files_by_node(self) -> dict[str, list[str]]:
@@ -314,7 +322,7 @@ def _notes_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
         if now - since > LONGEST_OUTAGE:
             return False
         attempts = 1 if earlier is None else earlier.attempts + 1
-        if stage != records.RETAIN:  # its snapshot may be freed, except for the request itself
+        if stage != records.REMOVE_OLD:  # its snapshot may be freed, except for the request itself
             retry = Retry(
                 save_id=save_id, stage=stage, failure=failure, since=since, attempts=attempts
             )
@@ -324,7 +332,7 @@ def _notes_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
 
 def _log_failure(place: Place, error: Exception) -> str:
     """Log a failure, and return it as text."""
-    level = logging.INFO if place.has(ABANDONED) else logging.ERROR
+    level = logging.INFO if place.has(ABANDONED_MARKER) else logging.ERROR
     is_expected = isinstance(error, (ShardwiseError, OSError))
     log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_expected)
     return f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.files import Deadline
 from shardwise.memory.home import Place
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, PendingManifest, Retain
+from shardwise.memory.records import AgentInfo, PendingManifest, RemoveOldRequest
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, ask_nodes, list_own_files, make_reader
 from shardwise.retention import apply_retention, decode_keep
@@ -196,11 +196,11 @@ def _checkpoint_exists(store: Store) -> CheckpointExistsError:
     )
 
 
-def retention_request(pending: PendingManifest) -> Retain | None:
+def retention_request(pending: PendingManifest) -> RemoveOldRequest | None:
     """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
     if pending.mirror is None and not decode_keep(pending.keep).has_rules:
         return None
-    return Retain(
+    return RemoveOldRequest(
         save_id=pending.save_id,
         step=pending.step,
         root=pending.root,
@@ -211,7 +211,7 @@ def retention_request(pending: PendingManifest) -> Retain | None:
 
 
 def remove_old_checkpoints(
-    root: Store, request: Retain, should_continue: Callable[[], bool]
+    root: Store, request: RemoveOldRequest, should_continue: Callable[[], bool]
 ) -> int:
     """Remove the checkpoints that a root no longer keeps; return how many.
 

@@ -31,11 +31,11 @@ from shardwise.memory.files import Deadline, listen_to_bell, write_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import (
     LOOPBACK,
-    address_of,
-    last_port,
-    node_name,
-    remember_port,
-    secret_of,
+    previous_port,
+    read_or_create_node_name,
+    read_or_create_secret,
+    record_port,
+    resolve_interface,
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
@@ -86,11 +86,11 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         StoreError: another agent runs on the node, or the address or port cannot be used.
     """
     home = Home(directory)
-    address = address_of(options.interface)
+    address = resolve_interface(options.interface)
     with _agent_lock(home):
         home.info.unlink(missing_ok=True)
         _open_many_files()
-        node = node_name(home)
+        node = read_or_create_node_name(home)
         mappings = MappedFiles()
         finish_removals(home)
         observer = Observer(home, node)
@@ -100,7 +100,7 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         info = AgentInfo(
             node=node,
             url="",
-            token=secret_of(home, options.secret),
+            token=read_or_create_secret(home, options.secret),
             process=os.getpid(),
             domain=options.domain,
             host=socket.gethostname(),
@@ -145,7 +145,7 @@ async def _serve(
     tls = None if options.tls is None else options.tls.for_server()
     listener = _listener(home, address, options.port)
     port = listener.getsockname()[1]
-    remember_port(home, port)
+    record_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
 
@@ -203,7 +203,7 @@ def _listener(home: Home, address: str, port: int) -> socket.socket:
     bind = partial(socket.create_server, family=family, backlog=BACKLOG)
     if not port:
         with contextlib.suppress(OSError):
-            return bind((address, last_port(home)))
+            return bind((address, previous_port(home)))
     try:
         return bind((address, port))
     except OSError as error:

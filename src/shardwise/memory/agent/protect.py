@@ -17,10 +17,10 @@ from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, read_record, write_record
-from shardwise.memory.free_files import take_spare
+from shardwise.memory.free_files import reuse_spare
 from shardwise.memory.home import Place
 from shardwise.memory.rank_locks import is_rank_alive
-from shardwise.memory.records import AgentInfo, PendingManifest, Protect, RingFile
+from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
 from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes, write_parity
 from shardwise.memory.redundancy.placement import (
     Member,
@@ -90,7 +90,7 @@ def protection_gaps(
 
 
 def protect_others(
-    place: Place, request: Protect, nodes: Nodes, node: str, mappings: MappedFiles
+    place: Place, request: ProtectRequest, nodes: Nodes, node: str, mappings: MappedFiles
 ) -> int:
     """Make the copies and parity that a node stores for others; return their bytes.
 
@@ -121,7 +121,7 @@ class _ProtectionFiles:
     def __init__(
         self,
         place: Place,
-        request: Protect,
+        request: ProtectRequest,
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
         mappings: MappedFiles,
@@ -197,7 +197,7 @@ class _ProtectionFiles:
         fds = {name: self._create(name, size) for name in names}
 
         def write(name: str, offset: int, data: Buffer) -> None:
-            _write_all(fds[name], offset, data, self._place.temporary(name))
+            _write_all(fds[name], offset, data, self._place.temporary_path(name))
 
         try:
             write_parity(self._save_id, group, index, self._nodes.read_range, write)
@@ -233,8 +233,8 @@ class _ProtectionFiles:
 
     def _create(self, name: str, size: int) -> int:
         """Open a temporary file with all pages allocated; reuse a spare file if there is one."""
-        temporary = self._place.temporary(name)
-        take_spare(self._place.run, size, temporary)
+        temporary = self._place.temporary_path(name)
+        reuse_spare(self._place.run, size, temporary)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, size)
@@ -245,10 +245,10 @@ class _ProtectionFiles:
         return fd
 
     def _map(self, name: str, size: int) -> Buffer:
-        return self._mappings.map(self._place.temporary(name), size)
+        return self._mappings.map(self._place.temporary_path(name), size)
 
     def _finish(self, name: str) -> None:
-        self._place.temporary(name).rename(self._place.path / name)
+        self._place.temporary_path(name).rename(self._place.path / name)
 
 
 def _write_all(fd: int, offset: int, data: Buffer, path: Path) -> None:
@@ -276,10 +276,10 @@ def claim(place: Place, record: str, name: str, group: ProtectionGroup) -> RingF
     if ring_file is None:
         return None
     is_same_group = msgspec.structs.replace(ring_file.ring, name=group.name) == group
-    unclaimed = records.ring_file(record)
+    unclaimed = records.ring_file_name(record)
     if not is_same_group or not place.has(unclaimed):
         return None
-    temporary = place.temporary(name)
+    temporary = place.temporary_path(name)
     write_record(place.path / record, msgspec.structs.replace(ring_file, file=temporary.name))
     (place.path / unclaimed).rename(temporary)
     return ring_file

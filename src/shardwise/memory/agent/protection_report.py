@@ -16,7 +16,7 @@ from shardwise.memory import records
 from shardwise.memory.files import read_record
 from shardwise.memory.home import Place, Run
 from shardwise.memory.observe import read_outcome, read_snapshot
-from shardwise.memory.records import Protect
+from shardwise.memory.records import ProtectRequest
 from shardwise.memory.redundancy.placement import ProtectionGroup
 
 
@@ -123,7 +123,7 @@ def _node_of_each_file(place: Place, save_id: str) -> dict[str, str]:
 def _protection_of_each_file(place: Place, save_id: str) -> dict[str, PartProtection]:
     """Return the protection of each data file by name; empty until the snapshot is protected."""
     done = read_outcome(place, "protect", save_id)
-    request = read_record(place.path / records.request_record("protect", save_id), Protect)
+    request = read_record(place.path / records.request_record("protect", save_id), ProtectRequest)
     if done is None or done.failure or request is None:
         return {}
     found: dict[str, PartProtection] = {}

@@ -24,8 +24,8 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.agent.connection_limits import UNAUTHENTICATED
-from shardwise.memory.files import LARGEST_RECORD, replacing
-from shardwise.memory.identity import run_token
+from shardwise.memory.files import LARGEST_RECORD, replace_atomically
+from shardwise.memory.identity import make_run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 
 POLL_PERIOD = 0.02
@@ -177,7 +177,7 @@ def _require_token(token: str) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         run = request.match_info.get("run", "") if request.method in _READING else ""
-        of_run = f"Bearer {run_token(token, run)}".encode() if run else expected
+        of_run = f"Bearer {make_run_token(token, run)}".encode() if run else expected
         if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
@@ -302,7 +302,7 @@ def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
     """Write a record atomically, and create its directory."""
     with (
         _directory(home, "runs", run, step, make=True) as directory,
-        replacing(name, dir_fd=directory) as file,
+        replace_atomically(name, dir_fd=directory) as file,
     ):
         file.write(data)
 

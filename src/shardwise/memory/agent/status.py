@@ -13,12 +13,12 @@ from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.agent.protection_report import TensorsStatus, report_tensors
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ROOT, Home, Place, Run
+from shardwise.memory.home import ROOT_RECORD, Home, Place, Run
 from shardwise.memory.mirror_tasks import read_mirror_task, runs_with_mirrors
 from shardwise.memory.observe import RecordCache, read_snapshots
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
-from shardwise.memory.records import AgentInfo, Protect
+from shardwise.memory.records import AgentInfo, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
@@ -193,7 +193,7 @@ def stored_run(run: Run) -> StoredRun:
     """Return what a node stores for a run."""
     root: str | None = None
     with suppress(StoreError):
-        root = read_record(run.path / ROOT, str)
+        root = read_record(run.path / ROOT_RECORD, str)
     snapshots = read_snapshots(run, cache=RecordCache(logs=False))
     return StoredRun(
         run=run.name,
@@ -345,7 +345,9 @@ def _protectors(place: Place, node: str) -> list[str]:
     found: set[str] = set()
     for save_id in records.requested_saves("protect", place.list_names(".json")):
         with suppress(StoreError):
-            request = read_record(place.path / records.request_record("protect", save_id), Protect)
+            request = read_record(
+                place.path / records.request_record("protect", save_id), ProtectRequest
+            )
             if request is not None:
                 found |= _protectors_in(request.protection, node)
     return sorted(found)

@@ -133,7 +133,7 @@ class AgentWatch:
         is_copying = any(name.endswith(marker) for name in names)
         requests = (
             records.pending_record(self._save_id),
-            records.request_record(records.RETAIN, self._save_id),
+            records.request_record(records.REMOVE_OLD, self._save_id),
         )
         if any(record in names for record in requests) or (
             is_copying and now - self._start < LONGEST_COPY

@@ -28,7 +28,7 @@ LONGEST_WAIT = 60.0  # seconds
 LARGEST_LIST = 1 << 26  # bytes
 LONGEST_EXPLANATION = 500  # bytes
 PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
-_RUN = re.compile(r"[0-9a-f]{16}")
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
 SYN_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
@@ -391,7 +391,7 @@ def _parse_url(info: AgentInfo) -> tuple[str, int, bool]:
 
 def _url_path(run: str, step: int | None = None, name: str = "") -> str:
     """Return the URL path of a run, or of a file of one of its steps."""
-    if not _RUN.fullmatch(run):
+    if not _RUN_ID.fullmatch(run):
         raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
     if step is None:
         return f"/runs/{run}"

@@ -13,7 +13,7 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.memory.files import LARGEST_RECORD, Deadline, read_record, write_record
-from shardwise.memory.home import ABANDONED, Place
+from shardwise.memory.home import ABANDONED_MARKER, Place
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.client import AgentClient
@@ -95,7 +95,7 @@ class Nodes:
     def _abort_when_abandoned(self) -> None:
         """Abort all requests once the snapshot is abandoned, as a restore waits for their end."""
         while not self._closed.wait(ABANDONED_PERIOD):
-            if self._place.has(ABANDONED):
+            if self._place.has(ABANDONED_MARKER):
                 self._abandoned.set()
                 for client in self._clients.values():
                     client.abort()
@@ -139,7 +139,7 @@ class Nodes:
         while True:
             self._place.refuse_abandoned()
             try:
-                record = self._poll_record(node, name, record_type, deadline.left())
+                record = self._poll_record(node, name, record_type, deadline.seconds_left())
                 if record is not None:
                     return record
                 if failed and (failure := self._poll_record(node, failed, StageOutcome, 0.0)):

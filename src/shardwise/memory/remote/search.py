@@ -16,10 +16,10 @@ from shardwise.memory import records
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, PendingManifest, Protect
+from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import unreadable_files
-from shardwise.memory.registry import known_nodes
+from shardwise.memory.registry import read_known_nodes
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
 
@@ -57,7 +57,7 @@ IsEnough = Callable[[Sequence[NodeFiles], Mapping[str, AgentInfo]], bool]
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     steps: dict[int, dict[str, int]] = {}
-    known = {info.node: info for info in known_nodes(run)}
+    known = {info.node: info for info in read_known_nodes(run)}
     for step in run.steps():
         place = Place(run, step)
         with suppress(FileNotFoundError):
@@ -263,7 +263,7 @@ class Search:
 
         A save whose epoch is unknown counts as abandoned.
         """
-        branch = None if self.lineage is None else self.lineage.newest_before(step)
+        branch = None if self.lineage is None else self.lineage.last_resumption_before(step)
         if branch is None:
             return ""
         epoch = self._epoch(step, save_id)
@@ -321,7 +321,7 @@ class Search:
             if record in files:
                 with suppress(*UNREADABLE):
                     data = self.read(node, step, record)
-                    return msgspec.json.decode(data, type=Protect).protection
+                    return msgspec.json.decode(data, type=ProtectRequest).protection
         return None
 
 

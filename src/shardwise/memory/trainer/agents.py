@@ -17,8 +17,8 @@ from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group, own_address
 from shardwise.errors import StoreError
 from shardwise.memory.home import Home
-from shardwise.memory.identity import refuse_unreachable
-from shardwise.memory.lineage import Lineage, lineage_of
+from shardwise.memory.identity import refuse_unreachable_agents
+from shardwise.memory.lineage import Lineage, read_or_create_lineage
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import AgentInfo
@@ -80,10 +80,12 @@ def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membersh
 
     def list_members(_: Home, requests: list[bytes]) -> bytes:
         infos = [msgspec.msgpack.decode(each, type=AgentInfo) for each in requests]
-        refuse_unreachable(infos)
+        refuse_unreachable_agents(infos)
         nodes = {info.node: info for info in infos}
         node_of = [info.node for info in infos]
-        return msgspec.msgpack.encode(Membership(lineage_of(root), list(nodes.values()), node_of))
+        return msgspec.msgpack.encode(
+            Membership(read_or_create_lineage(root), list(nodes.values()), node_of)
+        )
 
     home, reply = exchange_with_local_value(
         group, "finding the agents of the nodes", find_agent, list_members

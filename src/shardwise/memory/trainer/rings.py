@@ -326,7 +326,7 @@ class RingProtection:
             checksums: for parity, the checksums of the included blocks of each data file.
         """
         record = records.ring_record(self.ring.me.file.name, number)
-        file = records.ring_file(record)
+        file = records.ring_file_name(record)
         ring_file = RingFile(self.ring.group, file, slot.name, q, ranges, checksums)
         write_record(self.place.path / record, ring_file)  # the record comes first, as in `Staging`
         slot.path.rename(self.place.path / file)

@@ -67,7 +67,7 @@ class PendingSave:
         Raises:
             StoreError: a stage of a durable save failed; says which, and why.
         """
-        stages = (*self.stages, records.RETAIN) if self.deletes_older else self.stages
+        stages = (*self.stages, records.REMOVE_OLD) if self.deletes_older else self.stages
         return self._log_or_raise(lambda: [self.outcome(stage) for stage in stages])
 
     def wait_until_ended(self) -> bool:
@@ -88,9 +88,9 @@ class PendingSave:
         """
         if self.deletes_older:
             try:
-                self.wait_for(records.RETAIN, None)
+                self.wait_for(records.REMOVE_OLD, None)
             except StoreError:
-                if records.RETAIN not in self._outcomes:
+                if records.REMOVE_OLD not in self._outcomes:
                     raise
 
     def _log_or_raise(self, work: Callable[[], object]) -> bool:
@@ -106,7 +106,7 @@ class PendingSave:
 
     def has_succeeded(self) -> bool:
         """Return whether all stages have succeeded."""
-        stages = (*self.stages, records.RETAIN) if self.deletes_older else self.stages
+        stages = (*self.stages, records.REMOVE_OLD) if self.deletes_older else self.stages
         try:
             return all(self.outcome(stage) is not None for stage in stages)
         except StoreError:
@@ -119,7 +119,7 @@ class PendingSave:
             StoreError: the stage failed.
         """
         done = self._outcomes.get(stage) or self._read_outcome(stage)
-        if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
+        if done is None and stage in ("protect", records.REMOVE_OLD) and self._is_replaced():
             # A newer snapshot replaced this one, so these stages run for the newer one instead.
             done = self._read_outcome(stage) or StageOutcome(save_id=self.save_id, stage=stage)
         if done is not None:
@@ -165,7 +165,7 @@ class PendingSave:
                 )
             notice.log_if_due()
             try:
-                watch.check(None if timeout is None else deadline.left())
+                watch.check(None if timeout is None else deadline.seconds_left())
             except StoreError as error:
                 raise StoreError(f"{self._describe_failure(stage)}: {error}") from error
         retrying = self.why_retrying(stage)

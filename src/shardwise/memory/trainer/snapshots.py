@@ -24,7 +24,7 @@ from shardwise.memory.options import Memory, Tls
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import Registration, Registry, remember_nodes
+from shardwise.memory.registry import NodeRegistry, Registration, record_known_nodes
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import Supervisor, join_run, with_interface
@@ -61,7 +61,7 @@ class Snapshots:
         self.skipped = 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
-        self.registry = Registry(root, self.run.name)
+        self.registry = NodeRegistry(root, self.run.name)
         self._registration = Registration(self.registry, waits=root.traits.lock_expiry == 0.0)
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
@@ -96,7 +96,7 @@ class Snapshots:
         if self.is_first_of_node:
             forget_lost_ranks(self.run)
             remove_other_runs(self.home, self.run, str(self._root))
-            remember_nodes(self.run, self.membership.nodes)
+            record_known_nodes(self.run, self.membership.nodes)
             node_of = self.membership.node_of
             delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
 
@@ -181,7 +181,7 @@ class Snapshots:
         info = ensure_agent(self.home, self._options)
         if self.is_first_of_node:
             self._registration.update(
-                info, self.membership.lineage.epoch, prunes=self._group.rank == 0
+                info, self.membership.lineage.epoch, removes_old_entries=self._group.rank == 0
             )
         return info
 

@@ -19,7 +19,7 @@ from shardwise.memory.home import Home, Place, Run
 from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
 from shardwise.memory.reclaim import free_hopeless
-from shardwise.memory.records import PendingManifest, Staged, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, copy_range
 from shardwise.memory.trainer.device import Accelerator, CopyStreams, Source, TorchAccelerator
@@ -274,7 +274,7 @@ class Staging:
             return
         done = StageOutcome(save_id=planned.save_id, stage="stage", failure=failure)
         try:
-            write_record(place.path / records.failure_record(planned.key), done)
+            write_record(place.path / records.staging_failure_record(planned.key), done)
             if part.pending is not None:
                 self._write_pending(part, part.pending)
         except OSError as error:  # then the commit times out
@@ -298,7 +298,7 @@ class Staging:
             self._streams.wait_for_copies()
         finally:
             marker.unlink(missing_ok=True)  # before the file is staged, so that no marker is left
-        staged = Staged(
+        staged = StagedFile(
             planned.entry(source), slot.name, self._options.slots, part.stages, part.epoch
         )
         # The record comes first. If this process is killed in between, or the record cannot be
