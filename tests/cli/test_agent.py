@@ -19,7 +19,7 @@ from shardwise.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.memory import records
-from shardwise.memory.agent.status import status_of, stored_run
+from shardwise.memory.agent.status import describe_run, read_status
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.rank_locks import training_lock
@@ -49,12 +49,12 @@ def written(path: Path, note: object, ago: float) -> None:
 def home(tmp_path: Path) -> Home:
     """A node with three snapshots: all is done, one stage failed, and one is under way."""
     home = Home(tmp_path)
-    write_record(home.info, AgentInfo("here-1", "http://127.0.0.1:1", "secret", 1, "rack-7"))
+    write_record(home.info_path, AgentInfo("here-1", "http://127.0.0.1:1", "secret", 1, "rack-7"))
     run = home.run(new_run_id())
-    run.free.mkdir(parents=True)
-    (run.free / "r00000-aa.slot").write_bytes(bytes(500))
+    run.free_directory.mkdir(parents=True)
+    (run.free_directory / "r00000-aa.slot").write_bytes(bytes(500))
     for step, ago in ((1, 50.0), (2, 40.0), (3, 10.0)):
-        there = run.step(step)
+        there = run.step_path(step)
         there.mkdir()
         (there / OWN).write_bytes(bytes(1000 * step))
         entry = FileEntry(OWN, 0, 1000 * step, 0, 0, 0, 0)
@@ -67,16 +67,16 @@ def home(tmp_path: Path) -> Home:
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
         done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
-        written(run.step(step) / records.cluster_outcome_record(stage, SAVE), done, 35.0)
-    (run.step(1) / OTHER).write_bytes(bytes(700))
+        written(run.step_path(step) / records.cluster_outcome_record(stage, SAVE), done, 35.0)
+    (run.step_path(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     retry = Retry(
         save_id=SAVE, stage="persist", failure="no answer", since=time.time() - 30, attempts=4
     )
-    written(run.step(3) / records.retry_record("persist", SAVE), retry, 1.0)
+    written(run.step_path(3) / records.retry_record("persist", SAVE), retry, 1.0)
     protection = form_groups(members, SAVE, copies=1)
     request = ProtectRequest(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
-    write_record(run.step(1) / records.request_record("protect", SAVE), request)
+    write_record(run.step_path(1) / records.request_record("protect", SAVE), request)
     return home
 
 
@@ -155,7 +155,7 @@ def test_a_node_that_keeps_nothing(run: Run, tmp_path: Path) -> None:
 
 def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> None:
     """Step 3, with two tensors: one on two nodes, and one that is tied to one on the first."""
-    place = home.run(home.runs()[0]).step(3)
+    place = home.run(home.runs()[0]).step_path(3)
     files = tuple(
         FileEntry(f"r{rank:05d}-{SAVE}.safetensors", rank, 44, 8, 40, 40, 0) for rank in range(3)
     )
@@ -258,8 +258,8 @@ def test_a_manifest_that_cannot_be_trusted_is_an_error(run: Run, home: Home) -> 
 
 def test_tables_fit_80_columns(home: Home) -> None:
     console = Console(file=io.StringIO(), width=80, markup=False)
-    show_status(status_of(home, None, None), console)
-    kept = [stored_run(home.run(name)) for name in home.runs()]
+    show_status(read_status(home, None, None), console)
+    kept = [describe_run(home.run(name)) for name in home.runs()]
     show_stored_runs(str(home), kept, False, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown.replace("1…3", "")

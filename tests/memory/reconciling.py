@@ -10,14 +10,14 @@ from shardwise.memory.agent.actions import free, look_up_root
 from shardwise.memory.decide import DEFAULT_PERIODS, Action, Periods, decide_run
 from shardwise.memory.files import Deadline
 from shardwise.memory.home import Home, Run, SnapshotInUse
-from shardwise.memory.observe import Observer, view_run
+from shardwise.memory.observe import Observer, read_run_view
 from shardwise.memory.reclaim import remove_if_unused
 
 
 def free_decided(run: Run) -> bool:
     """Free what newer snapshots have replaced; return whether there was anything to free."""
     held, freed = [], False
-    for action in decide_run(view_run(run), 0.0):
+    for action in decide_run(read_run_view(run), 0.0):
         if isinstance(action, decide.Free):
             try:
                 free(action)

@@ -14,7 +14,7 @@ from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
-from shardwise.memory.agent.lead import LONGEST_OUTAGE, attempt
+from shardwise.memory.agent.lead import LONGEST_OUTAGE, try_stage
 from shardwise.memory.decide import Action, Commit, Periods, Seal
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Place
@@ -103,25 +103,25 @@ def test_the_same_failure_of_many_snapshots_has_one_traceback(
     for step in range(100):
         each = Place(place.run, step)
         each.path.mkdir(exist_ok=True)
-        retries.failed(Commit(each, SAVE), ValueError("no"))
+        retries.record_failure(Commit(each, SAVE), ValueError("no"))
     assert logged.text.count("Traceback") == 0  # it was never raised
     assert len(logged.records) == 7
-    retries.forget_others([Commit(place, SAVE)])
+    retries.forget_all_except([Commit(place, SAVE)])
     assert len(retries._actions) == 1
 
 
 def test_races_with_removal_are_no_errors(place: Place, logged: pytest.LogCaptureFixture) -> None:
     retries = Retries(lambda: 1000.0)
-    retries.failed(Commit(Place(place.run, 4), SAVE), OSError("gone"))
-    retries.failed(Commit(place, SAVE), FileNotFoundError("manifest.json"))
+    retries.record_failure(Commit(Place(place.run, 4), SAVE), OSError("gone"))
+    retries.record_failure(Commit(place, SAVE), FileNotFoundError("manifest.json"))
     place.abandon()
-    retries.failed(Commit(place, SAVE), StoreError("is abandoned"))
+    retries.record_failure(Commit(place, SAVE), StoreError("is abandoned"))
 
     def refused() -> int:
         place.refuse_abandoned()
         return 1
 
-    assert "is abandoned" in attempt(place, "persist", SAVE, refused)[1]
+    assert "is abandoned" in try_stage(place, "persist", SAVE, refused)[1]
     assert [each.levelname for each in logged.records] == ["INFO"] * 4
 
 
@@ -133,15 +133,15 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Place) 
 
     for attempts in (1, 2):
         with pytest.raises(StoreUnavailableError):
-            attempt(place, "persist", SAVE, no_answer)
+            try_stage(place, "persist", SAVE, no_answer)
         retry = read_record(path, Retry)
         assert retry is not None
         assert (retry.attempts, retry.failure) == (attempts, "no answer")
-    assert attempt(place, "persist", SAVE, lambda: 7) == (7, "")
+    assert try_stage(place, "persist", SAVE, lambda: 7) == (7, "")
     assert not path.exists()
     long_ago = time.time() - LONGEST_OUTAGE - 1
     write_record(path, Retry(save_id=SAVE, stage="persist", failure="", since=long_ago, attempts=9))
-    assert attempt(place, "persist", SAVE, no_answer) == (0, "StoreUnavailableError: no answer")
+    assert try_stage(place, "persist", SAVE, no_answer) == (0, "StoreUnavailableError: no answer")
     assert not path.exists()
 
 

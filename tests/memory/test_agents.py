@@ -138,7 +138,7 @@ def test_an_agent_that_is_started_beside_training_stays(
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert not (Home(shm / "node0").info).exists()
+    assert not (Home(shm / "node0").info_path).exists()
 
 
 def niceness_of(process: int) -> dict[int, int]:

@@ -17,7 +17,7 @@ from shardwise.memory.home import ROOT_RECORD, Home, Place, Run, new_run_id
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.reclaim import discard_superseded, free_hopeless
+from shardwise.memory.reclaim import discard_superseded, free_uncommittable
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
@@ -120,7 +120,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     """Of nodes that are lost, one after the other, which may take long."""
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
-    write_record(run.step(47) / records.request_record("persist", f"{47:016x}"), {})
+    write_record(run.step_path(47) / records.request_record("persist", f"{47:016x}"), {})
     discard_superseded(run, 48, went(), [HERE], 2)
     assert run.steps() == [46]
 
@@ -190,8 +190,8 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
         resume_from(store, run.name, step)
     for step in (7, 8):
         leave(run, step, ended=("commit", "protect"))
-    run.free.mkdir()
-    (run.free / "r00000-1.slot").write_bytes(b"free")
+    run.free_directory.mkdir()
+    (run.free_directory / "r00000-1.slot").write_bytes(b"free")
     return store
 
 
@@ -212,7 +212,7 @@ def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
     an_idle_node(idle_run, tmp_path / "root", 7)
     attendant(idle_run).after(10.0)
     assert idle_run.steps() == [7]
-    assert not list(idle_run.free.iterdir())
+    assert not list(idle_run.free_directory.iterdir())
 
 
 def test_a_node_that_is_idle_hears_later_that_its_run_has_gone_back(
@@ -272,11 +272,11 @@ def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     save = f"{step:016x}"
     note = StageOutcome(save_id=save, stage="commit", failure="a node is lost")
-    write_record(run.step(step) / records.cluster_outcome_record("commit", save), note)
+    write_record(run.step_path(step) / records.cluster_outcome_record("commit", save), note)
 
 
 def aged(run: Run, step: int, seconds: float) -> None:
-    (note,) = run.step(step).glob("*.staged.json")
+    (note,) = run.step_path(step).glob("*.staged.json")
     os.utime(note, (time.time() - seconds,) * 2)
 
 
@@ -287,7 +287,8 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
         failed(run, step)
     for step in (2, 5, 7):
         aged(run, step, 60)
-    free_hopeless(run, 30, RecordCache())
+    free_uncommittable(run, 30, RecordCache())
     # 1 is committed, 5 is to be persisted, 6 may still be committed, and 7 is the newest.
     assert run.steps() == [1, 5, 6, 7]
-    assert {path.name for path in run.free.iterdir()} == {f"r00000-{s}.slot" for s in (2, 3, 4)}
+    free = {path.name for path in run.free_directory.iterdir()}
+    assert free == {f"r00000-{s}.slot" for s in (2, 3, 4)}

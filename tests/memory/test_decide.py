@@ -22,13 +22,13 @@ from shardwise.memory.decide import (
     Rescue,
     SaveAction,
     decide_run,
+    find_superseded,
     kept_steps,
-    superseded_places,
 )
 from shardwise.memory.home import ABANDONED_MARKER, Place, Run
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile
-from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, State
+from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
 from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))
@@ -49,7 +49,7 @@ def save(
     leads: bool = True,
     slots: int = 2,
     epoch: int = 0,
-    **states: State,
+    **states: StageState,
 ) -> SaveView:
     """One rank's file; stages that are not given were not asked for."""
     save_id = save_id_in_name(step)
@@ -66,7 +66,7 @@ def save(
         durable=durable,
         rescue=rescue,
     )
-    sealed = states.get("seal", State.DONE) is State.DONE
+    sealed = states.get("seal", StageState.DONE) is StageState.DONE
     return SaveView(
         save_id=save_id,
         staged=(StagedFile(entry, f"r00000-{step}.slot", slots, asked, epoch),),
@@ -75,7 +75,7 @@ def save(
         pending=pending,
         has_pending_manifest=leads,
         epoch=epoch,
-        stages={stage: Stage(states.get(stage, State.NOT_REQUESTED)) for stage in STAGES},
+        stages={stage: Stage(states.get(stage, StageState.NOT_REQUESTED)) for stage in STAGES},
     )
 
 
@@ -109,20 +109,20 @@ def freed(run: RunView, now: float = 0.0) -> list[int]:
         (REMOVE_OLD, decide.RemoveOld),
     ],
 )
-@pytest.mark.parametrize("state", State)
-def test_only_stages_that_run_have_an_action(stage: str, action: type, state: State) -> None:
+@pytest.mark.parametrize("state", StageState)
+def test_only_stages_that_run_have_an_action(stage: str, action: type, state: StageState) -> None:
     run = run_of(snapshot(1, save(1, **{stage: state})))
-    assert [type(each) for each in decide_run(run, 0.0)] == [action] * (state is State.RUNNING)
+    assert [type(each) for each in decide_run(run, 0.0)] == [action] * (state is StageState.RUNNING)
 
 
 @pytest.mark.parametrize("stage", [each for each in STAGES if each != REMOVE_OLD])
 def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
-    found = snapshot(1, save(1, **{stage: State.RUNNING}))
+    found = snapshot(1, save(1, **{stage: StageState.RUNNING}))
     found = replace(found, names=found.names | {ABANDONED_MARKER})
     assert decide_run(run_of(found, lost_ranks=(0,)), 0.0) == []
 
 
-DONE, WAITING = State.DONE, State.WAITING
+DONE, WAITING = StageState.DONE, StageState.WAITING
 PROTECTED = {"commit": DONE, "protect": DONE}
 COMMITTED = {"commit": DONE, "protect": WAITING}
 
@@ -139,7 +139,7 @@ COMMITTED = {"commit": DONE, "protect": WAITING}
     ],
 )
 def test_what_newer_snapshots_have_replaced_is_freed(
-    states: list[dict[str, State]], slots: int, expected: list[int]
+    states: list[dict[str, StageState]], slots: int, expected: list[int]
 ) -> None:
     run = run_of(*(snapshot(n, save(n, slots=slots, **each)) for n, each in enumerate(states, 1)))
     assert freed(run) == expected
@@ -156,9 +156,9 @@ def test_what_was_promised_to_storage_stays_until_it_is_there() -> None:
     asked = ("commit", "protect", "persist")
     newer = [snapshot(n, save(n, asked=asked, persist=DONE, **PROTECTED)) for n in (2, 3, 4)]
     for leads, state, expected in (
-        (True, State.RUNNING, [2, 3]),
+        (True, StageState.RUNNING, [2, 3]),
         (True, DONE, [1, 2]),
-        (True, State.FAILED, [1, 2]),
+        (True, StageState.FAILED, [1, 2]),
         (False, WAITING, [1, 2]),
     ):
         old = save(1, asked=asked, durable=True, leads=leads, persist=state, **PROTECTED)
@@ -167,7 +167,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there() -> None:
 
 def test_a_promised_save_without_data_files_stays_too() -> None:
     newer = [snapshot(n, save(n, **PROTECTED)) for n in (2, 3)]
-    old = replace(save(1, durable=True, persist=State.RUNNING, **PROTECTED), staged=())
+    old = replace(save(1, durable=True, persist=StageState.RUNNING, **PROTECTED), staged=())
     assert freed(run_of(snapshot(1, old), *newer)) == [2]
     left = snapshot(1, old)
     left = replace(left, names=left.names | {ABANDONED_MARKER})
@@ -176,7 +176,7 @@ def test_a_promised_save_without_data_files_stays_too() -> None:
 
 def test_an_older_save_of_a_step_goes_once_its_commit_has_ended() -> None:
     new = save(1, **PROTECTED)
-    for state, expected in ((WAITING, []), (State.FAILED, [("f" * 16,)])):
+    for state, expected in ((WAITING, []), (StageState.FAILED, [("f" * 16,)])):
         old = replace(save(1, commit=state), save_id="f" * 16)
         actions = decide_run(run_of(snapshot(1, new, old)), 0.0)
         assert [each.saves for each in actions if isinstance(each, Free)] == expected
@@ -195,7 +195,7 @@ def test_an_older_save_of_a_step_goes_once_its_commit_has_ended() -> None:
 def test_the_newest_is_rescued_when_a_trainer_is_lost(
     durable: bool, rescue: bool, called: bool, committed: bool, expected: bool
 ) -> None:
-    state = DONE if called else State.NOT_REQUESTED
+    state = DONE if called else StageState.NOT_REQUESTED
     one = replace(
         save(1, durable=durable, rescue=rescue, **PROTECTED),
         stages={**save(1, **PROTECTED).stages, "rescue": Stage(state)},
@@ -284,16 +284,16 @@ class History:
             durable=durable,
             slots=slots,
             epoch=self.epoch,
-            seal=State.RUNNING,
-            commit=State.RUNNING,
+            seal=StageState.RUNNING,
+            commit=StageState.RUNNING,
             protect=WAITING,
-            persist=State.RUNNING if durable else State.NOT_REQUESTED,
+            persist=StageState.RUNNING if durable else StageState.NOT_REQUESTED,
         )
         self.snapshots[step] = snapshot(step, new, committed=False)
 
     def resume(self, step: int) -> None:
         """The run goes back to a step: what is newer is discarded by its trainers."""
-        for place in superseded_places(self.view(), step, self.lineage, ["here"], 2):
+        for place in find_superseded(self.view(), step, self.lineage, ["here"], 2):
             del self.snapshots[place.step]
         self.lineage = self.lineage.after_resuming(step)
         self.epoch = self.lineage.epoch
@@ -308,10 +308,10 @@ class History:
         (one,) = found.saves.values()
         stages = dict(one.stages)
         name = type(action).__name__.lower()
-        ends = State.FAILED if fails and name != "seal" else DONE
+        ends = StageState.FAILED if fails and name != "seal" else DONE
         stages[name] = Stage(ends)
         if name == "commit" and ends is DONE:
-            stages["protect"] = Stage(State.RUNNING)
+            stages["protect"] = Stage(StageState.RUNNING)
         if name == "persist":
             self.persisted.add(found.step)
         unsealed = () if name == "seal" else one.unsealed
@@ -378,7 +378,7 @@ def test_histories_keep_what_they_must_and_come_to_rest(
     for each in history.view().snapshots:
         for one in each.saves.values():
             assert not one.must_be_persisted
-            assert one.state("seal") is DONE
+            assert one.state_of("seal") is DONE
 
 
 @examples(50, deadline=None)

@@ -26,9 +26,9 @@ RUN_FILE = "0" * 16
 steps = st.one_of(st.none(), st.integers(0, 12))
 
 
-def is_abandoned(branches: list[tuple[int, int]], epoch: int, step: int) -> bool:
+def is_abandoned(resumptions: list[tuple[int, int]], epoch: int, step: int) -> bool:
     """By the definition: a later epoch begins after an earlier step."""
-    return any(later > epoch and begins < step for later, begins in branches)
+    return any(later > epoch and begins < step for later, begins in resumptions)
 
 
 @given(st.lists(steps, max_size=30))
@@ -51,7 +51,7 @@ def test_many_branches_stay_few_and_abandon_no_less() -> None:
     for step in range(3 * MOST_RESUMPTIONS):
         lineage = lineage.after_resuming(step)
         every.append((lineage.epoch, step))
-    assert len(lineage.branches) <= MOST_RESUMPTIONS + 1
+    assert len(lineage.resumptions) <= MOST_RESUMPTIONS + 1
     for step in range(0, 3 * MOST_RESUMPTIONS + 2, 5):
         branch = lineage.last_resumption_before(step)
         for epoch in range(0, lineage.epoch + 1, 7):
@@ -75,7 +75,7 @@ def test_it_is_written_down(tmp_path: Path) -> None:
     ]:
         after = resume_from(root, begun.run, step)
         assert read_or_create_lineage(root) == after
-        assert [(each.epoch, each.step) for each in after.branches] == expected
+        assert [(each.epoch, each.step) for each in after.resumptions] == expected
 
 
 def test_a_root_of_before_has_no_branches(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ MEGABYTE = 1 << 20
 
 
 @pytest.fixture
-def mappings() -> Iterator[MappedFiles]:
+def mapped_files() -> Iterator[MappedFiles]:
     """Of nothing yet."""
-    mappings = MappedFiles()
-    yield mappings
-    mappings.close()
+    mapped_files = MappedFiles()
+    yield mapped_files
+    mapped_files.close()
 
 
 def maps_of(path: Path) -> int:
@@ -32,17 +32,19 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: MappedFiles) -> None:
+def test_a_file_that_comes_back_is_the_same_memory(
+    tmp_path: Path, mapped_files: MappedFiles
+) -> None:
     path, moved = tmp_path / "slot", tmp_path / "data"
     path.write_bytes(bytes(MEGABYTE))
-    before = mappings.map(path, MEGABYTE)
+    before = mapped_files.map(path, MEGABYTE)
     fds = descriptors()
     path.rename(moved)
     os.truncate(moved, 1000)
-    assert mappings.map(moved, 1000).ctypes.data == before.ctypes.data
+    assert mapped_files.map(moved, 1000).ctypes.data == before.ctypes.data
     os.truncate(moved, MEGABYTE)
     moved.write_bytes(bytes(range(256)) * (MEGABYTE // 256))
-    after = mappings.map(moved, MEGABYTE)
+    after = mapped_files.map(moved, MEGABYTE)
     assert after.ctypes.data == before.ctypes.data
     assert after.tobytes() == moved.read_bytes()
     after[0] = 7
@@ -50,38 +52,38 @@ def test_a_file_that_comes_back_is_the_same_memory(tmp_path: Path, mappings: Map
     assert descriptors() == fds
 
 
-def test_a_file_that_has_grown_is_mapped_anew(tmp_path: Path, mappings: MappedFiles) -> None:
+def test_a_file_that_has_grown_is_mapped_anew(tmp_path: Path, mapped_files: MappedFiles) -> None:
     path = tmp_path / "slot"
     path.write_bytes(b"1" * 10)
-    mappings.map(path, 10)
+    mapped_files.map(path, 10)
     fds = descriptors()
     path.write_bytes(b"2" * MEGABYTE)
-    assert mappings.map(path, MEGABYTE).tobytes() == b"2" * MEGABYTE
+    assert mapped_files.map(path, MEGABYTE).tobytes() == b"2" * MEGABYTE
     assert descriptors() == fds
 
 
 def test_the_memory_of_a_file_that_was_removed_is_given_back(
-    tmp_path: Path, mappings: MappedFiles
+    tmp_path: Path, mapped_files: MappedFiles
 ) -> None:
     fds = descriptors()
     path, stays = tmp_path / "slot", tmp_path / "stays"
     for each in (path, stays):
         each.write_bytes(bytes(MEGABYTE))
-        mappings.map(each, MEGABYTE)
-    mappings.unmap_removed()
+        mapped_files.map(each, MEGABYTE)
+    mapped_files.unmap_removed()
     assert maps_of(path) == maps_of(stays) == 1
     path.unlink()
-    mappings.unmap_removed()
+    mapped_files.unmap_removed()
     assert (maps_of(path), maps_of(stays)) == (0, 1)
-    mappings.close()
+    mapped_files.close()
     assert (maps_of(stays), descriptors()) == (0, fds)
 
 
-def test_a_file_of_another_size_is_refused(tmp_path: Path, mappings: MappedFiles) -> None:
+def test_a_file_of_another_size_is_refused(tmp_path: Path, mapped_files: MappedFiles) -> None:
     path = tmp_path / "slot"
     path.write_bytes(b"12345")
     fds = descriptors()
     for size in (4, 6):
         with pytest.raises(CorruptionError, match="slot has 5 bytes"):
-            mappings.map(path, size)
+            mapped_files.map(path, size)
     assert descriptors() == fds

@@ -52,8 +52,8 @@ def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
     home, woken = Home(tmp_path), threading.Event()
     place = Place(home.run(new_run_id()), 10)
     place.path.mkdir(parents=True)
-    os.mkfifo(home.bell)
-    threading.Thread(target=listen_to_bell, args=(home.bell, woken.set), daemon=True).start()
+    os.mkfifo(home.bell_path)
+    threading.Thread(target=listen_to_bell, args=(home.bell_path, woken.set), daemon=True).start()
     with closing(Nodes(place, [AgentInfo("here", "", "")], "here", WAIT)) as nodes:
         while not woken.wait(0.01):  # until the thread listens
             nodes.write("here", REQUEST, b"{}")

@@ -13,7 +13,7 @@ from shardwise.memory.home import Home, Place, new_run_id
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
-from shardwise.memory.view import State
+from shardwise.memory.view import StageState
 
 SAVE = "0" * 16
 FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
@@ -39,17 +39,17 @@ def stage(place: Place, name: str) -> None:
     (place.path / name).touch()
 
 
-def due(place: Place) -> tuple[State, State]:
+def due(place: Place) -> tuple[StageState, StageState]:
     """Whether checksums are taken, and files are copied to storage."""
     save = read_snapshot(place).saves[SAVE]
-    return save.state("seal"), save.state("copy")
+    return save.state_of("seal"), save.state_of("copy")
 
 
 def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
     lock = RankLock(place.run, 1)
-    assert due(place) == (State.WAITING, State.WAITING)
+    assert due(place) == (StageState.WAITING, StageState.WAITING)
     (place.path / records.copying_marker(FILES[1])).unlink()
-    assert due(place) == (State.RUNNING, State.RUNNING)
+    assert due(place) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 
 
@@ -57,7 +57,7 @@ def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
     """The trainer was killed before it moved the file to its place."""
     (place.path / FILES[0]).unlink()
     save = read_snapshot(place).saves[SAVE]
-    assert save.state("seal") is State.NOT_REQUESTED
+    assert save.state_of("seal") is StageState.NOT_REQUESTED
     assert not save.staged
     assert save.has_staged
 
@@ -65,7 +65,7 @@ def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
 def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: Place) -> None:
     """The agent that leads would wait for this node's part, and rescue nothing meanwhile."""
     RankLock(place.run, 1).release_as_lost()
-    assert due(place) == (State.RUNNING, State.RUNNING)
+    assert due(place) == (StageState.RUNNING, StageState.RUNNING)
 
 
 def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has_failed(
@@ -74,7 +74,7 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
     lock = RankLock(place.run, 1)
     done = StageOutcome(save_id=SAVE, stage="commit", failure="stuck")
     write_record(place.path / records.cluster_outcome_record("commit", SAVE), done)
-    assert due(place) == (State.RUNNING, State.RUNNING)
+    assert due(place) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 
 
@@ -108,14 +108,16 @@ def test_the_stages_of_a_save(
         write_record(place.path / records.cluster_outcome_record("commit", SAVE), done)
     save = read_snapshot(place, "here").saves[SAVE]
     if commit is None:
-        assert save.state("commit") is (State.RUNNING if leads else State.WAITING)
+        assert save.state_of("commit") is (StageState.RUNNING if leads else StageState.WAITING)
     else:
-        assert save.state("commit") is (State.FAILED if commit else State.DONE)
+        assert save.state_of("commit") is (StageState.FAILED if commit else StageState.DONE)
     ready = leads and commit == ""
-    assert save.state("protect") is (State.RUNNING if ready else State.WAITING)
+    assert save.state_of("protect") is (StageState.RUNNING if ready else StageState.WAITING)
     persists = (leads and durable) or called
-    assert save.state("persist") is (State.RUNNING if persists else State.NOT_REQUESTED)
-    assert save.state("rescue") is (State.DONE if called else State.NOT_REQUESTED)
+    assert save.state_of("persist") is (
+        StageState.RUNNING if persists else StageState.NOT_REQUESTED
+    )
+    assert save.state_of("rescue") is (StageState.DONE if called else StageState.NOT_REQUESTED)
     assert save.must_be_persisted == (leads and durable)
 
 

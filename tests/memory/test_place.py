@@ -19,7 +19,7 @@ from shardwise.memory.agent.lead import Leader
 from shardwise.memory.decide import Commit, Seal, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Place, new_run_id
-from shardwise.memory.observe import read_outcome, view_run
+from shardwise.memory.observe import read_outcome, read_run_view
 from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup
 from shardwise.memory.seal import MappedFiles
@@ -60,7 +60,7 @@ def kept(save_id: str) -> RingFile:
         (
             lambda save_id: records.staged_record(f"r00000-{save_id}.safetensors"),
             staged,
-            Place.staged,
+            Place.staged_files,
         ),
         (
             lambda save_id: records.ring_record(f"r00000-{save_id}.safetensors", 0),
@@ -102,7 +102,7 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     write_record(place.path / records.request_record(stage, ONE), DAMAGES[0])
     following = Follower("a", MappedFiles())
-    (action,) = decide_run(view_run(place.run), 0.0)
+    (action,) = decide_run(read_run_view(place.run), 0.0)
     if isinstance(action, decide.Copy):
         following.copy(action)
     else:
@@ -112,14 +112,14 @@ def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
     assert records.request_record(stage, ONE) in done.failure
-    assert not decide_run(view_run(place.run), 0.0)
+    assert not decide_run(read_run_view(place.run), 0.0)
 
 
 def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place) -> None:
     write_record(place.path / records.staged_record(f"r00000-{ONE}.safetensors"), DAMAGES[0])
     write_record(place.path / records.staged_record(f"r00000-{OTHER}.safetensors"), staged(OTHER))
     (place.path / f"r00000-{OTHER}.safetensors").touch()
-    actions = decide_run(view_run(place.run), 0.0)
+    actions = decide_run(read_run_view(place.run), 0.0)
     assert actions == [Seal(place, OTHER, (f"r00000-{OTHER}.safetensors",))]
     Follower("a", MappedFiles()).seal(actions[0])
     assert place.has(records.entry_record(f"r00000-{OTHER}.safetensors"))

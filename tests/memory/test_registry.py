@@ -62,7 +62,7 @@ def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -
 def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> None:
     home = Home(tmp_path)
     for run in (RUN, "f" * 16):
-        home.run(run).step(1).mkdir(parents=True)
+        home.run(run).step_path(1).mkdir(parents=True)
     with serve(home.path) as served:
         info = AgentInfo("n", f"http://127.0.0.1:{served.port}", make_run_token(TOKEN, RUN))
         client = AgentClient(info)

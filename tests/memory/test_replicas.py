@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.agent.protect import claim
+from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Place, Run
 from shardwise.memory.trainer.rings import form_rings, ranks_to_protect
@@ -133,14 +133,16 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (kept,) = place.ring_files()
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
-    assert claim(place, note, kept.file[1:], kept.ring) is None
+    assert claim_ring_file(place, note, kept.file[1:], kept.ring) is None
     made = records.ring_file_name(note)
     (place.path / kept.file[1:]).rename(place.path / made)
-    assert claim(place, note, kept.file[1:], kept.ring) is not None  # it was killed in between
+    assert (
+        claim_ring_file(place, note, kept.file[1:], kept.ring) is not None
+    )  # it was killed in between
     write_record(place.path / note, msgspec.structs.replace(kept, file=made))
     place.temporary_path(kept.file[1:]).rename(place.path / made)
-    assert claim(place, note, kept.file[1:], kept.ring) is not None
-    assert claim(place, note, kept.file[1:], kept.ring) is None
+    assert claim_ring_file(place, note, kept.file[1:], kept.ring) is not None
+    assert claim_ring_file(place, note, kept.file[1:], kept.ring) is None
 
 
 @given(

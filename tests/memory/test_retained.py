@@ -15,11 +15,11 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
-from shardwise.memory.agent.persist import lock_for_publishing, retention_request
+from shardwise.memory.agent.persist import lock_for_publishing, make_removal_request
 from shardwise.memory.decide import RemoveOld, decide_run
 from shardwise.memory.files import Deadline, write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place, new_run_id
-from shardwise.memory.observe import view_run
+from shardwise.memory.observe import read_run_view
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import PendingManifest, StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
@@ -167,7 +167,7 @@ def pending_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
 
 
 def test_where_all_are_kept_nothing_is_asked_for(tmp_path: Path) -> None:
-    assert retention_request(pending_of(tmp_path, 2, sw.Keep())) is None
+    assert make_removal_request(pending_of(tmp_path, 2, sw.Keep())) is None
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def place(tmp_path: Path) -> Place:
         sw.save(root / step_directory(step), {"t": step})
     place = Place(Home(tmp_path / "home").run(new_run_id()), 3)
     place.path.mkdir(parents=True)
-    request = retention_request(pending_of(root, 3, sw.Keep(last=1)))
+    request = make_removal_request(pending_of(root, 3, sw.Keep(last=1)))
     write_record(place.path / records.request_record(records.REMOVE_OLD, SAVE), request)
     for stage in ("commit", "persist"):
         done = StageOutcome(save_id=SAVE, stage=stage, node="here")
@@ -204,16 +204,16 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     (place.path / f"r00000-{SAVE}.safetensors").touch()
     stages = stages_of(place)
     for _ in range(2):
-        assert free(place, 0.0, keep_retention_requests=True)
+        assert free(place, 0.0, keep_removal_requests=True)
         assert place.list_names("") == [records.request_record(records.REMOVE_OLD, SAVE)]
         assert stages.outcome(records.REMOVE_OLD) is None
         assert not stages.has_succeeded()
-        assert decide_run(view_run(place.run), 0.0) == [RemoveOld(place, SAVE)]
+        assert decide_run(read_run_view(place.run), 0.0) == [RemoveOld(place, SAVE)]
     Follower("another agent", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
-    assert not decide_run(view_run(place.run), 0.0)
-    assert free(place, 0.0, keep_retention_requests=True)
+    assert not decide_run(read_run_view(place.run), 0.0)
+    assert free(place, 0.0, keep_removal_requests=True)
     assert not place.path.exists()
     assert (
         place.run.path

@@ -75,13 +75,13 @@ def committed(home: Home, step: int, epoch: int) -> NodeFiles:
     return list_own_files(home.run(RUN), "a")
 
 
-@pytest.mark.parametrize("branches", [(), (Resumption(1, 3),)])
+@pytest.mark.parametrize("resumptions", [(), (Resumption(1, 3),)])
 def test_who_was_there_last_knows_of_all_that_is_newer(
-    tmp_path: Path, branches: tuple[Resumption, ...]
+    tmp_path: Path, resumptions: tuple[Resumption, ...]
 ) -> None:
     """A run that was restored elsewhere since may have gone on from there."""
     home = Home(tmp_path)
-    lineage = Lineage(RUN, branches)
+    lineage = Lineage(RUN, resumptions)
     read = make_reader({}, home.run(RUN), "a", None)
 
     def is_enough(held: NodeFiles, **wanted: int | None) -> bool:
@@ -90,12 +90,12 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
 
     assert not is_enough(NodeFiles("a", {}, []))
     old = committed(home, 3, epoch=0)
-    assert is_enough(old) == (not branches)
+    assert is_enough(old) == (not resumptions)
     new = committed(home, 3, epoch=lineage.epoch)
     assert is_enough(new)
     assert is_enough(new, step=3)
     assert not is_enough(new, step=4)
-    home.run(RUN).step(4).mkdir()  # another node may have what this one lacks of it
+    home.run(RUN).step_path(4).mkdir()  # another node may have what this one lacks of it
     assert not is_enough(list_own_files(home.run(RUN), "a"))
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
 from shardwise.memory.agent import connection_limits, server
-from shardwise.memory.agent.connection_limits import serving
+from shardwise.memory.agent.connection_limits import serve_connections
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.files import LARGEST_RECORD, read_record
 from shardwise.memory.records import PersistRequest
@@ -103,7 +103,7 @@ def serve(
 
     async def run() -> None:
         app = create_app(home, TOKEN, lambda: served.wakes.append(time.monotonic()))
-        async with serving(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
+        async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
             await ended.wait()
 

@@ -35,13 +35,14 @@ def test_a_slot_is_the_same_memory_again(run: Run) -> None:
     assert first is not None
     first.buffer[:] = 7
     assert first.path.read_bytes() == b"\7" * 10_000
-    run.step(1).mkdir()
-    target, note = (run.step(1) / f"r00003-{'0' * 16}.{each}" for each in ("data", "staged.json"))
+    run.step_path(1).mkdir()
+    suffixes = ("data", "staged.json")
+    target, note = (run.step_path(1) / f"r00003-{'0' * 16}.{each}" for each in suffixes)
     inode = os.stat(first.path).st_ino
     first.path.rename(target)
     note.touch()
     assert slots.take(10_000) is None
-    target.rename(run.free / first.name)
+    target.rename(run.free_directory / first.name)
     note.unlink()
     again = slots.take(12_000)
     assert again is not None
@@ -55,11 +56,11 @@ def test_slots_in_use_count(run: Run) -> None:
     assert slots.prepare(1000) > 0
     taken = slots.take(1000)
     assert taken is not None
-    run.step(1).mkdir(parents=True)
-    taken.path.rename(run.step(1) / "r00000-0123456789abcdef.safetensors")
-    (run.step(1) / "r00000-0123456789abcdef.staged.json").write_text("{}")
+    run.step_path(1).mkdir(parents=True)
+    taken.path.rename(run.step_path(1) / "r00000-0123456789abcdef.safetensors")
+    (run.step_path(1) / "r00000-0123456789abcdef.staged.json").write_text("{}")
     assert slots.prepare(1000) == 0
-    assert len(list(run.free.iterdir())) == 2
+    assert len(list(run.free_directory.iterdir())) == 2
 
 
 def test_ranks_do_not_take_each_others(run: Run) -> None:
@@ -73,7 +74,7 @@ def test_a_slot_that_is_lost_is_made_up_for(run: Run) -> None:
     """Such as one whose note was damaged, so that nobody knew what it is called."""
     slots = Slots(run, "r00000-", "staged", 2)
     slots.prepare(1000)
-    for path in run.free.iterdir():
+    for path in run.free_directory.iterdir():
         path.unlink()
     assert slots.has_free()
     taken = slots.take(1000)
@@ -81,13 +82,13 @@ def test_a_slot_that_is_lost_is_made_up_for(run: Run) -> None:
     taken.buffer[:] = 5
     assert taken.path.read_bytes() == b"\5" * 1000
     assert slots.prepare(1000) > 0
-    assert len(list(run.free.iterdir())) == 2
+    assert len(list(run.free_directory.iterdir())) == 2
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) -> None:
     with pytest.raises(sw.StoreError, match=r"3 slots of [\d,]+ bytes .* need [\d,]+ more"):
         Slots(run, "r00000-", "staged", 3).prepare(1 << 50)
-    assert not list(run.free.iterdir())
+    assert not list(run.free_directory.iterdir())
 
 
 def full(fd: int, offset: int, length: int) -> None:
@@ -105,9 +106,9 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(sw.StoreError, match="make the file system larger"):
             slots.prepare(3 * LARGE_PAGE)
-        assert not list(run.free.iterdir())
+        assert not list(run.free_directory.iterdir())
     slots.prepare(1000)
-    (slot,) = run.free.iterdir()
+    (slot,) = run.free_directory.iterdir()
     size = slot.stat().st_size
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
@@ -122,8 +123,8 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
 
 def test_a_slot_whose_pages_were_not_all_given_gets_them(run: Run) -> None:
     """Whoever allocated it was killed."""
-    run.free.mkdir(parents=True)
-    slot = run.free / "r00000-00000000.slot"
+    run.free_directory.mkdir(parents=True)
+    slot = run.free_directory / "r00000-00000000.slot"
     slot.touch()
     os.truncate(slot, 4 << 20)
     slots = Slots(run, "r00000-", "staged", 1)
@@ -141,7 +142,7 @@ def test_memory_for_others_has_to_be_left(run: Run) -> None:
     said = r"stores for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
     with pytest.raises(sw.StoreError, match=said):
         slots.prepare(1000, leave_free=1 << 50)
-    assert not list(run.free.iterdir())
+    assert not list(run.free_directory.iterdir())
     assert slots.prepare(1000, leave_free=1000) > 0
     with pytest.raises(
         sw.StoreError, match=r"stores for others needs [\d,]{16,} more, and .* 0 more"
@@ -183,14 +184,14 @@ def test_what_is_kept_for_others_already_is_what_is_in_no_slot(run: Run) -> None
     leave_committed(run, 1)
     assert bytes_stored_for_others(run) == 0
     for name, size in [("r00001-0.safetensors", 30), (".parity-0-0.bin", 5), ("x.json", 100)]:
-        (run.step(1) / name).write_bytes(bytes(size))
+        (run.step_path(1) / name).write_bytes(bytes(size))
     assert bytes_stored_for_others(run) == 35
 
 
 def test_what_is_newer_is_discarded(run: Run) -> None:
     for step in (1, 2, 3):
-        run.step(step).mkdir(parents=True)
-        (run.step(step) / "manifest.json").write_text("{}")
+        run.step_path(step).mkdir(parents=True)
+        (run.step_path(step) / "manifest.json").write_text("{}")
     discard([Place(run, 2), Place(run, 3)])
     assert run.steps() == [1]
     discard_all(run)
@@ -244,7 +245,7 @@ def leave_committed(
 
 
 def test_the_newest_that_is_protected_stays(run: Run) -> None:
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     leave_committed(run, 5, "commit", "protect")
     leave_committed(run, 6, "commit")
     leave_committed(run, 7, "commit")
@@ -252,7 +253,7 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = StageOutcome(save_id=save, stage="protect")
-    write_record(run.step(7) / records.cluster_outcome_record("protect", save), outcome)
+    write_record(run.step_path(7) / records.cluster_outcome_record("protect", save), outcome)
     with Place(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
     assert free_decided(run)
@@ -260,20 +261,20 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
 
 
 def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     leave_committed(run, 5, "commit", "protect")
     for step in (6, 7):
         leave_committed(run, step, "commit")
         save = f"{step:016x}"
         failed = StageOutcome(save_id=save, stage="protect", failure="no node is left")
-        write_record(run.step(step) / records.cluster_outcome_record("protect", save), failed)
+        write_record(run.step_path(step) / records.cluster_outcome_record("protect", save), failed)
     assert free_decided(run)
     assert run.steps() == [5, 7]
 
 
 def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     """Also where a newer one was persisted before, and as long as its agent can still do it."""
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     stages = ("commit", "protect", "persist")
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
@@ -300,7 +301,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
 
 def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(run: Run) -> None:
     """It may never hear what has become of it."""
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     stages = ("commit", "protect", "persist")
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
@@ -314,7 +315,7 @@ def _staged_saves(place: Place) -> set[str]:
 
 def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> None:
     """As soon as it is known to have failed, and no sooner."""
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     leave_committed(run, 7, "commit")
     place, old = Place(run, 7), "f" * 16
     saved = Manifest(
@@ -332,13 +333,13 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     write_record(place.path / records.cluster_outcome_record("commit", old), failed)
     assert free_decided(run)
     assert _staged_saves(place) == {saved.save_id}
-    assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
+    assert (run.free_directory / "r00000-old.slot").read_bytes() == b"of before"
     assert not free_decided(run)
 
 
 def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
     """Such as to ask nodes that are lost for their part, which would keep its slot for long."""
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
     place = Place(run, 5)
@@ -357,16 +358,16 @@ def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
 ) -> None:
     monkeypatch.setattr(Run, "steps", lambda self: [7])
     assert Slots(run, "r00000-", "staged", 2).prepare(1000) > 0
-    assert len(list(run.free.iterdir())) == 2
+    assert len(list(run.free_directory.iterdir())) == 2
 
 
 def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(run: Run) -> None:
     """Its memory is free, and storage is tidied all the same."""
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
     request = records.request_record(records.REMOVE_OLD, f"{5:016x}")
-    (run.step(5) / request).write_bytes(b"{}")
+    (run.step_path(5) / request).write_bytes(b"{}")
     free_decided(run)
     assert Place(run, 5).list_names("") == [request]
     assert not Place(run, 5).is_committed()

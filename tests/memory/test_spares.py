@@ -32,7 +32,7 @@ __all__ = ["shm"]
 def run(tmp_path: Path) -> Run:
     """A run of which nothing is kept."""
     run = Home(tmp_path).run(new_run_id())
-    run.free.mkdir(parents=True)
+    run.free_directory.mkdir(parents=True)
     return run
 
 
@@ -57,7 +57,7 @@ def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
     leave(run, 2, ("r00001", 300), ("r00002", 20))
     assert free_decided(run)
     assert [size for size, _ in list_spares(run)] == [20, 300]
-    assert [each.name for each in run.free.glob("*.slot")] == ["r00000-1.slot"]
+    assert [each.name for each in run.free_directory.glob("*.slot")] == ["r00000-1.slot"]
     assert bytes_stored_for_others(run) == 2 * 320
     leave(run, 3)
     assert free_decided(run)

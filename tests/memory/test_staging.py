@@ -194,7 +194,7 @@ class Trial:
 
     def staged(self, content: FileSource, step: int = 1) -> list[int] | None:
         """The tensors of a step as one byte each; None if there is no file yet."""
-        found = list(self.run.step(step).glob("*.safetensors"))
+        found = list(self.run.step_path(step).glob("*.safetensors"))
         if not found:
             return None
         data = found[0].read_bytes()[content.layout.data_at : content.layout.objects_at]
@@ -371,7 +371,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     def due() -> tuple[State, State]:
         """Whether checksums are taken, and files copied to storage."""
         save = read_snapshot(place).saves[f"{2:016x}"]
-        return save.state("seal"), save.state("copy")
+        return save.state_of("seal"), save.state_of("copy")
 
     assert due() == (State.WAITING, State.WAITING)
     copying.wait()
@@ -522,8 +522,8 @@ def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
             assert copying.wait(BOUND)
             trial.staging.raise_failure()
             assert trial.staged(content, step) == [step]
-            (data,) = trial.run.step(step).glob("*.safetensors")
-            data.rename(trial.run.free / f"r00000-{step:08x}.slot")
+            (data,) = trial.run.step_path(step).glob("*.safetensors")
+            data.rename(trial.run.free_directory / f"r00000-{step:08x}.slot")
     finally:
         trial.staging.close()
 

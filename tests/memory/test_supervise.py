@@ -89,7 +89,7 @@ def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home:
     options = Memory(dir=str(home.path.parent))
     first = ensure_agent(home, options)
     assert ensure_agent(home, options) == first
-    write_record(home.info, msgspec.structs.replace(first, schema="older"))
+    write_record(home.info_path, msgspec.structs.replace(first, schema="older"))
     run = home.run(new_run_id())
     run.path.mkdir(parents=True)
     presence = RankLock(run, 0)
@@ -146,7 +146,7 @@ def test_an_agent_that_cannot_live_is_given_up(
         until(lambda: supervisor._checks.failure)
         with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
             supervisor.check()
-        assert home.log.read_text().count("cannot use these files: [Errno 2]") == 2
+        assert home.log_path.read_text().count("cannot use these files: [Errno 2]") == 2
         with home.agent_lock():
             until(lambda: not supervisor._checks.failure)
             supervisor.check()

@@ -155,13 +155,13 @@ def keep(directory: Path, run: str, *steps: int) -> None:
 def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     """As a restore does: forget what is not whole, and have all slots again."""
     left = Home(directory).run(run)
-    whole = [each.file.name for each in Place(left, 1).staged()]
+    whole = [each.file.name for each in Place(left, 1).staged_files()]
     names = Place(left, 1).list_names("")
     assert not any(records.entry_record(file) in names for file in whole)
     discard_all(left)
     work(directory, run, *range(11, 11 + SLOTS))
     discard_all(left)
-    assert len(os.listdir(left.free)) == SLOTS
+    assert len(os.listdir(left.free_directory)) == SLOTS
 
 
 def retire(directory: Path, run: str, number: int) -> None:
@@ -224,7 +224,7 @@ def test_memory_that_is_full_for_a_moment_costs_one_save(exact: Path) -> None:
         trial.begin(content_of(crowded), 1)
         with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):
             trial.staging.raise_failure()
-        assert len(os.listdir(trial.run.free)) == SLOTS
+        assert len(os.listdir(trial.run.free_directory)) == SLOTS
         (exact / "others").unlink()
         for step in range(2, 2 + SLOTS):
             trial.begin(content, step)

@@ -299,9 +299,9 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
 
 def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> None:
     run = Home(shm).run("0" * 16)
-    run.step(1).mkdir(parents=True)
-    (run.step(1) / "manifest.json").write_bytes(b"{}")
-    (run.step(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
+    run.step_path(1).mkdir(parents=True)
+    (run.step_path(1) / "manifest.json").write_bytes(b"{}")
+    (run.step_path(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
     assert list_own_files(run, "n").steps == {1: {"manifest.json": 2}}
 
 
@@ -333,11 +333,11 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
         return found
 
     monkeypatch.setattr(Place, "list_names", named_just_before)
-    seen = observe.view_run(place.run)
+    seen = observe.read_run_view(place.run)
     freed = [each for each in decide.decide_run(seen, 0.0) if isinstance(each, decide.Free)]
     assert all(each.saves == (first,) for each in freed)
     monkeypatch.undo()
-    seen = observe.view_run(place.run)
+    seen = observe.read_run_view(place.run)
     assert decide.Free(place, decide.REPLACED, (first,)) in decide.decide_run(seen, 0.0)
 
 

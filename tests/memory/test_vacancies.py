@@ -28,8 +28,8 @@ def begun(home: Home) -> Run:
     """A run that has allocated memory, and whose trainer is gone."""
     run = home.run(new_run_id())
     RankLock(run, 0).release_as_lost()
-    run.free.mkdir()
-    (run.free / "r00000-0.slot").write_bytes(b"memory")
+    run.free_directory.mkdir()
+    (run.free_directory / "r00000-0.slot").write_bytes(b"memory")
     return run
 
 
@@ -38,7 +38,7 @@ def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     kept.step(7).mkdir()
     Attendant(home).after(10.0)
     assert home.runs() == [kept.name]
-    assert (kept.free / "r00000-0.slot").exists()
+    assert (kept.free_directory / "r00000-0.slot").exists()
     assert not run.path.exists()
     assert not list(home.path.glob("vacant-*"))
 
@@ -49,7 +49,7 @@ def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
     agent.look()
     lock = RankLock(run, 0)
     agent.after(20.0)
-    assert (run.free / "r00000-0.slot").exists()
+    assert (run.free_directory / "r00000-0.slot").exists()
     lock.release_as_lost()
     agent.look()  # it is vacant again from now on
     assert run.path.exists()
@@ -77,7 +77,7 @@ def test_trainers_that_come_just_then_have_their_places(
     assert is_rank_alive(run, 0)
     assert is_rank_alive(run, 1)
     assert run.path.stat().st_ino == inode
-    assert (run.free / "r00000-0.slot").exists()
+    assert (run.free_directory / "r00000-0.slot").exists()
     assert not list(home.path.glob("vacant-*"))
 
 
@@ -87,7 +87,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     run = begun(home)
     came: list[RankLock] = []
     coming = threading.Thread(target=lambda: came.append(RankLock(run, 0)))
-    look = reclaim._is_unused
+    look = reclaim._has_neither_trainers_nor_snapshots
 
     def is_vacant(seen: Run) -> bool:
         found = look(seen)
@@ -103,7 +103,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     coming.join(20.0)
     assert len(came) == 1
     assert is_rank_alive(run, 0)
-    assert not run.free.exists()
+    assert not run.free_directory.exists()
     assert not list(home.path.glob("vacant-*"))
 
 
@@ -130,7 +130,7 @@ def test_an_agent_of_which_nothing_is_needed_ends(
     run = begun(home)
 
     async def live() -> None:
-        idle = process._until_ended(home, Mirrors(home), asyncio.Event(), until_idle=True)
+        idle = process._wait_for_end(home, Mirrors(home), asyncio.Event(), until_idle=True)
         ending = asyncio.ensure_future(idle)
         await asyncio.sleep(0.3)
         assert not ending.done()

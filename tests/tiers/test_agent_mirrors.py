@@ -114,7 +114,7 @@ def test_a_task_ends_when_the_run_has_ended_and_all_is_copied(tmp_path: Path) ->
     assert mirrors.is_busy()
 
     def is_finished() -> bool:
-        mirrors.update()
+        mirrors.update_tasks()
         return not mirrors.is_busy()
 
     until(is_finished)
@@ -130,18 +130,20 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     set_mirror_task(home.run(RUN), MirrorTask(root=str(root), mirror=MirrorRequest(str(mirror))))
     now = time.time()
     mirrors = Mirrors(home, lambda: now)
-    mirrors.update()
+    mirrors.update_tasks()
     until(lambda: (root / "mirror.json").exists())
-    mirrors.update()
+    mirrors.update_tasks()
     assert mirrors.is_busy()
     first = mirrors._active[RUN].worker
     now += 601.0
-    until(lambda: (mirrors.update(), mirrors._active[RUN].worker is not first)[1])  # opened anew
+    until(
+        lambda: (mirrors.update_tasks(), mirrors._active[RUN].worker is not first)[1]
+    )  # opened anew
     now += 86500.0
-    until(lambda: (mirrors.update(), not mirrors.is_busy())[1])
+    until(lambda: (mirrors.update_tasks(), not mirrors.is_busy())[1])
     mirrors.stop()
     (home.path / TASKS_DIRECTORY / f"{RUN}.json").write_text("{")  # damaged: ignored
-    mirrors.update()
+    mirrors.update_tasks()
     shutil.rmtree(home.path / TASKS_DIRECTORY)
-    mirrors.update()
+    mirrors.update_tasks()
     assert not mirrors.is_busy()

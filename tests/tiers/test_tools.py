@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.manifest.names import step_directory
-from shardwise.memory.agent.status import status_of
+from shardwise.memory.agent.status import read_status
 from shardwise.memory.home import Home
 from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
 from shardwise.retention import committed_steps
@@ -95,7 +95,7 @@ def test_the_status_of_an_agent_shows_a_failing_mirror(
     home = Home(tmp_path / "shm")
     task = MirrorTask(root=str(root), mirror=MirrorRequest(str(mirror)), newest=4)
     set_mirror_task(home.run("0" * 16), task)
-    (status,) = status_of(home).mirrors
+    (status,) = read_status(home).mirrors
     assert (status.root, status.mirror) == (str(root), str(mirror))
     assert (status.waiting, status.pinned) == ([4, 3], [3])
     assert status.failing is not None

@@ -19,14 +19,14 @@ from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import StoreError
 from shardwise.memory.agent.protection_report import TensorsStatus, TensorStatus
 from shardwise.memory.agent.status import (
-    STAGES,
+    SHOWN_STAGES,
     NodeStatus,
     RunStatus,
     SnapshotStatus,
     StageLag,
     StoredRun,
-    status_of,
-    stored_run,
+    describe_run,
+    read_status,
 )
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK
@@ -89,7 +89,7 @@ def run(
     or in a separate container, if an agent that training starts would be killed together with it.
     On SIGTERM the agent finishes its current writes, within 20 seconds, and exits.
     """
-    from shardwise.memory.agent.process import ServeOptions, run_agent
+    from shardwise.memory.agent.process import AgentOptions, run_agent
 
     logging.basicConfig(
         level=logging.INFO,
@@ -97,7 +97,7 @@ def run(
         handlers=[logging.StreamHandler() if log is None else redirect_output_to_log(log)],
         force=True,
     )
-    options = ServeOptions(
+    options = AgentOptions(
         interface=interface,
         port=port,
         domain=domain,
@@ -128,7 +128,7 @@ def status(
     nodes and to persist it to storage. Also shows how far each of these stages is behind the newest
     step.
     """
-    node = status_of(Home(directory), _tls_from_options(tls_cert, tls_key, tls_ca), tensors)
+    node = read_status(Home(directory), _tls_from_options(tls_cert, tls_key, tls_ca), tensors)
     if as_json:
         print_json(node)
     else:
@@ -155,7 +155,7 @@ def clear(
     their snapshots: run this command on each of them.
     """
     home = _open_home(directory)
-    kept = {name: stored_run(home.run(name)) for name in _run_ids(home)}
+    kept = {name: describe_run(home.run(name)) for name in _run_ids(home)}
     unknown_runs = [name for name in run_id or () if name not in kept]
     if unknown_runs:
         known_runs = ", ".join(kept) or "none"
@@ -310,12 +310,12 @@ def _show_run(run: RunStatus, console: Console) -> None:
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
         return
-    console.print(Text("   ").join(_lag_text(stage, run.lag[stage]) for stage in STAGES))
+    console.print(Text("   ").join(_lag_text(stage, run.lag[stage]) for stage in SHOWN_STAGES))
     shown = table(gap=2)
     shown.add_column("step", justify="right", no_wrap=True, style="bold")
     for header in ("age", "size", "copies"):
         shown.add_column(header, justify="right", no_wrap=True)
-    for stage in STAGES:
+    for stage in SHOWN_STAGES:
         shown.add_column(STAGE_DONE[stage], min_width=len(STAGE_DONE[stage]))
     shown.add_column("protected by", overflow="fold", min_width=len("protected by"))
     for each in run.snapshots:
@@ -379,7 +379,7 @@ def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
 
 def _failure_lines(run: RunStatus) -> Iterator[Text]:
     for each in run.snapshots:
-        for stage in STAGES:
+        for stage in SHOWN_STAGES:
             status = getattr(each, stage)
             if status.failure:
                 style = "red" if status.state == "failed" else "yellow"

@@ -6,15 +6,14 @@ A save passes these stages. The arrows are the actions that complete them:
                                                     |
                                                     +--Persist--> persisted --RemoveOld--> retained
 
-The ranks stage: they copy their state to host memory. Each node seals. The leader commits and
-protects, for which each node performs ProtectOthers; it persists, for which each node performs
-Copy, and then removes old checkpoints from storage. Protecting and persisting run at the same
-time. A save for memory only is not persisted, unless Rescue requests it: after a node was lost, or
-after the run has ended.
+To stage, the ranks copy their state to host memory. Each node seals its files. The leader commits.
+To protect, the leader has each node perform ProtectOthers; to persist, Copy. Then it removes old
+checkpoints from storage. Protecting and persisting run at the same time. Rescue requests that a
+save for memory only is persisted, after a trainer was lost or the run has ended.
 
-A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.State`). Only RUNNING stages have
-an action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
-from the other nodes by records, and writes the outcome of each stage to all nodes.
+A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). Only RUNNING stages
+have an action. The leader is the agent on the node of rank 0. It requests the stages from the other
+nodes by records, and writes the outcome of each stage to all nodes.
 
 Memory is freed by mark and sweep. A run always keeps the newest committed snapshot, the newest
 protected snapshot, and the snapshots with open stages (see `is_pinned`). If these are fewer than
@@ -35,13 +34,13 @@ from itertools import islice
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import REMOVE_OLD, request_record
-from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, State
+from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, StageState
 
-LOST = "a trainer was lost"
+TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
 REPLACED = "replaced by newer snapshots"
-RESUMED = "the run was resumed from an older step"
-UNATTENDED = "no trainer of the run has been on this node for a long time"
+RUN_RESUMED = "the run was resumed from an older step"
+NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> 
         for save in snapshot.saves.values():
             actions += _advance_stages(snapshot, save)
     if run.lost_ranks:
-        actions += _rescue_newest(run, LOST)
+        actions += _rescue_newest(run, TRAINER_LOST)
     if run.unattended_since is not None:
         actions += _free_unattended(run, run.unattended_since, now, periods)
     freed = {action.place for action in actions if isinstance(action, Free)}
@@ -186,10 +185,10 @@ def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> 
 
 def _advance_stages(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
     """Yield the actions for the stages of a save on which this node has work to do."""
-    if save.state("seal") is State.RUNNING and not snapshot.is_abandoned:
+    if save.state_of("seal") is StageState.RUNNING and not snapshot.is_abandoned:
         yield Seal(snapshot.place, save.save_id, save.unsealed)
     for stage, action in _ACTION_OF_STAGE.items():
-        if save.state(stage) is State.RUNNING and (
+        if save.state_of(stage) is StageState.RUNNING and (
             stage == REMOVE_OLD or not snapshot.is_abandoned
         ):
             yield action(snapshot.place, save.save_id)
@@ -207,7 +206,7 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
     if save is None or save.pending is None:
         return
     is_wanted = save.pending.rescue and not save.pending.durable
-    if is_wanted and save.state("rescue") is State.NOT_REQUESTED:
+    if is_wanted and save.state_of("rescue") is StageState.NOT_REQUESTED:
         yield Rescue(newest.place, save.save_id, why)
 
 
@@ -231,11 +230,11 @@ def kept_steps(run: RunView) -> set[int]:
     if not committed:
         return set()
     newest = committed[0]
-    slots = [staged.slots for save in newest.saves.values() for staged in save.staged]
+    limits = [each.snapshots_to_keep for save in newest.saves.values() for each in save.staged]
     kept = {newest.step, *(each.step for each in committed if is_pinned(run, each))}
     kept |= set(islice((each.step for each in committed if each.is_done("protect")), 1))
     for each in committed:
-        if len(kept) >= max(slots, default=2):
+        if len(kept) >= max(limits, default=2):
             break
         kept.add(each.step)
     return kept
@@ -244,10 +243,9 @@ def kept_steps(run: RunView) -> set[int]:
 def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     """Return whether a snapshot must stay in memory because a stage has not ended.
 
-    An open stage pins a snapshot, unless the same stage has ended for a newer snapshot. A save that
-    this node must persist as its leader pins the snapshot until it is persisted, even if newer
-    saves are persisted already. This includes a save without data files.
-    Abandoned snapshots are not pinned.
+    An open stage pins a snapshot, unless the stage has ended for a newer snapshot. As the leader of
+    a save, this node keeps the snapshot until the save is persisted, even if newer saves are
+    persisted, or if the save has no data files. Abandoned snapshots are not pinned.
     """
     if snapshot.is_abandoned:
         return False
@@ -263,7 +261,7 @@ def _only_removes_old(snapshot: SnapshotView) -> bool:
     open_requests = {
         request_record(REMOVE_OLD, save.save_id)
         for save in snapshot.saves.values()
-        if save.state(REMOVE_OLD).is_open
+        if save.state_of(REMOVE_OLD).is_open
     }
     return bool(snapshot.names) and snapshot.names <= open_requests
 
@@ -276,7 +274,7 @@ def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
     staged = [save for save in snapshot.saves.values() if save.has_staged]
     if len(staged) < 2 or not snapshot.committed_save:
         return ()
-    ended = [save.save_id for save in staged if save.state("commit").has_ended]
+    ended = [save.save_id for save in staged if save.state_of("commit").has_ended]
     return tuple(save_id for save_id in ended if save_id != snapshot.committed_save)
 
 
@@ -297,9 +295,9 @@ def _free_unattended(
     lineage = None if root is None else root.lineage
     for each in run.snapshots:
         if lineage is not None and is_superseded(each, lineage):
-            yield Free(each.place, RESUMED)
+            yield Free(each.place, RUN_RESUMED)
         elif frees_all:
-            yield Free(each.place, UNATTENDED)
+            yield Free(each.place, NO_TRAINER)
     has_read_steps = root is not None and root.is_reachable and root.has_read_steps
     if may_free_stored and not frees_all and has_read_steps:
         yield from _rescue_newest(run, RUN_ENDED)
@@ -330,7 +328,7 @@ def _is_in_memory(snapshot: SnapshotView, save: SaveView) -> bool:
     return bool(save.staged) or save.pending is not None or save.save_id == snapshot.committed_save
 
 
-def superseded_places(
+def find_superseded(
     run: RunView, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> list[Place]:
     """Return the snapshots that a node can free when the run is resumed from a step.
@@ -363,21 +361,23 @@ def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
         save.pending is not None
         and save.pending.durable
         and save.pending.leader in nodes
-        and not save.state("persist").has_ended
+        and not save.state_of("persist").has_ended
         for save in snapshot.saves.values()
     )
 
 
 def _is_finished(snapshot: SnapshotView) -> bool:
     """Return whether a snapshot is committed, and no stage is open."""
-    return snapshot.is_committed and not any(
-        save.open_stages
-        or (save.state("copy") is not State.NOT_REQUESTED and not save.state("persist").has_ended)
-        for save in snapshot.saves.values()
+    saves = snapshot.saves.values()
+    is_copied = any(
+        save.state_of("copy") is not StageState.NOT_REQUESTED
+        and not save.state_of("persist").has_ended
+        for save in saves
     )
+    return snapshot.is_committed and not is_copied and not any(save.open_stages for save in saves)
 
 
-def hopeless_places(run: RunView, now: float, patience: float) -> list[Place]:
+def find_uncommittable(run: RunView, now: float, patience: float) -> list[Place]:
     """Return the snapshots that will never be committed, except the newest snapshot.
 
     A snapshot will never be committed if its commit has failed. The same is assumed of a snapshot
@@ -392,7 +392,7 @@ def hopeless_places(run: RunView, now: float, patience: float) -> list[Place]:
         staged = [record for save in saves for record in save.staged]
         if each.is_committed or not staged:
             continue
-        has_failed = all(save.state("commit") is State.FAILED for save in saves)
+        has_failed = all(save.state_of("commit") is StageState.FAILED for save in saves)
         is_durable = any("persist" in record.stages for record in staged)
         age = 0.0 if each.staged_at is None else now - each.staged_at
         if has_failed or (not is_durable and age > patience):

@@ -19,20 +19,20 @@ SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
     """Delete the free slots of all ranks for which `is_kept` returns False."""
     with suppress(FileNotFoundError):
-        for name in os.listdir(run.free):
+        for name in os.listdir(run.free_directory):
             if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
-                (run.free / name).unlink(missing_ok=True)
+                (run.free_directory / name).unlink(missing_ok=True)
 
 
 def add_spare(run: Run, path: Path) -> None:
     """Move a file that the agent made into the pool of spare files, which it reuses."""
-    path.rename(run.free / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
+    path.rename(run.free_directory / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
 
 
 def list_spares(run: Run) -> list[tuple[int, Path]]:
     """Return size and path of each spare file, by ascending size."""
     found = []
-    with suppress(FileNotFoundError), os.scandir(run.free) as entries:
+    with suppress(FileNotFoundError), os.scandir(run.free_directory) as entries:
         for entry in entries:
             if entry.name.endswith(SPARE_SUFFIX):
                 with suppress(FileNotFoundError):
@@ -86,7 +86,7 @@ def bytes_stored_for_others(run: Run) -> int:
     total = sum(nbytes for nbytes, _ in list_spares(run))
     for step in run.steps():
         place = Place(run, step)
-        in_slots = {each.file.name for each in place.staged()}
+        in_slots = {each.file.name for each in place.staged_files()}
         for ring_file in place.ring_files():
             in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
         for name in place.list_names(""):

@@ -77,17 +77,17 @@ class Home:
         return str(self.path)
 
     @property
-    def info(self) -> Path:
+    def info_path(self) -> Path:
         """The file with the agent's `AgentInfo`."""
         return self.path / "agent.json"
 
     @property
-    def bell(self) -> Path:
+    def bell_path(self) -> Path:
         """The named pipe that wakes the agent."""
         return self.path / BELL_FILE
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """The agent's log file."""
         return self.path / "agent.log"
 
@@ -136,7 +136,7 @@ class Home:
 
     def wake(self) -> None:
         """Wake the agent, if one runs."""
-        ring_bell(self.bell)
+        ring_bell(self.bell_path)
 
     def has_agent(self) -> bool:
         """Return whether an agent runs on this node."""
@@ -159,7 +159,7 @@ class Run:
         return self.path.name
 
     @property
-    def free(self) -> Path:
+    def free_directory(self) -> Path:
         """The directory of the free slots."""
         return self.path / FREE_DIRECTORY
 
@@ -175,7 +175,7 @@ class Run:
             return []
         return sorted(step for name in names if (step := step_of_directory(name)) is not None)
 
-    def step(self, step: int) -> Path:
+    def step_path(self, step: int) -> Path:
         """Return the directory of a step's snapshot."""
         return self.path / step_directory(step)
 
@@ -202,7 +202,7 @@ class Place:
     @cached_property
     def path(self) -> Path:
         """The snapshot's directory."""
-        return self.run.step(self.step)
+        return self.run.step_path(self.step)
 
     def temporary_path(self, name: str) -> Path:
         """Return the path of a file that is being written, and will be renamed to `name`."""
@@ -236,7 +236,7 @@ class Place:
         ]
         return self._read_all(names, PendingManifest)
 
-    def staged(self) -> list[StagedFile]:
+    def staged_files(self) -> list[StagedFile]:
         """Return the records of staged files; a record without its file does not count."""
         found = self._read_all(self.list_names(".staged.json"), StagedFile)
         return [each for each in found if self.has(each.file.name)]

@@ -38,22 +38,22 @@ class Resumption(msgspec.Struct, array_like=True, frozen=True):
     step: Step
 
 
-class Lineage(msgspec.Struct, frozen=True):
+class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
     """A run, and its resumptions.
 
     Attributes:
         run: the id of the run, 16 hexadecimal digits.
-        branches: the resumptions by ascending step. A resumption replaces earlier ones from the
+        resumptions: the resumptions by ascending step. A resumption replaces earlier ones from the
             same step or a newer step.
     """
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-    branches: tuple[Resumption, ...] = ()
+    resumptions: tuple[Resumption, ...] = ()
 
     @property
     def epoch(self) -> int:
         """The current epoch of the run."""
-        return self.branches[-1].epoch if self.branches else 0
+        return self.resumptions[-1].epoch if self.resumptions else 0
 
     def after_resuming(self, step: int | None) -> Lineage:
         """Return the lineage after the run is resumed from a step, which begins a new epoch.
@@ -62,7 +62,7 @@ class Lineage(msgspec.Struct, frozen=True):
             step: the step; None for the beginning.
         """
         first = BEFORE_ALL_STEPS if step is None else step
-        kept = [each for each in self.branches if each.step < first]
+        kept = [each for each in self.resumptions if each.step < first]
         if len(kept) >= MOST_RESUMPTIONS:
             # Merge the oldest two. This supersedes more steps, but they were freed long ago.
             kept[:2] = [Resumption(kept[1].epoch, kept[0].step)]
@@ -70,7 +70,7 @@ class Lineage(msgspec.Struct, frozen=True):
 
     def last_resumption_before(self, step: int) -> Resumption | None:
         """Return the last resumption that superseded a step of earlier epochs, or None."""
-        return next((each for each in reversed(self.branches) if each.step < step), None)
+        return next((each for each in reversed(self.resumptions) if each.step < step), None)
 
     def supersedes(self, step: int, epoch: int) -> bool:
         """Return whether the run has superseded a save of this step and epoch."""
@@ -93,8 +93,8 @@ def read_or_create_lineage(root: Store) -> Lineage:
         with suppress(FileExistsError):
             root.publish(RUN_FILE, msgspec.json.encode(Lineage(new_run_id())), replace=False)
     raise StoreError(
-        f"{root}: cannot read {RUN_FILE}: another process creates and removes it again and again; make "
-        "sure that nothing else removes files from the root"
+        f"{root}: cannot read {RUN_FILE}: another process creates and removes it again and again; "
+        "make sure that nothing else removes files from the root"
     )
 
 
@@ -122,8 +122,8 @@ def resume_from(root: Store, run: str, step: int | None) -> Lineage:
         before = _read_run_file(root)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{root}: cannot resume run {run}: {RUN_FILE} was removed while the run is in use; restart "
-            "the training"
+            f"{root}: cannot resume run {run}: {RUN_FILE} was removed while the run is in use; "
+            "restart the training"
         ) from error
     if before.run != run:
         raise StoreError(
@@ -141,6 +141,6 @@ def _read_run_file(root: Store) -> Lineage:
         return msgspec.json.decode(data, type=Lineage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(
-            f"{root}: {RUN_FILE} is damaged ({error}); remove the file. The next training then begins a "
-            "new run, which does not use snapshots in memory"
+            f"{root}: {RUN_FILE} is damaged ({error}); remove the file. The next training then "
+            "begins a new run, which does not use snapshots in memory"
         ) from error

@@ -28,7 +28,7 @@ from shardwise.memory.view import (
     SaveView,
     SnapshotView,
     Stage,
-    State,
+    StageState,
 )
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class RecordCache:
 
     def __init__(self, *, logs: bool = True) -> None:
         self.logs = logs
-        self._known: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
+        self._records: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
         self._used: set[tuple[Path, type]] = set()
 
     def read(self, path: Path, record_type: type[T]) -> tuple[T | StoreError, float] | None:
@@ -61,7 +61,7 @@ class RecordCache:
             return None
         key, version = (path, record_type), (status.st_ino, status.st_mtime_ns, status.st_size)
         self._used.add(key)
-        known = self._known.get(key)
+        known = self._records.get(key)
         if known is None or known[0] != version:
             try:
                 record: object = read_record(path, record_type)
@@ -71,12 +71,12 @@ class RecordCache:
                 return None
             if isinstance(record, PendingManifest):
                 record = msgspec.structs.replace(record, manifest="")
-            known = self._known[key] = version, record
+            known = self._records[key] = version, record
         return known[1], status.st_mtime  # type: ignore[return-value]
 
     def forget_unused(self) -> None:
         """Remove records that were not read since the last call from the cache."""
-        self._known = {key: each for key, each in self._known.items() if key in self._used}
+        self._records = {key: each for key, each in self._records.items() if key in self._used}
         self._used = set()
 
 
@@ -104,7 +104,7 @@ class Observer:
     def node(self) -> NodeView:
         """Read the whole node."""
         with self._lock:
-            view = NodeView(self._node, tuple(self._run(run) for run in self._runs()))
+            view = NodeView(self._node, tuple(self._read_run(run) for run in self._list_runs()))
             self._cache.forget_unused()
             names = {each.run.name for each in view.runs}
             for known in (self._unattended_since, self._unused_since, self._roots):
@@ -115,19 +115,19 @@ class Observer:
     def run(self, run: Run) -> RunView:
         """Read one run."""
         with self._lock:
-            return self._run(run)
+            return self._read_run(run)
 
     def set_root(self, run: Run, root: RootView) -> None:
         """Store what the root of a run contains, for the next views."""
         with self._lock:
             self._roots[run.name] = root
 
-    def _runs(self) -> Iterator[Run]:
+    def _list_runs(self) -> Iterator[Run]:
         for name in self._home.runs():
             with suppress(StoreError):  # not a run
                 yield self._home.run(name)
 
-    def _run(self, run: Run) -> RunView:
+    def _read_run(self, run: Run) -> RunView:
         now = self.clock()
         is_attended = has_trainers(run)
         snapshots = read_snapshots(run, self._node, self._cache)
@@ -147,7 +147,7 @@ class Observer:
         )
 
 
-def view_run(run: Run, cache: RecordCache | None = None) -> RunView:
+def read_run_view(run: Run, cache: RecordCache | None = None) -> RunView:
     """Read the snapshots of a run. Whether its trainers are alive is left out.
 
     Args:
@@ -170,15 +170,14 @@ def read_snapshots(
 def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None) -> SnapshotView:
     """Read one snapshot.
 
-    The files are listed before the manifest is read. If a save is committed in between, the view
-    has its manifest but not its outcome; the reverse would make the save look as if another save
-    had replaced it.
+    The order matters: list the files first, then read the manifest. Otherwise a save that is
+    committed in between would look as if another save had replaced it.
 
     Args:
         node: the name of this node. It leads the saves whose pending manifest names it.
     """
     names = frozenset(place.list_names(""))
-    return _Reader(place, node, cache or RecordCache(), names).read_snapshot()
+    return _SnapshotReader(place, node, cache or RecordCache(), names).read_snapshot()
 
 
 def read_outcome(place: Place, stage: str, save_id: str) -> StageOutcome | None:
@@ -211,7 +210,7 @@ class _SaveId(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _SnapshotReader:
     """Reads one snapshot, whose files have these names."""
 
     place: Place
@@ -226,7 +225,8 @@ class _Reader:
         if manifest is not None:
             committed_save = "" if isinstance(manifest[0], StoreError) else manifest[0].save_id
         ids |= {committed_save} if committed_save else set()
-        times = [self._time(name) for name in self.names if name.endswith(records.STAGED_SUFFIX)]
+        staged = (name for name in self.names if name.endswith(records.STAGED_SUFFIX))
+        times = map(self._modified_at, staged)
         return SnapshotView(
             place=self.place,
             names=self.names,
@@ -260,15 +260,15 @@ class _Reader:
             has_pending_manifest=has_pending_manifest,
             epoch=epoch,
             stages={
-                **self._cluster_stages(save_id, staged, pending, has_pending_manifest),
+                **self._read_cluster_stages(save_id, staged, pending, has_pending_manifest),
                 "seal": Stage(self._seal_state(save_id, staged, unsealed)),
-                "protect_others": Stage(self._part_state("protect", save_id)),
-                "copy": Stage(self._part_state("persist", save_id)),
+                "protect_others": Stage(self._state_on_this_node("protect", save_id)),
+                "copy": Stage(self._state_on_this_node("persist", save_id)),
                 "rescue": Stage(self._rescue_state(save_id)),
             },
         )
 
-    def _cluster_stages(
+    def _read_cluster_stages(
         self,
         save_id: str,
         staged: tuple[StagedFile, ...],
@@ -277,14 +277,14 @@ class _Reader:
     ) -> dict[str, Stage]:
         """Return the stages that have an outcome for the cluster, or will have one."""
         requested = {stage for each in staged for stage in each.stages}
-        outcomes = {stage: self._read_stage(stage, save_id) for stage in records.STAGES}
+        outcomes = {stage: self._read_ended_stage(stage, save_id) for stage in records.STAGES}
         states = {
             "commit": self._commit_state(pending, requested, has_pending_manifest),
             "protect": self._protect_state(
                 pending, requested, has_pending_manifest, outcomes["commit"]
             ),
             "persist": self._persist_state(save_id, pending, requested, has_pending_manifest),
-            records.REMOVE_OLD: self._retain_state(save_id),
+            records.REMOVE_OLD: self._removal_state(save_id),
         }
         return {stage: outcomes[stage] or Stage(state) for stage, state in states.items()}
 
@@ -293,10 +293,10 @@ class _Reader:
 
     def _commit_state(
         self, pending: PendingManifest | None, requested: set[str], has_pending_manifest: bool
-    ) -> State:
+    ) -> StageState:
         if self._is_leader(pending, has_pending_manifest):
-            return State.RUNNING
-        return State.WAITING if "commit" in requested or pending else State.NOT_REQUESTED
+            return StageState.RUNNING
+        return StageState.WAITING if "commit" in requested or pending else StageState.NOT_REQUESTED
 
     def _protect_state(
         self,
@@ -304,11 +304,11 @@ class _Reader:
         requested: set[str],
         has_pending_manifest: bool,
         commit: Stage | None,
-    ) -> State:
-        is_committed = commit is not None and commit.state is State.DONE
+    ) -> StageState:
+        is_committed = commit is not None and commit.state is StageState.DONE
         if is_committed and self._is_leader(pending, has_pending_manifest):
-            return State.RUNNING
-        return State.WAITING if "protect" in requested or pending else State.NOT_REQUESTED
+            return StageState.RUNNING
+        return StageState.WAITING if "protect" in requested or pending else StageState.NOT_REQUESTED
 
     def _persist_state(
         self,
@@ -316,53 +316,52 @@ class _Reader:
         pending: PendingManifest | None,
         requested: set[str],
         has_pending_manifest: bool,
-    ) -> State:
+    ) -> StageState:
         is_rescue = records.request_record("rescue", save_id) in self.names
         if self._is_leader(pending, has_pending_manifest) and pending is not None:
             if pending.durable or is_rescue:
-                return State.RUNNING
+                return StageState.RUNNING
         elif is_rescue and pending is not None and not has_pending_manifest:
-            return State.RUNNING
-        return State.WAITING if "persist" in requested or is_rescue else State.NOT_REQUESTED
+            return StageState.RUNNING
+        is_requested = "persist" in requested or is_rescue
+        return StageState.WAITING if is_requested else StageState.NOT_REQUESTED
 
-    def _retain_state(self, save_id: str) -> State:
+    def _removal_state(self, save_id: str) -> StageState:
         is_requested = records.request_record(records.REMOVE_OLD, save_id) in self.names
-        return State.RUNNING if is_requested else State.NOT_REQUESTED
+        return StageState.RUNNING if is_requested else StageState.NOT_REQUESTED
 
     def _seal_state(
         self, save_id: str, staged: tuple[StagedFile, ...], unsealed: tuple[str, ...]
-    ) -> State:
+    ) -> StageState:
         if not unsealed:
-            return State.DONE if staged else State.NOT_REQUESTED
-        return State.WAITING if self._is_copied(save_id) else State.RUNNING
+            return StageState.DONE if staged else StageState.NOT_REQUESTED
+        return StageState.WAITING if self._is_copying(save_id) else StageState.RUNNING
 
-    def _part_state(self, stage: str, save_id: str) -> State:
-        """Return the state of this node's part of a stage, which a leader requests."""
+    def _state_on_this_node(self, stage: str, save_id: str) -> StageState:
+        """Return the state of the part of a stage that a leader requested from this node."""
         if records.request_record(stage, save_id) not in self.names:
-            return State.NOT_REQUESTED
+            return StageState.NOT_REQUESTED
         if records.node_outcome_record(stage, save_id) in self.names:
-            return State.DONE
-        waits = stage == "persist" and self._is_copied(save_id)
-        return State.WAITING if waits else State.RUNNING
+            return StageState.DONE
+        waits = stage == "persist" and self._is_copying(save_id)
+        return StageState.WAITING if waits else StageState.RUNNING
 
-    def _rescue_state(self, save_id: str) -> State:
-        """Return DONE if the rescue was requested from this node, or by it from another node."""
+    def _rescue_state(self, save_id: str) -> StageState:
+        """Return DONE if the rescue was requested, from this node or by this node."""
         names = [records.request_record(each, save_id) for each in ("rescue", "called")]
         names.append(records.cluster_outcome_record("persist", save_id))
-        return State.DONE if any(name in self.names for name in names) else State.NOT_REQUESTED
+        is_done = any(name in self.names for name in names)
+        return StageState.DONE if is_done else StageState.NOT_REQUESTED
 
-    def _is_copied(self, save_id: str) -> bool:
-        """Return whether a rank of this node is still copying its data into memory.
-
-        Ranks that are lost do not count. Once the commit has ended, no rank counts.
-        """
+    def _is_copying(self, save_id: str) -> bool:
+        """Return whether a live rank of this node is still copying data, before the commit ends."""
         if records.cluster_outcome_record("commit", save_id) in self.names:
             return False
         markers = records.copying_markers(self.names)
         ranks = [rank_in_name(name) for name in markers if records.save_id_in_name(name) == save_id]
         return any(is_rank_alive(self.place.run, rank) for rank in ranks)
 
-    def _read_stage(self, stage: str, save_id: str) -> Stage | None:
+    def _read_ended_stage(self, stage: str, save_id: str) -> Stage | None:
         """Return a stage that has ended; None if it has not."""
         name = records.cluster_outcome_record(stage, save_id)
         if name not in self.names:
@@ -374,7 +373,7 @@ class _Reader:
         if isinstance(outcome, StoreError):
             self._log_damage(name, outcome)
             outcome = _damaged_outcome(stage, save_id, outcome)
-        return Stage(State.FAILED if outcome.failure else State.DONE, outcome, ended_at)
+        return Stage(StageState.FAILED if outcome.failure else StageState.DONE, outcome, ended_at)
 
     def _read_pending(self, name: str) -> PendingManifest | None:
         return self._read(name, PendingManifest) if name in self.names else None
@@ -393,7 +392,7 @@ class _Reader:
         if self.cache.logs:
             self.place.log_damage(name, error)
 
-    def _time(self, name: str) -> float | None:
+    def _modified_at(self, name: str) -> float | None:
         with suppress(FileNotFoundError):
             return (self.place.path / name).stat().st_mtime
         return None

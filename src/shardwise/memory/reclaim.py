@@ -24,13 +24,13 @@ from pathlib import Path
 from shardwise.errors import StateError, StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.decide import hopeless_places, is_superseded, superseded_places
+from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.memory.files import Deadline, lock_directory, read_record, write_record
 from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
 from shardwise.memory.home import OUTCOMES_DIRECTORY, ROOT_RECORD, Home, Place, Run, SnapshotInUse
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.observe import RecordCache, read_snapshot, view_run
+from shardwise.memory.observe import RecordCache, read_run_view, read_snapshot
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
 from shardwise.memory.records import rank_in_name
 from shardwise.memory.registry import remove_entry
@@ -44,23 +44,23 @@ log = logging.getLogger("shardwise")
 
 
 def free(
-    place: Place, timeout: float = SHORT_TIMEOUT, *, keep_retention_requests: bool = False
+    place: Place, timeout: float = SHORT_TIMEOUT, *, keep_removal_requests: bool = False
 ) -> bool:
     """Free a snapshot; return False if it is still in use after `timeout` seconds.
 
     Args:
-        keep_retention_requests: keep unanswered requests to remove old checkpoints from storage.
+        keep_removal_requests: keep unanswered requests to remove old checkpoints from storage.
     """
     for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
             if held:
-                return _free_locked(place, keep_retention_requests)
+                return _free_locked(place, keep_removal_requests)
         if not place.path.exists():
             break
     return False
 
 
-def _free_locked(place: Place, keep_retention_requests: bool) -> bool:
+def _free_locked(place: Place, keep_removal_requests: bool) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
         with store.hold(MANIFEST, shared=False) as held:
@@ -68,14 +68,14 @@ def _free_locked(place: Place, keep_retention_requests: bool) -> bool:
                 return False
             store.delete(MANIFEST)
     names = store.list()
-    kept = _open_retention_requests(names) if keep_retention_requests else set()
+    kept = _unanswered_removal_requests(names) if keep_removal_requests else set()
     _remove(place, [name for name in names if name not in kept])
     with suppress(OSError):
         store.remove()
     return True
 
 
-def _open_retention_requests(names: Collection[str]) -> set[str]:
+def _unanswered_removal_requests(names: Collection[str]) -> set[str]:
     requested = records.requested_saves(records.REMOVE_OLD, names)
     done = {
         save
@@ -93,7 +93,7 @@ def free_replaced(place: Place) -> None:
     Raises:
         SnapshotInUse: the snapshot is in use. It is marked as abandoned.
     """
-    if not free(place, keep_retention_requests=True):
+    if not free(place, keep_removal_requests=True):
         if not place.path.exists():
             return
         place.abandon()
@@ -164,12 +164,12 @@ def discard_all(run: Run) -> None:
 def discard_superseded(
     run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> None:
-    """After a restore, free the snapshots that the run no longer needs (see `superseded_places`).
+    """After a restore, free the snapshots that the run no longer needs (see `find_superseded`).
 
     Raises:
         StoreError: the agent does not release a snapshot.
     """
-    discard(superseded_places(view_run(run), step, lineage, nodes, slots))
+    discard(find_superseded(read_run_view(run), step, lineage, nodes, slots))
 
 
 def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> None:
@@ -193,9 +193,9 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
         )
 
 
-def free_hopeless(run: Run, seconds_until_hopeless: float, cache: RecordCache) -> None:
-    """Free snapshots that will never be committed (see `hopeless_places`)."""
-    for place in hopeless_places(view_run(run, cache), time.time(), seconds_until_hopeless):
+def free_uncommittable(run: Run, patience: float, cache: RecordCache) -> None:
+    """Free snapshots that will never be committed (see `find_uncommittable`)."""
+    for place in find_uncommittable(read_run_view(run, cache), time.time(), patience):
         place.abandon()
         free(place)
 
@@ -206,7 +206,7 @@ def remove_if_unused(home: Home, run: Run) -> None:
     A trainer that starts at the same time locks the directory first, or creates it again.
     """
     with lock_directory(run.path, shared=False) as locked:
-        if locked and _is_unused(run):
+        if locked and _has_neither_trainers_nor_snapshots(run):
             remove_entry(run, read_or_create_node_name(home))
             _remove_run(home, run)
 
@@ -260,10 +260,10 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
 
 def _remove(place: Place, names: list[str]) -> None:
     """Return slots and the agent's files to the pool, keep outcomes, and delete other files."""
-    slots = {staged.file.name: staged.slot for staged in place.staged()}
+    slots = {staged.file.name: staged.slot for staged in place.staged_files()}
     for each in place.ring_files():
         slots |= {each.file: each.slot, each.file.removeprefix("."): each.slot}
-    place.run.free.mkdir(exist_ok=True)
+    place.run.free_directory.mkdir(exist_ok=True)
     ended = place.run.path / OUTCOMES_DIRECTORY
     ended.mkdir(exist_ok=True)
     spares = _files_of_agent(names)
@@ -271,7 +271,7 @@ def _remove(place: Place, names: list[str]) -> None:
         path = place.path / name
         with suppress(FileNotFoundError):
             if name in slots:
-                path.rename(place.run.free / slots[name])
+                path.rename(place.run.free_directory / slots[name])
             elif name in spares:
                 add_spare(place.run, path)
             elif records.is_cluster_outcome_record(name):
@@ -314,7 +314,7 @@ def _remove_run(home: Home, run: Run) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _is_unused(run: Run) -> bool:
+def _has_neither_trainers_nor_snapshots(run: Run) -> bool:
     return not run.steps() and not has_trainers(run)
 
 

@@ -56,7 +56,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
         return f"AgentInfo(node={self.node!r}, url={self.url!r})"
 
 
-class StagedFile(msgspec.Struct, frozen=True):
+class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
     """A rank's data file is in memory, complete except for its checksums.
 
     The record is written before the file is moved next to it. It is valid once the file is there.
@@ -64,19 +64,23 @@ class StagedFile(msgspec.Struct, frozen=True):
     Attributes:
         file: the file's entry in the manifest, without checksums.
         slot: the file's name among the free slots, before and after the snapshot.
-        slots: the number of committed snapshots to keep.
+        snapshots_to_keep: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
         epoch: the epoch of the run at the save; None if an older version wrote the record.
     """
 
     file: FileEntry
     slot: str
-    slots: int
+    snapshots_to_keep: int
     stages: tuple[str, ...]
     epoch: int | None = None
 
 
-class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums": "sums"}):
+class RingFile(
+    msgspec.Struct,
+    frozen=True,
+    rename={"parity_index": "block", "ranges": "of", "checksums": "sums"},
+):
     """A copy or parity that a rank has made for other nodes from its own replicas.
 
     The file may be incomplete: the agent adds the data that the rank did not have. The record is
@@ -86,7 +90,7 @@ class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums":
         ring: the ranks that protect each other, with their data files.
         file: the name of the copy or parity, in the same directory.
         slot: the file's name among the free slots, before and after the snapshot.
-        block: the index of the parity block; None for a copy.
+        parity_index: the index of the parity chunk in its stripe; None for a copy.
         ranges: the byte range of each data file that is included, in whole blocks.
         checksums: for parity, the checksums of the included blocks as this rank read them, 4 bytes
             each.
@@ -95,7 +99,7 @@ class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums":
     ring: ProtectionGroup
     file: str
     slot: str
-    block: int | None
+    parity_index: int | None
     ranges: dict[str, tuple[int, int]]
     checksums: dict[str, bytes] = {}
 

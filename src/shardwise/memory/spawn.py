@@ -52,7 +52,7 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
 
 def running_agent(home: Home) -> AgentInfo | None:
     """Return the agent that runs on this node, or None."""
-    return read_record(home.info, AgentInfo) if home.has_agent() else None
+    return read_record(home.info_path, AgentInfo) if home.has_agent() else None
 
 
 def end_agent(home: Home, info: AgentInfo) -> None:
@@ -76,7 +76,7 @@ def end_agent(home: Home, info: AgentInfo) -> None:
             return
     raise StoreError(
         f"the agent of {home} (process {info.process}) did not end within {START_TIMEOUT:.0f} s of "
-        f"SIGTERM: see its log {home.log}, or kill the process"
+        f"SIGTERM: see its log {home.log_path}, or kill the process"
     )
 
 
@@ -105,11 +105,11 @@ def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo
         if not home.has_agent():
             if process is not None and process.poll() is not None:
                 raise StoreError(
-                    f"the agent of {home} ended at once; the end of its log {home.log}:\n"
-                    f"{log_tail(home.log)}"
+                    f"the agent of {home} ended at once; the end of its log {home.log_path}:\n"
+                    f"{log_tail(home.log_path)}"
                 )
             if process is None and options.start_agent:
-                home.info.unlink(missing_ok=True)
+                home.info_path.unlink(missing_ok=True)
                 process = _start_process(home, command)
     if not options.start_agent:
         raise StoreError(
@@ -118,8 +118,8 @@ def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo
         )
     raise StoreError(
         f"the agent of {home} did not start within {START_TIMEOUT:.0f} s; the end of its log "
-        f"{home.log}:\n"
-        f"{log_tail(home.log)}"
+        f"{home.log_path}:\n"
+        f"{log_tail(home.log_path)}"
     )
 
 
@@ -145,7 +145,7 @@ def _start_lock(home: Home) -> Iterator[None]:
 
 def _make_agent_command(home: Home, options: Memory, address: str) -> list[str]:
     command = [sys.executable, "-m", "shardwise", "agent", "run", f"--dir={home.path.parent}"]
-    command += [f"--interface={address}", "--until-idle", f"--log={home.log}"]
+    command += [f"--interface={address}", "--until-idle", f"--log={home.log_path}"]
     if options.domain is not None:
         command.append(f"--domain={options.domain}")
     if (tls := options.tls) is not None:
@@ -156,7 +156,7 @@ def _make_agent_command(home: Home, options: Memory, address: str) -> list[str]:
 
 def _start_process(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
     """Start an agent in a new session, so that signals to the trainers do not reach it."""
-    with open_log(home.log) as log:
+    with open_log(home.log_path) as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )

@@ -17,7 +17,7 @@ from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 
 
-class State(Enum):
+class StageState(Enum):
     """The state of a stage of a save, as one node sees it."""
 
     NOT_REQUESTED = "not requested"
@@ -29,12 +29,12 @@ class State(Enum):
     @property
     def is_open(self) -> bool:
         """Whether the stage was requested and has not ended."""
-        return self in (State.WAITING, State.RUNNING)
+        return self in (StageState.WAITING, StageState.RUNNING)
 
     @property
     def has_ended(self) -> bool:
         """Whether the stage is done or has failed."""
-        return self in (State.DONE, State.FAILED)
+        return self in (StageState.DONE, StageState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Stage:
         ended_at: the time when this node received the outcome, in seconds since 1970.
     """
 
-    state: State
+    state: StageState
     outcome: StageOutcome | None = None
     ended_at: float | None = None
 
@@ -58,8 +58,8 @@ class SaveView:
     Attributes:
         staged: the records of the data files of this node's ranks. The files exist.
         unsealed: the names of the data files that have no checksums yet.
-        has_staged: whether a rank of this node has written a `StagedFile` record. The data file may not
-            exist yet.
+        has_staged: whether a rank of this node has written a `StagedFile` record. The data file may
+            not exist yet.
         pending: the pending manifest on the leading node, a copy of it on other nodes. Here, its
             field `manifest` is empty.
         has_pending_manifest: whether this node has the pending manifest itself, because it leads
@@ -79,7 +79,7 @@ class SaveView:
     epoch: int | None
     stages: Mapping[str, Stage]
 
-    def state(self, stage: str) -> State:
+    def state_of(self, stage: str) -> StageState:
         """Return the state of a stage."""
         return self.stages[stage].state
 
@@ -87,13 +87,13 @@ class SaveView:
     def open_stages(self) -> frozenset[str]:
         """The stages that the ranks of this node requested and that have not ended."""
         requested = {stage for each in self.staged for stage in each.stages}
-        return frozenset(stage for stage in requested if not self.state(stage).has_ended)
+        return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
 
     @property
     def must_be_persisted(self) -> bool:
         """Whether this node must persist the save, even if newer saves are persisted already."""
         durable = self.has_pending_manifest and self.pending is not None and self.pending.durable
-        is_open = self.state("persist") is State.RUNNING or "persist" in self.open_stages
+        is_open = self.state_of("persist") is StageState.RUNNING or "persist" in self.open_stages
         return durable and is_open
 
 
@@ -133,11 +133,11 @@ class SnapshotView:
 
     def has_ended(self, stage: str) -> bool:
         """Return whether a stage has ended for any save of the step."""
-        return any(save.state(stage).has_ended for save in self.saves.values())
+        return any(save.state_of(stage).has_ended for save in self.saves.values())
 
     def is_done(self, stage: str) -> bool:
         """Return whether a stage is done for any save of the step."""
-        return any(save.state(stage) is State.DONE for save in self.saves.values())
+        return any(save.state_of(stage) is StageState.DONE for save in self.saves.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -212,7 +213,8 @@ def test_an_agent_that_is_stopped_holds_nobody_up_for_long(
 def test_a_card_of_an_agent_that_is_gone_is_not_taken_for_one(shm: Path) -> None:
     """Not even if another process has its number by now."""
     home = Home(shm)
-    home.info.write_text('{"node": "n", "url": "http://127.0.0.1:1", "token": "t", "process": 1}')
+    info = {"node": "n", "url": "http://127.0.0.1:1", "token": "t", "process": 1}
+    home.info_path.write_text(json.dumps(info))
     root = shm / "root"
     with sw.Checkpointer(root, memory=sw.Memory(dir=str(shm))) as cp:
         assert cp.restore({"step": 0}) is None

@@ -15,7 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.engine.group import SoloGroup
-from shardwise.memory.agent.status import status_of
+from shardwise.memory.agent.status import read_status
 from shardwise.memory.home import Home
 from shardwise.memory.spawn import running_agent
 from shardwise.store import open_store
@@ -118,7 +118,7 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
             until(handle.why_retrying, SECONDS)
             with pytest.raises(TimeoutError, match=r"the agent tries again: .*does not answer"):
                 handle.result(0.1)
-            (run,) = status_of(Home(shm)).runs
+            (run,) = read_status(Home(shm)).runs
             newest = run.snapshots[-1]
             assert (newest.step, newest.persist.state) == (2, "under way")
             assert "the agent tries again" in newest.persist.failure

@@ -15,7 +15,7 @@ from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, records
-from shardwise.memory.agent.lead import agents_of, attempt, read_pending_manifest
+from shardwise.memory.agent.lead import agents_of, read_pending_manifest, try_stage
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import copy_file, remove_old_checkpoints
 from shardwise.memory.agent.protect import protect_others
@@ -64,28 +64,28 @@ class Follower:
 
     Attributes:
         node: the name of this node.
-        mappings: the mappings of its files.
+        mapped_files: the mappings of its files.
         tls: certificates for connections to other nodes.
         stores: the stores that the agent has opened.
     """
 
     node: str
-    mappings: MappedFiles
+    mapped_files: MappedFiles
     tls: Tls | None = None
     stores: OpenedStores = field(default_factory=OpenedStores)
 
     def seal(self, action: Seal) -> None:
         """Compute the checksums of the files that this node's ranks staged."""
         place = action.place
-        for staged in place.staged():
+        for staged in place.staged_files():
             name = staged.file.name
             if name in action.files and not place.has(records.entry_record(name)):
-                data = self.mappings.map(place.path / name, staged.file.size)
+                data = self.mapped_files.map(place.path / name, staged.file.size)
                 write_record(place.path / records.entry_record(name), seal(data, staged.file))
 
     def copy(self, action: Copy) -> None:
         """Copy this node's files to storage."""
-        self._fulfil(
+        self._answer_request(
             action,
             "persist",
             PersistRequest,
@@ -99,10 +99,10 @@ class Follower:
         def make_copies_or_parity(request: ProtectRequest) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
                 return nodes.retry(
-                    lambda: protect_others(place, request, nodes, self.node, self.mappings)
+                    lambda: protect_others(place, request, nodes, self.node, self.mapped_files)
                 )
 
-        self._fulfil(action, "protect", ProtectRequest, make_copies_or_parity)
+        self._answer_request(action, "protect", ProtectRequest, make_copies_or_parity)
 
     def remove_old(self, action: decide.RemoveOld) -> None:
         """Remove old checkpoints from storage, as long as the request exists."""
@@ -110,13 +110,13 @@ class Follower:
 
         def remove(request: RemoveOldRequest) -> int:
             if request.mirror is not None:
-                return _have_mirrored(action.place, request, request.mirror)
+                return _request_mirroring(action.place, request, request.mirror)
             with self.stores.open(request.root) as root:
                 return remove_old_checkpoints(
                     root, request, should_continue=lambda: action.place.has(name)
                 )
 
-        self._fulfil(
+        self._answer_request(
             action,
             records.REMOVE_OLD,
             RemoveOldRequest,
@@ -155,7 +155,7 @@ class Follower:
             # The record of a staged file is valid only once the file exists.
             place.wait_for(name, deadline, failed=records.staging_failure_record(name))
             entry = _read_existing(place.path / records.staged_record(name), StagedFile).file
-            data = self.mappings.map(place.path / name, entry.size)
+            data = self.mapped_files.map(place.path / name, entry.size)
 
             def wait_until_sealed() -> None:
                 place.wait_for(records.entry_record(name), deadline)
@@ -172,7 +172,7 @@ class Follower:
             store.sync()
         return nbytes
 
-    def _fulfil(
+    def _answer_request(
         self,
         action: SaveAction,
         stage: str,
@@ -190,7 +190,7 @@ class Follower:
         place, save_id = action.place, action.save_id
         path = place.path / records.request_record(stage, save_id)
         start = time.monotonic()
-        nbytes, failure = attempt(
+        nbytes, failure = try_stage(
             place, stage, save_id, lambda: work(_read_existing(path, record_type))
         )
         done = StageOutcome(
@@ -204,7 +204,7 @@ class Follower:
         write_record(place.path / outcome_name(stage, save_id), done)
 
 
-def _have_mirrored(place: Place, request: RemoveOldRequest, mirror: MirrorRequest) -> int:
+def _request_mirroring(place: Place, request: RemoveOldRequest, mirror: MirrorRequest) -> int:
     """Have a checkpoint mirrored, and old checkpoints removed once they are mirrored; return 0."""
     task = MirrorTask(
         root=request.root,

@@ -30,7 +30,7 @@ from shardwise.memory.observe import Observer
 OBSERVE_PERIOD = 1.0
 NICENESS = 10
 LONGEST_DELAY = 60.0
-FORGET_AFTER = 600.0
+FORGET_DELAY = 600.0
 log = logging.getLogger("shardwise.agent")
 
 Performer = Callable[..., object]
@@ -62,7 +62,7 @@ class Agent:
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._workers = {kind: _Worker(kind.__name__.lower(), self) for kind in performers}
-        self._observing = threading.Thread(
+        self._observer_thread = threading.Thread(
             target=self._observe_repeatedly, name="observe", daemon=True
         )
 
@@ -70,7 +70,7 @@ class Agent:
         """Start the threads."""
         for worker in self._workers.values():
             worker.thread.start()
-        self._observing.start()
+        self._observer_thread.start()
 
     @property
     def is_stopping(self) -> bool:
@@ -86,7 +86,7 @@ class Agent:
         self._stopping.set()
         self.wake()
         deadline = self._observer.clock() + timeout
-        threads = [self._observing, *(worker.thread for worker in self._workers.values())]
+        threads = [self._observer_thread, *(worker.thread for worker in self._workers.values())]
         for thread in threads:
             thread.join(max(0.0, deadline - self._observer.clock()))
         return not any(thread.is_alive() for thread in threads)
@@ -95,7 +95,7 @@ class Agent:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
         actions = decide(self._observer.node(), now, self._periods)
-        self._retries.forget_others(actions)
+        self._retries.forget_all_except(actions)
         return [each for each in actions if self._retries.is_due(each)]
 
     def perform(self, action: Action) -> bool:
@@ -105,7 +105,7 @@ class Agent:
         have resumed the run from an older step.
         """
         try:
-            if not self._is_decided(action):
+            if not self._is_still_due(action):
                 return True
             if isinstance(action, (Free, FreeRun, LookUpRoot, RemoveOld)):
                 self._performers[type(action)](action)
@@ -118,12 +118,12 @@ class Agent:
         except SnapshotInUse:
             return False
         except Exception as error:
-            self._retries.failed(action, error)
+            self._retries.record_failure(action, error)
             return False
-        self._retries.succeeded(action)
+        self._retries.record_success(action)
         return True
 
-    def _is_decided(self, action: Action) -> bool:
+    def _is_still_due(self, action: Action) -> bool:
         run = self._observer.run(run_of(action))
         return action in decide_run(run, self._observer.clock(), self._periods)
 
@@ -186,18 +186,18 @@ def run_of(action: Action) -> Run:
 class _Attempts:
     """How many times an action was performed or has failed, and the time of the last attempt."""
 
-    times: int = 0
-    last: float = 0.0
+    count: int = 0
+    last_at: float = 0.0
 
     def add(self, now: float) -> None:
         """Count one more time; start again from zero if the last time was long ago."""
-        self.times = self.times + 1 if now - self.last < FORGET_AFTER else 1
-        self.last = now
+        self.count = self.count + 1 if now - self.last_at < FORGET_DELAY else 1
+        self.last_at = now
 
     def is_due(self, now: float) -> bool:
         """Return whether to try again: at once after the first time, then after growing delays."""
-        delay = min(2.0 ** (self.times - 2), LONGEST_DELAY) if self.times > 1 else 0.0
-        return now - self.last >= delay
+        delay = min(2.0 ** (self.count - 2), LONGEST_DELAY) if self.count > 1 else 0.0
+        return now - self.last_at >= delay
 
 
 class Retries:
@@ -223,19 +223,19 @@ class Retries:
             count = self._actions.get(action)
             return count is None or count.is_due(self._clock())
 
-    def succeeded(self, action: Action) -> None:
+    def record_success(self, action: Action) -> None:
         """Count a success."""
         with self._lock:
             self._actions.setdefault(action, _Attempts()).add(self._clock())
 
-    def failed(self, action: Action, error: Exception) -> None:
+    def record_failure(self, action: Action, error: Exception) -> None:
         """Count a failure, and log it."""
         with self._lock:
             count = self._actions.setdefault(action, _Attempts())
             count.add(self._clock())
-            self._log(action, error, count.times)
+            self._log(action, error, count.count)
 
-    def forget_others(self, actions: Collection[Action]) -> None:
+    def forget_all_except(self, actions: Collection[Action]) -> None:
         """Forget all actions except these, which `decide` returned last."""
         with self._lock:
             for action in self._actions.keys() - set(actions):
@@ -251,10 +251,10 @@ class Retries:
             return
         failures = self._failures.setdefault(_cause_of(error), _Attempts())
         failures.add(self._clock())
-        if failures.times == 1:
+        if failures.count == 1:
             log.error("%s", message, exc_info=error)
-        elif failures.times & (failures.times - 1) == 0:  # 2, 4, 8, …
-            log.error("%s (failed %d times)", message, failures.times)
+        elif failures.count & (failures.count - 1) == 0:  # 2, 4, 8, …
+            log.error("%s (failed %d times)", message, failures.count)
 
 
 def _cause_of(error: Exception) -> tuple[str, int]:

@@ -30,7 +30,7 @@ LOG_INTERVAL = 60.0
 log = logging.getLogger("shardwise.agent")
 
 
-class Unauthenticated:
+class UnauthenticatedConnections:
     """The connections on which the client has not presented the secret yet.
 
     Each connection is closed after a few seconds. If there are too many, the oldest is closed:
@@ -81,7 +81,7 @@ class Unauthenticated:
             transport.abort()
 
 
-UNAUTHENTICATED = web.AppKey("unauthenticated", Unauthenticated)
+UNAUTHENTICATED_CONNECTIONS = web.AppKey("unauthenticated", UnauthenticatedConnections)
 
 
 class RateLimitedLog(logging.Logger):
@@ -127,7 +127,7 @@ class RateLimitedLog(logging.Logger):
 
 
 @asynccontextmanager
-async def serving(
+async def serve_connections(
     app: web.Application,
     listener: socket.socket,
     *,
@@ -147,10 +147,10 @@ async def serving(
         errors: the logger for requests that cannot be answered.
     """
     errors = errors or RateLimitedLog()
-    unauthenticated = Unauthenticated(
+    unauthenticated = UnauthenticatedConnections(
         max(1, most // 2), MOST_UNAUTHENTICATED, min(FIRST_REQUEST_TIMEOUT, idle_timeout)
     )
-    app[UNAUTHENTICATED] = unauthenticated
+    app[UNAUTHENTICATED_CONNECTIONS] = unauthenticated
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -180,7 +180,9 @@ async def serving(
 class _Acceptor(asyncio.Protocol):
     """Passes each new connection to the server, or closes it if there are too many."""
 
-    def __init__(self, runner: web.AppRunner, unauthenticated: Unauthenticated, most: int) -> None:
+    def __init__(
+        self, runner: web.AppRunner, unauthenticated: UnauthenticatedConnections, most: int
+    ) -> None:
         self._runner = runner
         self._unauthenticated = unauthenticated
         self._most = most

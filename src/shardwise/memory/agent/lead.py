@@ -23,9 +23,9 @@ from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
     copy_files_of_lost_nodes,
     lock_for_publishing,
-    retention_request,
+    make_removal_request,
 )
-from shardwise.memory.agent.protect import protection_of
+from shardwise.memory.agent.protect import plan_protection
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, Place, Run
 from shardwise.memory.options import Tls
@@ -63,21 +63,21 @@ class Leader:
 
     def commit(self, action: decide.Commit) -> None:
         """Collect the entries of all files, and write the manifest to all nodes."""
-        self._perform(action, "commit", _LedSave.commit)
+        self._perform(action, "commit", _LeaderSave.commit)
 
     def protect(self, action: decide.Protect) -> None:
         """Have all nodes make the requested copies or parity."""
-        self._perform(action, "protect", _LedSave.protect)
+        self._perform(action, "protect", _LeaderSave.protect)
 
     def persist(self, action: decide.Persist) -> None:
         """Have all nodes copy their files to storage, and publish the manifest there.
 
         A rescue can make another node than that of rank 0 do this.
         """
-        self._perform(action, "persist", _LedSave.persist)
+        self._perform(action, "persist", _LeaderSave.persist)
 
     def _perform(
-        self, action: decide.SaveAction, stage: str, work: Callable[[_LedSave], int]
+        self, action: decide.SaveAction, stage: str, work: Callable[[_LeaderSave], int]
     ) -> None:
         """Do the work of a stage, and write its outcome to all nodes."""
         place = action.place
@@ -87,8 +87,8 @@ class Leader:
         is_rescue = place.has(records.request_record("rescue", pending.save_id))
         wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
-            save = _LedSave(place, pending, nodes, self)
-            nbytes, failure = attempt(place, stage, pending.save_id, lambda: work(save))
+            save = _LeaderSave(place, pending, nodes, self)
+            nbytes, failure = try_stage(place, stage, pending.save_id, lambda: work(save))
             done = StageOutcome(
                 save_id=pending.save_id,
                 stage=stage,
@@ -104,7 +104,7 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True)
-class _LedSave:
+class _LeaderSave:
     """A save that this node leads. The methods do the work of a stage, and return its bytes.
 
     Attributes:
@@ -149,17 +149,17 @@ class _LedSave:
         manifest = decode_manifest(self.place.read_manifest(save_id))
         request = ProtectRequest(
             save_id=save_id,
-            protection=protection_of(self.pending, list(manifest.files)),
+            protection=plan_protection(self.pending, list(manifest.files)),
             nodes=agents_of(self.pending, self.place.run),
             wait=self.pending.wait,
             rings=len(self.pending.rings),
         )
         self.nodes.write_to_all(records.request_record("protect", save_id), request)
-        done_by = run_on_nodes(
+        outcome_of = run_on_nodes(
             [info.node for info in self.pending.nodes],
             lambda node: self._wait_for_node("protect", node),
         )
-        return _total_bytes(done_by)
+        return _total_bytes(outcome_of)
 
     def persist(self) -> int:
         """Have all nodes copy their files to storage, and publish the manifest there."""
@@ -170,7 +170,7 @@ class _LedSave:
         ):
             copied = 0 if publication.is_published else self._copy_files(publication.store)
             publication.publish(self.place.read_manifest(save_id))
-        request = retention_request(self.pending)
+        request = make_removal_request(self.pending)
         if request is not None:
             write_record(
                 self.place.path / records.request_record(records.REMOVE_OLD, save_id), request
@@ -182,8 +182,8 @@ class _LedSave:
         files_of = self._files_by_node()
         # Request from all nodes before waiting for any.
         reached = run_on_nodes(files_of, lambda node: self._request_copy(node, files_of[node]))
-        done_by = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
-        copied = {node: done for node, done in done_by.items() if done is not None}
+        outcome_of = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
+        copied = {node: done for node, done in outcome_of.items() if done is not None}
         nbytes = _total_bytes(copied)
         outcome = records.cluster_outcome_record("commit", self.pending.save_id)
         commit = self.nodes.wait_for_record(self.leader.node, outcome, StageOutcome)
@@ -256,16 +256,16 @@ class _LedSave:
         return found
 
 
-def _total_bytes(done_by: dict[str, StageOutcome]) -> int:
+def _total_bytes(outcome_of: dict[str, StageOutcome]) -> int:
     """Return the bytes of all nodes' parts of a stage.
 
     Raises:
         StoreError: a node's part failed.
     """
-    for node, done in done_by.items():
+    for node, done in outcome_of.items():
         if done.failure:
             raise StoreError(f"node {node}: {done.failure}")
-    return sum(done.bytes for done in done_by.values())
+    return sum(done.bytes for done in outcome_of.values())
 
 
 def read_pending_manifest(action: decide.SaveAction) -> PendingManifest:
@@ -294,7 +294,7 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     return [newest[info.node] for info in pending.nodes]
 
 
-def attempt(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> tuple[int, str]:
+def try_stage(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> tuple[int, str]:
     """Return the result of `work` and "", or 0 and why `work` failed, which is logged.
 
     Raises:
@@ -304,7 +304,7 @@ def attempt(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> 
     try:
         result = work(), ""
     except StoreUnavailableError as error:
-        if _notes_retry(place, stage, save_id, str(error)):
+        if _record_retry(place, stage, save_id, str(error)):
             raise
         result = 0, _log_failure(place, error)
     except Exception as error:
@@ -313,7 +313,7 @@ def attempt(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> 
     return result
 
 
-def _notes_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
+def _record_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
     """Record why a stage is tried again; return False if it was tried for too long."""
     path, now = place.path / records.retry_record(stage, save_id), time.time()
     with suppress(StoreError):

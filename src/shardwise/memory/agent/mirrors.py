@@ -24,7 +24,7 @@ from shardwise.store import open_store
 from shardwise.tiers.mirroring import Mirroring, Rules, Saved
 from shardwise.tiers.worker import MirrorWorker
 
-PERIOD = 1.0
+POLL_PERIOD = 1.0
 RETRY_PERIOD = 60.0
 REOPEN_PERIOD = 600.0
 """Seconds after which a mirror that fails is opened anew."""
@@ -34,7 +34,7 @@ log = logging.getLogger("shardwise.agent")
 
 
 @dataclass(slots=True)
-class _Active:
+class _ActiveTask:
     """A task, and the thread that works on it; None if its stores could not be opened."""
 
     task: MirrorTask
@@ -53,7 +53,7 @@ class Mirrors:
     def __init__(self, home: Home, clock: Callable[[], float] = time.time) -> None:
         self._home = home
         self._clock = clock
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, _ActiveTask] = {}
         self._bell = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="mirrors", daemon=True)
@@ -80,7 +80,7 @@ class Mirrors:
         """Return whether there is any task."""
         return bool(runs_with_mirrors(self._home.path))
 
-    def update(self) -> None:
+    def update_tasks(self) -> None:
         """Start threads for new tasks, pass news to the others, and remove tasks that are done."""
         tasks: dict[str, tuple[Run, MirrorTask]] = {}
         for name in runs_with_mirrors(self._home.path):
@@ -89,35 +89,35 @@ class Mirrors:
                 if (task := read_mirror_task(run)) is not None:
                     tasks[name] = run, task
         for name in self._active.keys() - tasks.keys():
-            self._end(name)
+            self._end_task(name)
         for name, (run, task) in tasks.items():
             self._update_task(name, task)
             if self._is_finished(run, self._active[name]):
                 remove_mirror_task(run)
-                self._end(name)
+                self._end_task(name)
 
     def _update_task(self, name: str, task: MirrorTask) -> None:
         active = self._active.get(name)
-        if active is not None and active.worker is not None and _same_tiers(active.task, task):
-            if active.worker.is_failing and self._is_old(active):
-                self._end(name)  # opened anew, the stores may find other credentials
-                self._active[name] = _Active(task, _start(task), self._clock())
+        if active is not None and active.worker is not None and _have_same_tiers(active.task, task):
+            if active.worker.is_failing and self._must_be_reopened(active):
+                self._end_task(name)  # opened anew, the stores may find other credentials
+                self._active[name] = _ActiveTask(task, _start_worker(task), self._clock())
                 return
             if active.task != task:
-                active.worker.set_saved(_saved(task))
+                active.worker.set_saved(_saved_steps(task))
                 active.task = task
             return
         if active is not None and active.worker is None:
             if active.task == task and self._clock() - active.started_at < RETRY_PERIOD:
                 return
         elif active is not None:
-            self._end(name)
-        self._active[name] = _Active(task, _start(task), self._clock())
+            self._end_task(name)
+        self._active[name] = _ActiveTask(task, _start_worker(task), self._clock())
 
-    def _is_old(self, active: _Active) -> bool:
+    def _must_be_reopened(self, active: _ActiveTask) -> bool:
         return self._clock() - active.started_at >= REOPEN_PERIOD
 
-    def _is_finished(self, run: Run, active: _Active) -> bool:
+    def _is_finished(self, run: Run, active: _ActiveTask) -> bool:
         """Return whether a run has ended, and its mirror has everything or is given up."""
         if has_trainers(run) or run.steps():
             return False
@@ -132,7 +132,7 @@ class Mirrors:
         )
         return True
 
-    def _end(self, name: str) -> None:
+    def _end_task(self, name: str) -> None:
         active = self._active.pop(name)
         if active.worker is not None:
             active.worker.stop(STOP_TIMEOUT)
@@ -140,25 +140,25 @@ class Mirrors:
     def _work(self) -> None:
         while not self._is_stopping:
             try:
-                self.update()
+                self.update_tasks()
             except Exception:
                 log.exception("looking for mirrors failed; trying again")
-            self._bell.wait(PERIOD)
+            self._bell.wait(POLL_PERIOD)
             self._bell.clear()
 
 
-def _same_tiers(before: MirrorTask, after: MirrorTask) -> bool:
+def _have_same_tiers(before: MirrorTask, after: MirrorTask) -> bool:
     def tiers(task: MirrorTask) -> object:
         return task.root, task.mirror, task.keep
 
     return tiers(before) == tiers(after)
 
 
-def _saved(task: MirrorTask) -> Saved:
+def _saved_steps(task: MirrorTask) -> Saved:
     return Saved(task.newest, frozenset(task.damaged), task.suspected)
 
 
-def _start(task: MirrorTask) -> MirrorWorker | None:
+def _start_worker(task: MirrorTask) -> MirrorWorker | None:
     """Start a thread for a task; return None if its stores cannot be opened."""
     try:
         rules = Rules(decode_keep(task.keep), task.mirror.rules(), task.mirror.budget)
@@ -167,6 +167,6 @@ def _start(task: MirrorTask) -> MirrorWorker | None:
         log.error("the mirror %s of %s cannot be used: %s", task.mirror.place, task.root, error)
         return None
     worker = MirrorWorker(mirroring, lowers_priority=True)
-    worker.set_saved(_saved(task))
+    worker.set_saved(_saved_steps(task))
     worker.start()
     return worker

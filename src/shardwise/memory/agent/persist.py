@@ -92,9 +92,9 @@ def copy_files_of_lost_nodes(
     entries = {entry.name: entry for entry in manifest.files}
     info_of = {info.node: info for info in infos}
     others = [info for info in infos if info.node != node]
-    held = [list_own_files(place.run, node), *ask_nodes(others, place.run.name, tls)]
+    node_files = [list_own_files(place.run, node), *ask_nodes(others, place.run.name, tls)]
     read = make_reader(info_of, place.run, node, tls)
-    assembly = Search(held, info_of, read).choose(place.step)
+    assembly = Search(node_files, info_of, read).choose(place.step)
     if assembly.step is None:
         reasons = "; ".join(reason for _, reason in assembly.skipped)
         raise StoreError(
@@ -161,7 +161,7 @@ def lock_for_publishing(
     store = root.at(step_directory(pending.step))
     lock = lock_file(pending.save_id)
     names = store.list()
-    is_published = MANIFEST in names and _published_save(store) == pending.save_id
+    is_published = MANIFEST in names and _published_save_id(store) == pending.save_id
     if not pending.overwrite and MANIFEST in names and not is_published:
         raise _checkpoint_exists(store)
     has_begun = any(name in names for name, _ in pending.files)
@@ -182,7 +182,7 @@ def lock_for_publishing(
                 store.delete(lock)
 
 
-def _published_save(store: Store) -> str | None:
+def _published_save_id(store: Store) -> str | None:
     """Return the id of the save that is published in a directory; None if it is unreadable."""
     try:
         return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
@@ -196,7 +196,7 @@ def _checkpoint_exists(store: Store) -> CheckpointExistsError:
     )
 
 
-def retention_request(pending: PendingManifest) -> RemoveOldRequest | None:
+def make_removal_request(pending: PendingManifest) -> RemoveOldRequest | None:
     """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
     if pending.mirror is None and not decode_keep(pending.keep).has_rules:
         return None

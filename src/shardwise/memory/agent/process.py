@@ -22,7 +22,7 @@ from shardwise.errors import StoreError
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
-from shardwise.memory.agent.connection_limits import BACKLOG, serving
+from shardwise.memory.agent.connection_limits import BACKLOG, serve_connections
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.opened_stores import OpenedStores
@@ -52,7 +52,7 @@ log = logging.getLogger("shardwise.agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class AgentOptions:
     """Options of an agent.
 
     Args:
@@ -73,7 +73,7 @@ class ServeOptions:
     until_idle: bool = False
 
 
-def run_agent(directory: Path, options: ServeOptions) -> bool:
+def run_agent(directory: Path, options: AgentOptions) -> bool:
     """Run the agent of a node until SIGTERM or SIGINT, or until it is idle.
 
     Args:
@@ -88,14 +88,14 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
     home = Home(directory)
     address = resolve_interface(options.interface)
     with _agent_lock(home):
-        home.info.unlink(missing_ok=True)
-        _open_many_files()
+        home.info_path.unlink(missing_ok=True)
+        _raise_file_limit()
         node = read_or_create_node_name(home)
-        mappings = MappedFiles()
+        mapped_files = MappedFiles()
         finish_removals(home)
         observer = Observer(home, node)
-        performers = _performers(home, node, observer, mappings, options.tls)
-        agent = Agent(observer, performers, before_observing=mappings.unmap_removed)
+        performers = _make_performers(home, node, observer, mapped_files, options.tls)
+        agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
         mirrors = Mirrors(home)
         info = AgentInfo(
             node=node,
@@ -109,12 +109,12 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         return asyncio.run(_serve(home, agent, mirrors, info, options, address))
 
 
-def _performers(
-    home: Home, node: str, observer: Observer, mappings: MappedFiles, tls: Tls | None
+def _make_performers(
+    home: Home, node: str, observer: Observer, mapped_files: MappedFiles, tls: Tls | None
 ) -> dict[type, Performer]:
     """Return the function that performs each kind of action."""
     stores = OpenedStores()
-    leader, follower = Leader(node, tls, stores), Follower(node, mappings, tls, stores)
+    leader, follower = Leader(node, tls, stores), Follower(node, mapped_files, tls, stores)
     return {
         decide.Seal: follower.seal,
         decide.Commit: leader.commit,
@@ -135,7 +135,7 @@ async def _serve(
     agent: Agent,
     mirrors: Mirrors,
     info: AgentInfo,
-    options: ServeOptions,
+    options: AgentOptions,
     address: str,
 ) -> bool:
     ended = asyncio.Event()
@@ -143,7 +143,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     tls = None if options.tls is None else options.tls.for_server()
-    listener = _listener(home, address, options.port)
+    listener = _open_listener(home, address, options.port)
     port = listener.getsockname()[1]
     record_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
@@ -153,21 +153,21 @@ async def _serve(
         agent.wake()
         mirrors.wake()
 
-    threading.Thread(target=listen_to_bell, args=(home.bell, wake), daemon=True).start()
-    async with serving(create_app(home.path, info.token, agent.wake), listener, tls=tls):
+    threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
+    async with serve_connections(create_app(home.path, info.token, agent.wake), listener, tls=tls):
         agent.start()
         mirrors.start()
         agent.wake()
-        write_record(home.info, info)
+        write_record(home.info_path, info)
         threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
-            await _until_ended(home, mirrors, ended, until_idle=options.until_idle)
+            await _wait_for_end(home, mirrors, ended, until_idle=options.until_idle)
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
             await asyncio.to_thread(mirrors.stop)
-            home.info.unlink(missing_ok=True)
+            home.info_path.unlink(missing_ok=True)
     if not finished:
         log.warning("some actions are unfinished; the next agent repeats them")
     return finished
@@ -180,7 +180,7 @@ def _update_roots(home: Home, info: AgentInfo) -> None:
             update_address(home.run(name), info)
 
 
-async def _until_ended(
+async def _wait_for_end(
     home: Home, mirrors: Mirrors, ended: asyncio.Event, *, until_idle: bool
 ) -> None:
     busy_at = time.monotonic()
@@ -194,7 +194,7 @@ async def _until_ended(
             await asyncio.wait_for(ended.wait(), 1.0)
 
 
-def _listener(home: Home, address: str, port: int) -> socket.socket:
+def _open_listener(home: Home, address: str, port: int) -> socket.socket:
     """Return a listening socket.
 
     For port 0, try the port of the previous agent first, because other nodes know it.
@@ -213,11 +213,11 @@ def _listener(home: Home, address: str, port: int) -> socket.socket:
         ) from error
 
 
-def _open_many_files() -> None:
+def _raise_file_limit() -> None:
     """Raise the limit of open files of this process, which connections and snapshots need."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ POLL_PAUSE = 0.002
 log = logging.getLogger("shardwise.agent")
 
 
-def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protection:
+def plan_protection(pending: PendingManifest, files: list[FileEntry]) -> Protection:
     """Return which nodes protect which files of a save.
 
     The groups of the rings come first. Groups by failure domain protect all other files.
@@ -76,7 +76,7 @@ def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protectio
     return combine_groups(pending.save_id, groups, copies=pending.copies, parity=pending.parity)
 
 
-def protection_gaps(
+def find_protection_gaps(
     nodes: list[AgentInfo], *, copies: int, parity: int, group: int
 ) -> tuple[str, ...]:
     """Return messages about nodes that cannot be protected as well as requested.
@@ -90,14 +90,14 @@ def protection_gaps(
 
 
 def protect_others(
-    place: Place, request: ProtectRequest, nodes: Nodes, node: str, mappings: MappedFiles
+    place: Place, request: ProtectRequest, nodes: Nodes, node: str, mapped_files: MappedFiles
 ) -> int:
     """Make the copies and parity that a node stores for others; return their bytes.
 
     Args:
         place: the snapshot on this node.
         node: the name of this node.
-        mappings: the mappings of this node's files.
+        mapped_files: the mappings of this node's files.
 
     Raises:
         StoreError: a node does not answer, and its data is needed.
@@ -105,7 +105,7 @@ def protect_others(
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    files = _ProtectionFiles(place, request, nodes, entries, mappings)
+    files = _ProtectionFiles(place, request, nodes, entries, mapped_files)
     groups = groups_of_node(request.protection, node)
     return sum(files.make_files(group, index) for group, index in groups)
 
@@ -124,7 +124,7 @@ class _ProtectionFiles:
         request: ProtectRequest,
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
-        mappings: MappedFiles,
+        mapped_files: MappedFiles,
     ) -> None:
         self._place = place
         self._save_id = request.save_id
@@ -132,7 +132,7 @@ class _ProtectionFiles:
         self._deadline = Deadline(request.wait)
         self._nodes = nodes
         self._entries = entries
-        self._mappings = mappings
+        self._mappings = mapped_files
 
     def make_files(self, group: ProtectionGroup, index: int) -> int:
         """Make the copies and parity of one group; return their bytes.
@@ -155,12 +155,12 @@ class _ProtectionFiles:
         if ring_file is None or not complete_copy(
             self._map(name, entry.size), ring_file, entry, owner, self._nodes
         ):
-            self._fetch(owner, entry)
-        self._finish(name)
+            self._fetch_file(owner, entry)
+        self._rename_to_final(name)
 
-    def _fetch(self, owner: str, entry: FileEntry) -> None:
+    def _fetch_file(self, owner: str, entry: FileEntry) -> None:
         """Copy a file over the network: the checksums first, then the data, which is verified."""
-        os.close(self._create(entry.name, entry.size))
+        os.close(self._create_temporary(entry.name, entry.size))
         data = self._map(entry.name, entry.size)
         encoded = data[entry.checksums_at :]
         self._nodes.read_range(owner, entry.name, entry.checksums_at, encoded)
@@ -189,12 +189,12 @@ class _ProtectionFiles:
         if not all(complete):
             self._encode_parity(group, index, names)
         for name in names:
-            self._finish(name)
+            self._rename_to_final(name)
 
     def _encode_parity(self, group: ProtectionGroup, index: int, names: list[str]) -> None:
         """Compute parity from data that is read over the network."""
         size = parity_file_size(group.chunk)
-        fds = {name: self._create(name, size) for name in names}
+        fds = {name: self._create_temporary(name, size) for name in names}
 
         def write(name: str, offset: int, data: Buffer) -> None:
             _write_all(fds[name], offset, data, self._place.temporary_path(name))
@@ -224,14 +224,14 @@ class _ProtectionFiles:
         for _ in self._deadline.attempts(pause=POLL_PAUSE):
             # In this order: if the rank ends in between, it has written the record before.
             is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)
-            if is_made(self._place, record):
-                return claim(self._place, record, name, group)
+            if is_ring_file_made(self._place, record):
+                return claim_ring_file(self._place, record, name, group)
             if not is_alive:
                 break
             self._place.refuse_abandoned()
         return None
 
-    def _create(self, name: str, size: int) -> int:
+    def _create_temporary(self, name: str, size: int) -> int:
         """Open a temporary file with all pages allocated; reuse a spare file if there is one."""
         temporary = self._place.temporary_path(name)
         reuse_spare(self._place.run, size, temporary)
@@ -247,7 +247,7 @@ class _ProtectionFiles:
     def _map(self, name: str, size: int) -> Buffer:
         return self._mappings.map(self._place.temporary_path(name), size)
 
-    def _finish(self, name: str) -> None:
+    def _rename_to_final(self, name: str) -> None:
         self._place.temporary_path(name).rename(self._place.path / name)
 
 
@@ -261,7 +261,9 @@ def _write_all(fd: int, offset: int, data: Buffer, path: Path) -> None:
         view = view[written:]
 
 
-def claim(place: Place, record: str, name: str, group: ProtectionGroup) -> RingFile | None:
+def claim_ring_file(
+    place: Place, record: str, name: str, group: ProtectionGroup
+) -> RingFile | None:
     """Claim the copy or parity that a rank has made, and return its record.
 
     The file is renamed to the temporary name of `name`, and its record is updated. Return None if
@@ -285,7 +287,7 @@ def claim(place: Place, record: str, name: str, group: ProtectionGroup) -> RingF
     return ring_file
 
 
-def is_made(place: Place, record: str) -> bool:
+def is_ring_file_made(place: Place, record: str) -> bool:
     """Return whether a rank has made the copy or parity of a record, claimed or not."""
     ring_file = read_record(place.path / record, RingFile)
     return ring_file is not None and (ring_file.file.startswith(".") or place.has(ring_file.file))
@@ -330,7 +332,7 @@ def complete_parity(
     Raises:
         StoreError: another node does not answer.
     """
-    group, block = ring_file.ring, ring_file.block or 0
+    group, block = ring_file.ring, ring_file.parity_index or 0
     owner_of = {file: member.node for member in group.members for file, _ in member.files}
     for file in ring_file.ranges:
         if not _has_sealed_checksums(ring_file, entries[file], owner_of[file], nodes):
@@ -356,9 +358,7 @@ def complete_parity(
 
 
 def _log_difference(file: str, owner: str) -> None:
-    log.warning(
-        "%s on node %s differs from the replica here; reading it over the network", file, owner
-    )
+    log.warning("%s on node %s differs from this node's replica; reading it again", file, owner)
 
 
 def _has_sealed_checksums(ring_file: RingFile, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
@@ -389,7 +389,7 @@ def _incomplete_pieces(
     ring_file: RingFile, group: ProtectionGroup, index: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
     """Yield the offsets of the pieces of a parity block that lack data of a file."""
-    stripe = parity_stripes(group, index)[ring_file.block or 0]
+    stripe = parity_stripes(group, index)[ring_file.parity_index or 0]
     for low in range(0, group.chunk, SECTION):
         high = min(low + SECTION, group.chunk)
         for chunk, position in enumerate(stripe.data):

@@ -78,14 +78,14 @@ def report_tensors(run: Run, pattern: str) -> TensorsStatus | None:
         if place.is_committed():
             try:
                 manifest = decode_manifest((place.path / MANIFEST).read_bytes())
-                tensors = _tensors(place, manifest, pattern)
+                tensors = _report_tensors_of(place, manifest, pattern)
             except FormatError as error:
                 raise FormatError(f"{place.path}: {error}") from error
             return TensorsStatus(step=step, tensors=tensors)
     return None
 
 
-def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatus]:
+def _report_tensors_of(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatus]:
     pieces = validated_pieces(manifest)
     files_of: list[set[int]] = [set() for _ in manifest.tensors]
     for tensor, file in zip(pieces.tensor.tolist(), pieces.file.tolist(), strict=True):

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
-from shardwise.memory.agent.connection_limits import UNAUTHENTICATED
+from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
 from shardwise.memory.files import LARGEST_RECORD, replace_atomically
 from shardwise.memory.identity import make_run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
@@ -33,12 +33,12 @@ STALL_TIMEOUT = 30.0
 SLOWEST_RATE = 1 << 20
 SEND_SIZE = 1 << 23
 MOST_BODY_BYTES = LARGEST_RECORD
-RUN = "/runs/{run:[0-9a-f]{16}}"
+RUN_PATH = "/runs/{run:[0-9a-f]{16}}"
 _WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
 """The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
 the trainers and the agent of this node write the other records."""
-_READING = ("GET", "HEAD")
-_NO_REGULAR_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
+_READ_METHODS = ("GET", "HEAD")
+_NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
 
 def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
@@ -57,9 +57,9 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
     handlers = _Handlers(home, wake)
     app = web.Application(middlewares=[_require_token(token)])
     app.router.add_get("/health", handlers.health)
-    app.router.add_get(RUN, handlers.list_steps)
-    app.router.add_get(f"{RUN}/{{step}}/{{name}}", handlers.send_file)
-    app.router.add_put(f"{RUN}/{{step}}/{{name}}", handlers.receive_record)
+    app.router.add_get(RUN_PATH, handlers.list_steps)
+    app.router.add_get(f"{RUN_PATH}/{{step}}/{{name}}", handlers.send_file)
+    app.router.add_put(f"{RUN_PATH}/{{step}}/{{name}}", handlers.receive_record)
     app.router.add_post("/wake", handlers.wake_agent)
     app.on_response_prepare.append(_hide_versions)
     return app
@@ -72,7 +72,7 @@ class _Handlers:
         self._home = home
         self._wake = wake
         self._arrival = asyncio.Event()
-        self._bytes = 0
+        self._bytes_received = 0
 
     async def health(self, request: web.Request) -> web.Response:
         with _directory(self._home, "runs") as runs:
@@ -85,23 +85,23 @@ class _Handlers:
     async def send_file(self, request: web.Request) -> web.StreamResponse:
         run, step, name = _path_of(request)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _wait_of(request)
-        while (file := _open(self._home, run, step, name)) is None:
-            left = deadline - loop.time()
-            if left <= 0 or _is_closed(request):
+        deadline = loop.time() + _requested_wait(request)
+        while (file := _open_file(self._home, run, step, name)) is None:
+            seconds_left = deadline - loop.time()
+            if seconds_left <= 0 or _is_closed(request):
                 raise web.HTTPNotFound
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrival.wait(), min(left, POLL_PERIOD))
+                await asyncio.wait_for(self._arrival.wait(), min(seconds_left, POLL_PERIOD))
         with file:
-            return await _send(request, file)
+            return await _send_file(request, file)
 
     async def receive_record(self, request: web.Request) -> web.Response:
         run, step, name = _path_of(request)
         if name != MANIFEST and not _WRITABLE.fullmatch(name):
             raise web.HTTPBadRequest(text=f"other nodes may not write the record {name}")
-        async with self._body(request) as data:
+        async with self._receive_body(request) as data:
             try:
-                await asyncio.to_thread(_write, self._home, run, step, name, data)
+                await asyncio.to_thread(_write_record, self._home, run, step, name, data)
             except OSError as error:
                 text = f"cannot write the record {name} of {step}: {error.strerror}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -110,7 +110,7 @@ class _Handlers:
         return await self.wake_agent(request)
 
     @asynccontextmanager
-    async def _body(self, request: web.Request) -> AsyncIterator[bytearray]:
+    async def _receive_body(self, request: web.Request) -> AsyncIterator[bytearray]:
         """Receive the body of a request, and yield it.
 
         The body must have the length that the header states, and fit into a record. The sum of all
@@ -130,15 +130,15 @@ class _Handlers:
             # One timeout for both bounds: a wait_for around another one can lose its cancellation
             # if a chunk arrives at the same moment (Python before 3.12).
             while len(body) <= size:
-                left = min(STALL_TIMEOUT, end - clock())
-                chunk = await asyncio.wait_for(request.content.readany(), left)
+                seconds_left = min(STALL_TIMEOUT, end - clock())
+                chunk = await asyncio.wait_for(request.content.readany(), seconds_left)
                 if not chunk:
                     return
-                if self._bytes + len(chunk) > MOST_BODY_BYTES:
+                if self._bytes_received + len(chunk) > MOST_BODY_BYTES:
                     raise web.HTTPServiceUnavailable(
                         text="too many records are being received; try again later"
                     )
-                self._bytes += len(chunk)
+                self._bytes_received += len(chunk)
                 body.extend(chunk)
 
         try:
@@ -156,7 +156,7 @@ class _Handlers:
                 )
             yield body
         finally:
-            self._bytes -= len(body)
+            self._bytes_received -= len(body)
 
     async def wake_agent(self, request: web.Request) -> web.Response:
         arrival, self._arrival = self._arrival, asyncio.Event()
@@ -176,13 +176,16 @@ def _require_token(token: str) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        run = request.match_info.get("run", "") if request.method in _READING else ""
-        of_run = f"Bearer {make_run_token(token, run)}".encode() if run else expected
-        if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
+        run = request.match_info.get("run", "") if request.method in _READ_METHODS else ""
+        run_authorization = f"Bearer {make_run_token(token, run)}".encode() if run else expected
+        if not (
+            hmac.compare_digest(received, expected)
+            | hmac.compare_digest(received, run_authorization)
+        ):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
-        request.app[UNAUTHENTICATED].remove(request.transport)
+        request.app[UNAUTHENTICATED_CONNECTIONS].remove(request.transport)
         return await handler(request)
 
     return check
@@ -210,7 +213,7 @@ def _path_of(request: web.Request) -> tuple[str, str, str]:
     return info["run"], info["step"], name
 
 
-def _wait_of(request: web.Request) -> float:
+def _requested_wait(request: web.Request) -> float:
     try:
         wait = float(request.query.get("wait", "0"))
     except ValueError:
@@ -224,7 +227,7 @@ def _is_closed(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
+async def _send_file(request: web.Request, file: BinaryIO) -> web.StreamResponse:
     """Send a file, or the requested byte range of it."""
     size = os.fstat(file.fileno()).st_size
     is_range = "Range" in request.headers
@@ -242,11 +245,11 @@ async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
         response.headers["Content-Range"] = f"bytes {low}-{high - 1}/{size}"
     await response.prepare(request)
     if request.method != "HEAD":
-        await _transmit(request, file, low, high)
+        await _send_bytes(request, file, low, high)
     return response
 
 
-async def _transmit(request: web.Request, file: BinaryIO, low: int, high: int) -> None:
+async def _send_bytes(request: web.Request, file: BinaryIO, low: int, high: int) -> None:
     """Send the bytes `low:high` of a file. Close the connection if reading or sending fails."""
     loop = asyncio.get_running_loop()
     transport = request.transport
@@ -282,14 +285,14 @@ def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
         yield fd
 
 
-def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
+def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     """Open a regular file; return None if it does not exist, or is something else."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with _directory(home, "runs", run, step) as directory:
             fd = os.open(name, flags, dir_fd=directory)
     except OSError as error:
-        if error.errno in _NO_REGULAR_FILE:
+        if error.errno in _NO_REGULAR_FILE_ERRORS:
             return None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -298,7 +301,7 @@ def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
+def _write_record(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
     """Write a record atomically, and create its directory."""
     with (
         _directory(home, "runs", run, step, make=True) as directory,

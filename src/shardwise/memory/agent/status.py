@@ -26,7 +26,7 @@ from shardwise.memory.view import SnapshotView
 from shardwise.store import open_store
 from shardwise.tiers.record import read_mirror_record
 
-STAGES = ("commit", "protect", "persist")
+SHOWN_STAGES = ("commit", "protect", "persist")
 ANSWER_TIMEOUT = 5.0
 
 
@@ -189,7 +189,7 @@ class StoredRun:
     training: bool
 
 
-def stored_run(run: Run) -> StoredRun:
+def describe_run(run: Run) -> StoredRun:
     """Return what a node stores for a run."""
     root: str | None = None
     with suppress(StoreError):
@@ -205,7 +205,7 @@ def stored_run(run: Run) -> StoredRun:
     )
 
 
-def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) -> NodeStatus:
+def read_status(home: Home, tls: Tls | None = None, tensors: str | None = None) -> NodeStatus:
     """Return the status of a node, without asking other nodes.
 
     Args:
@@ -216,7 +216,7 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
         ShardwiseError: tensors were requested, and their snapshot is damaged.
     """
     info = running_agent(home)
-    last_info = info or read_record(home.info, AgentInfo)
+    last_info = info or read_record(home.info_path, AgentInfo)
     file_system = os.statvfs(home.path)
     return NodeStatus(
         node=last_info.node if last_info else None,
@@ -224,7 +224,7 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
         domain=last_info.domain if last_info else "",
         process=info.process if info else None,
         alive=home.has_agent(),
-        answers=_answers(info, tls) if info else None,
+        answers=_does_answer(info, tls) if info else None,
         agent_bytes=_memory_of(info.process) if info else None,
         training=is_training(home),
         directory=str(home),
@@ -266,13 +266,13 @@ def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:
     now = time.time()
     views = read_snapshots(run, cache=RecordCache(logs=False))
     snapshots = [_snapshot_status(each, node, now) for each in views]
-    free = [_file_size(path) for path in run.free.glob("*.slot")]
+    free = [_file_size(path) for path in run.free_directory.glob("*.slot")]
     return RunStatus(
         run=run.name,
         slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
         slots_free=len(free),
         bytes_free=sum(free),
-        lag={stage: _lag_of_stage(snapshots, stage) for stage in STAGES},
+        lag={stage: _lag_of_stage(snapshots, stage) for stage in SHOWN_STAGES},
         snapshots=snapshots,
         tensors=None if tensors is None else report_tensors(run, tensors),
     )
@@ -298,12 +298,14 @@ def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatu
 def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
     """Return the status of a stage. If the step has several saves, prefer one that has ended."""
     saves = view.saves.values()
-    ended = [save.stages[stage] for save in saves if save.state(stage).has_ended]
+    ended = [save.stages[stage] for save in saves if save.state_of(stage).has_ended]
     if not ended:
         if not any(stage in save.open_stages for save in saves):
             return StageStatus()
         seconds = _seconds_between(view.staged_at, now)
-        return StageStatus(state="under way", seconds=seconds, failure=_retry(view, stage, now))
+        return StageStatus(
+            state="under way", seconds=seconds, failure=_why_retrying(view, stage, now)
+        )
     last = ended[-1]
     return StageStatus(
         state=last.state.value,
@@ -312,7 +314,7 @@ def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
     )
 
 
-def _retry(view: SnapshotView, stage: str, now: float) -> str:
+def _why_retrying(view: SnapshotView, stage: str, now: float) -> str:
     """Return why the agent tries a stage again, or "" if it does not."""
     for save_id in view.saves:
         with suppress(StoreError):
@@ -364,7 +366,7 @@ def _protectors_in(protection: Protection, node: str) -> set[str]:
     return found
 
 
-def _answers(info: AgentInfo, tls: Tls | None) -> bool | None:
+def _does_answer(info: AgentInfo, tls: Tls | None) -> bool | None:
     if info.url.startswith("https:") and tls is None:
         return None
     context = None if tls is None else tls.for_client()

@@ -91,7 +91,7 @@ class AgentWatch:
         elif now - self._agent_alive > AGENT_GONE:
             raise StoreError(
                 f"the agent of {home} is gone; the next save starts another, which resumes its "
-                f"work (its log: {home.log})"
+                f"work (its log: {home.log_path})"
             )
         if now - self._last_request > self._request_period:
             timeout = min(REQUEST_TIMEOUT, self._agents.patience)

@@ -84,7 +84,7 @@ class AssembledStore(ReadOnlyStore):
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
-        self._local = LocalStore(run.step(assembly.step))
+        self._local = LocalStore(run.step_path(assembly.step))
         infos = list(assembly.nodes.values())
         self._nodes = Nodes(Place(run, assembly.step), infos, node, WAIT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why

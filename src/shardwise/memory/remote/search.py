@@ -149,7 +149,7 @@ def make_reader(
 
     def read(node: str, step: int, name: str) -> bytes:
         if node == here:
-            return (run.step(step) / name).read_bytes()
+            return (run.step_path(step) / name).read_bytes()
         with closing(_make_client(infos[node], tls, RECONNECT_TIMEOUT)) as client:
             return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
 

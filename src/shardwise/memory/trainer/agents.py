@@ -178,14 +178,15 @@ class _Checks:
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < START_PERIOD:
             self.failure = (
                 f"the agent of {self.home} ended {MOST_STARTS} times within {START_PERIOD:.0f} s, "
-                f"and is no longer restarted; the end of its log {self.home.log}:\n"
-                f"{log_tail(self.home.log)}"
+                f"and is no longer restarted; the end of its log {self.home.log_path}:\n"
+                f"{log_tail(self.home.log_path)}"
             )
             log.error("%s", self.failure)
             return
         self._starts.append(now)
-        action = "starting another" if self._options.start_agent else "waiting for another"
-        log.warning("the agent of %s ended; %s (its log: %s)", self.home, action, self.home.log)
+        home, starts = self.home, self._options.start_agent
+        action = "starting another" if starts else "waiting for another"
+        log.warning("the agent of %s ended; %s (its log: %s)", home, action, home.log_path)
         try:
             info = ensure_agent(self.home, self._options)
         except StoreError as error:

@@ -17,7 +17,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import Deadline
 from shardwise.memory.home import Place, Run
-from shardwise.memory.observe import RecordCache, view_run
+from shardwise.memory.observe import RecordCache, read_run_view
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import RegisteredNodes
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
@@ -172,7 +172,7 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
         for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
             place = Place(snapshots.run, step)
             with suppress(StoreError):  # a record is damaged, so the save will not be committed
-                staged_files += [staged.file.name for staged in place.staged()]
+                staged_files += [staged.file.name for staged in place.staged_files()]
                 files_of_saves += [
                     (pending.save_id, [name for name, _ in pending.files])
                     for pending in place.pending_manifests()
@@ -202,9 +202,9 @@ def _wait_for_commits(run: Run, saves: set[str]) -> None:
         return not any(
             save.save_id in saves
             and save.has_staged
-            and not save.state("commit").has_ended
+            and not save.state_of("commit").has_ended
             and snapshot.committed_save != save.save_id
-            for snapshot in view_run(run, cache).snapshots
+            for snapshot in read_run_view(run, cache).snapshots
             for save in snapshot.saves.values()
         )
 

@@ -98,7 +98,7 @@ class Slots:
         page_locker: PageLocker | None = None,
     ) -> None:
         self._run = run
-        self._directory = run.free
+        self._directory = run.free_directory
         self._prefix = prefix
         self._record_pattern = f"r{prefix[1:]}*.{record_stage}*.json"
         self._count = count
@@ -188,7 +188,7 @@ class Slots:
         count = 0
         for step in self._run.steps():
             with suppress(FileNotFoundError):  # reclaimed meanwhile
-                names = os.listdir(self._run.step(step))
+                names = os.listdir(self._run.step_path(step))
                 count += len(fnmatch.filter(names, self._record_pattern))
         return count
 

@@ -16,7 +16,7 @@ from shardwise.engine.save import SaveReport, check_replicas, refuse_existing, r
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
-from shardwise.memory.agent.protect import protection_gaps
+from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage, resume_from
@@ -85,7 +85,7 @@ class Snapshots:
     def _warn_of_gaps(self) -> None:
         options = self._options
         protection = {"copies": options.copies, "parity": options.parity, "group": options.group}
-        for gap in protection_gaps(self.membership.nodes, **protection):
+        for gap in find_protection_gaps(self.membership.nodes, **protection):
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
     def _reclaim(self) -> None:

@@ -18,7 +18,7 @@ from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_fo
 from shardwise.memory.home import Home, Place, Run
 from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
-from shardwise.memory.reclaim import free_hopeless
+from shardwise.memory.reclaim import free_uncommittable
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, copy_range
@@ -155,7 +155,7 @@ class Staging:
     def has_free(self) -> bool:
         """Return whether a slot is free for another part."""
         if not self._own_slots.has_free():
-            free_hopeless(self._run, self._commit_timeout, self._records)
+            free_uncommittable(self._run, self._commit_timeout, self._records)
         return self._own_slots.has_free()
 
     def begin(self, part: SnapshotPart) -> Copying:
@@ -327,12 +327,12 @@ class Staging:
             slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
             if slot is not None:
                 return slot
-            free_hopeless(self._run, self._commit_timeout, self._records)
+            free_uncommittable(self._run, self._commit_timeout, self._records)
             self._wake()
         raise _NoSlotError(
             f"no slot became free within {self._options.wait:.0f} s: the agent of {self._home} is "
-            f"behind or stuck (its log: {self._home.log}); pass more Memory(slots=…), or a larger "
-            "Memory(wait=…)"
+            f"behind or stuck (its log: {self._home.log_path}); pass more Memory(slots=…), or a "
+            "larger Memory(wait=…)"
         )
 
     def _bytes_to_lock(self, nbytes: int, ring: Ring) -> int:
