@@ -42,13 +42,13 @@ CHILD = """
 import asyncio, socket, sys
 from pathlib import Path
 from typing import Any
-from shardwise.memory.agent.connection_limits import serving
+from shardwise.memory.agent.connection_limits import serve_connections
 from shardwise.memory.agent.server import create_app
 
 async def main():
     app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)
     listener = socket.create_server(("127.0.0.1", 0))
-    async with serving(app, listener):
+    async with serve_connections(app, listener):
         print(listener.getsockname()[1], flush=True)
         await asyncio.sleep(60)
 

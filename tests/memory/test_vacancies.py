@@ -35,7 +35,7 @@ def begun(home: Home) -> Run:
 
 def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     run, kept = begun(home), begun(home)
-    kept.step(7).mkdir()
+    kept.step_path(7).mkdir()
     Attendant(home).after(10.0)
     assert home.runs() == [kept.name]
     assert (kept.free_directory / "r00000-0.slot").exists()
