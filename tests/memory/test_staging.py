@@ -39,7 +39,7 @@ from shardwise.memory.trainer.copying import Copying, Slack
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from shardwise.memory.view import State
+from shardwise.memory.view import StageState
 from shardwise.plan.tables import PieceTable
 
 CARD = torch.device("meta", 0)
@@ -368,14 +368,14 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     (place.path / other).touch()
     (place.path / records.request_record("persist", f"{2:016x}")).touch()
 
-    def due() -> tuple[State, State]:
+    def due() -> tuple[StageState, StageState]:
         """Whether checksums are taken, and files copied to storage."""
         save = read_snapshot(place).saves[f"{2:016x}"]
         return save.state_of("seal"), save.state_of("copy")
 
-    assert due() == (State.WAITING, State.WAITING)
+    assert due() == (StageState.WAITING, StageState.WAITING)
     copying.wait()
-    assert due() == (State.RUNNING, State.RUNNING)
+    assert due() == (StageState.RUNNING, StageState.RUNNING)
     presence.release()
 
 

@@ -98,7 +98,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
                 assert not came
         return found
 
-    monkeypatch.setattr(reclaim, "_is_unused", is_vacant)
+    monkeypatch.setattr(reclaim, "_has_neither_trainers_nor_snapshots", is_vacant)
     reclaim.remove_if_unused(home, run)
     coming.join(20.0)
     assert len(came) == 1

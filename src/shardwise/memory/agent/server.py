@@ -207,9 +207,11 @@ def _path_of(request: web.Request) -> tuple[str, str, str]:
         if name != MANIFEST:
             check_file_name(name)
     except FormatError as error:
-        raise web.HTTPBadRequest(text=f"{name!r} is not a plain file name") from error
+        raise web.HTTPBadRequest(
+            text="the last part of the path is not a plain file name"
+        ) from error
     if step_of_directory(info["step"]) is None:
-        raise web.HTTPBadRequest(text=f"{info['step']!r} is not the name of a step's directory")
+        raise web.HTTPBadRequest(text="the path does not name the directory of a step")
     return info["run"], info["step"], name
 
 
