@@ -147,14 +147,14 @@ def test_an_entry_is_written_in_the_background_and_again_after_a_failure(tmp_pat
     fault = Fault(0, READ_ONLY, verbs=("publish",))
     root = FaultyStore(LocalStore(tmp_path), fault)
     # A wrapped store is not local, so that its entries are published and read like other files.
-    registration = Registration(Registry(root, RUN), waits=False)
+    registration = Registration(NodeRegistry(root, RUN), waits=False)
     for expected in (1, 2, 2):
-        registration.update(HERE, 0, prunes=True)
+        registration.update(HERE, 0, removes_old_entries=True)
         registration.finish()
         assert len(fault.operations) == expected
-    assert Registry(root, RUN).read().infos != []
+    assert NodeRegistry(root, RUN).read().infos != []
     registration.remove(HERE.node)
-    assert Registry(root, RUN).read().infos == []
+    assert NodeRegistry(root, RUN).read().infos == []
 
 
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
