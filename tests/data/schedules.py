@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler, ElasticStreamLoader
@@ -120,6 +121,24 @@ class ReadAhead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
+
+
+class RealLoader(ReadAhead):
+    """A sampler with a `DataLoader`, whose workers return the indices."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        workers = self._depth
+        more: dict[str, Any] = {"prefetch_factor": 2, "multiprocessing_context": "fork"}
+        indices: Any = range(self.sampler.length)
+        return iter(
+            DataLoader(
+                indices,
+                batch_sampler=self.sampler,
+                num_workers=workers,
+                collate_fn=list,
+                **(more if workers else {}),
+            )
+        )
 
 
 class InOneProcess(ElasticStreamLoader):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -180,6 +182,16 @@ def test_failures_are_part_of_the_state(tmp_path: Path) -> None:
         sw.load(tmp_path, {"loader": stricter})
 
 
+def test_ranks_that_advance_differently_cannot_save(tmp_path: Path) -> None:
+    def save(group: ThreadGroup) -> None:
+        loader = loader_of(group.rank, group.size)
+        train_some(loader, 2 + group.rank)
+        sw.save(tmp_path, {"loader": loader}, group=group)
+
+    with pytest.raises(sw.MismatchError, match=r"loader\.batches"):
+        run_ranks(2, save)
+
+
 def test_the_checkpoint_can_be_inspected(tmp_path: Path) -> None:
     loader = loader_of(0, 1)
     train_some(loader, 2)
@@ -202,6 +214,7 @@ def test_the_checkpoint_can_be_inspected(tmp_path: Path) -> None:
         {"buffers": torch.zeros(16, 1, dtype=torch.int32)},
         {"failures": torch.zeros(16, 0)},
         {"sources": None},
+        {"batches": -1},
     ],
 )
 def test_an_invalid_state_is_refused(damage: dict[str, Any]) -> None:
@@ -209,6 +222,26 @@ def test_an_invalid_state_is_refused(damage: dict[str, Any]) -> None:
     train_some(loader, 2)
     with pytest.raises(sw.StateError):
         loader.load_state_dict({**loader.state_dict(), **damage})
+
+
+def test_workers_may_be_spawned() -> None:
+    """A dataset can be pickled, and reads the same items afterwards."""
+    loader, again = loader_of(0, 1), loader_of(0, 1, pickle.loads(pickle.dumps(make_dataset())))
+    train_some(loader, 3)
+    again.load_state_dict(loader.state_dict())
+    assert torch.equal(train_some(loader, 1)[0], train_some(again, 1)[0])
+
+
+def test_an_error_in_a_worker_names_the_sample() -> None:
+    def fail(sample: Any) -> Any:
+        raise LookupError("no such token")
+
+    dataset = make_dataset(transform=fail)
+    loader = loader_of(0, 1, dataset, num_workers=2, multiprocessing_context="fork")
+    with pytest.raises(LookupError, match="no such token") as caught:
+        next(iter(loader))
+    if sys.version_info >= (3, 11):
+        assert "sample 0 in segment" in str(caught.value)
 
 
 class Numbers:

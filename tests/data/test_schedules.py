@@ -16,6 +16,7 @@ from shardwise.data import (
     ConcatPacker,
     ElasticBatchSampler,
     ElasticStreamDataset,
+    ElasticStreamLoader,
 )
 from shardwise.data.random_order import Positions, permute
 from shardwise.data.sources import Place
@@ -27,6 +28,7 @@ from tests.data.schedules import (
     InOneProcess,
     Life,
     ReadAhead,
+    RealLoader,
     load_equal,
     load_streams,
     random_lives,
@@ -100,6 +102,47 @@ def check_sampler(chance: random.Random) -> None:
 def marked(sampler: ElasticBatchSampler, batch: list[int]) -> list[int]:
     sampler.advance()
     return batch
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("schedule", mostly_long(range(20), [0]))
+def test_real_loaders_with_worker_processes(schedule: int) -> None:
+    chance = random.Random(schedule)
+    most_ranks = chance.randint(2, 3)
+    dataset = random_dataset(chance, streams=most_ranks * chance.randint(1, 2))
+    length = chance.randint(20, 40)
+    save_every = chance.randint(2, 4)
+    lives = random_lives(chance, most_ranks, save_every)
+
+    def samplers_of(life: Life) -> list[RealLoader]:
+        return [
+            RealLoader(
+                ElasticBatchSampler(length, global_batch=6, rank=rank, world_size=life.world),
+                life.workers,
+            )
+            for rank in range(life.world)
+        ]
+
+    def streams_of(life: Life) -> list[ElasticStreamLoader]:
+        return [
+            ElasticStreamLoader(
+                dataset,
+                num_workers=life.workers,
+                multiprocessing_context="fork",
+                collate_fn=plain_items,
+                rank=rank,
+                world_size=life.world,
+            )
+            for rank in range(life.world)
+        ]
+
+    alone = [Life(world=1, workers=0, steps=100)]
+    for loaders_of, load, save in (
+        (samplers_of, load_equal, save_equal),
+        (streams_of, load_streams, save_streams),
+    ):
+        ledger = train(lives, save_every, loaders_of, load, save)
+        assert ledger == train(alone, 101, loaders_of, load, save)[: len(ledger)]
 
 
 @pytest.mark.parametrize("part", mostly_long(range(PARTS), [0, 1]))

@@ -103,6 +103,12 @@ class ElasticStreamLoader:
         self._states = {stream: StreamState() for stream in self.streams}
         self._ahead: deque[dict[int, StreamState]] = deque()
         self._iterations = 0
+        self._batches = 0
+
+    @property
+    def batches_trained(self) -> int:
+        """The number of global batches that `advance()` has counted since the run began."""
+        return self._batches
 
     @property
     def loss_weight(self) -> float:
@@ -130,6 +136,7 @@ class ElasticStreamLoader:
                 "once for each global batch"
             )
         self._states = self._ahead.popleft()
+        self._batches += 1
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, from the first one not trained on.
@@ -163,9 +170,10 @@ class ElasticStreamLoader:
     def state_dict(self) -> dict[str, object]:
         """Return the states of this rank's streams after the last batch trained on.
 
-        The tensors are `sw.Shards`: the checkpoint holds the streams of all ranks.
+        The tensors are `sw.Shards`: the checkpoint holds the streams of all ranks. All other values
+        are equal on all ranks, if all ranks have called `advance()` equally often.
         """
-        return encode_states(self.dataset, self._states)
+        return {**encode_states(self.dataset, self._states), "batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue after the batches that a state counts. Another number of ranks may have saved.
@@ -173,7 +181,11 @@ class ElasticStreamLoader:
         Raises:
             StateError: the state belongs to other streams, or is invalid.
         """
+        batches = state.get("batches")
+        if type(batches) is not int or batches < 0:
+            raise StateError(f"the state of an ElasticStreamLoader has batches={batches!r}")
         self._states = decode_states(self.dataset, state, self.streams)
+        self._batches = batches
         self._ahead.clear()
         self._iterations += 1
 

@@ -101,6 +101,8 @@ class ElasticStreamDataset:
         failures_allowed: int = 0,
     ) -> None:
         of = "ElasticStreamDataset"
+        if not all(isinstance(name, str) for name in sources):
+            raise TypeError(f"{of}(sources): expected names as keys, not {list(sources)}")
         self.sources = {name: sources[name] for name in sorted(sources)}
         self.streams = check_integer(f"{of}(streams", streams)
         self.transform = transform
@@ -214,12 +216,15 @@ class Stream:
                     f"{self._where()}: expected a one-dimensional array of integers to pack, not "
                     f"{tokens.dtype} of shape {list(tokens.shape)}: return one from `transform`"
                 )
+            converted = tokens.astype(np.int32)
+            if not np.array_equal(converted, tokens):
+                raise StateError(f"{self._where()}: its tokens do not fit into int32")
             if len(tokens) < self._used:
                 raise StateError(
                     f"{self._where()}: it has {len(tokens)} tokens, but {self._used} of them were "
                     "used before the restart: `transform` must return the same at each call"
                 )
-            self._document = tokens
+            self._document = converted
         rest: Tokens = self._document[self._used :]
         return rest
 
