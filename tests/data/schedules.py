@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,6 +22,7 @@ from shardwise.data.streams import Part, produce_parts
 from shardwise.state.plain_values import decode, encode
 
 Batches = list[list[Any]]
+T = TypeVar("T")
 
 
 class Loader(Protocol):
@@ -40,11 +41,13 @@ class Life:
     Attributes:
         world, workers: the number of ranks, and of workers of each.
         steps: after how many steps all ranks are killed.
+        taken: how many batches the training takes from the loader before it needs them.
     """
 
     world: int
     workers: int
     steps: int
+    taken: int = 0
 
 
 def random_lives(chance: random.Random, most_ranks: int, save_every: int) -> list[Life]:
@@ -53,6 +56,7 @@ def random_lives(chance: random.Random, most_ranks: int, save_every: int) -> lis
             world=chance.randint(1, most_ranks),
             workers=chance.randint(0, 4),
             steps=chance.randint(0, 2 * save_every),
+            taken=chance.choice([0, 0, 1, 2]),
         )
         for _ in range(chance.randint(2, 5))
     ]
@@ -80,7 +84,7 @@ def train(
         del ledger[step:]
         if saved is not None:
             load(loaders, saved)
-        batches = [repeat_epochs(each) for each in loaders]
+        batches = [repeat_epochs(each, life.taken) for each in loaders]
         for _ in range(life.steps):
             ledger.append([item for each in batches for item in next(each)])
             step += 1
@@ -93,9 +97,19 @@ def train(
     return ledger
 
 
-def repeat_epochs(loader: Loader) -> Iterator[list[Any]]:
+def repeat_epochs(loader: Loader, taken: int = 0) -> Iterator[list[Any]]:
     while True:
-        yield from loader
+        yield from read_ahead(iter(loader), taken)
+
+
+def read_ahead(items: Iterator[T], depth: int) -> Iterator[T]:
+    """Yield items, but take so many more before."""
+    ahead: deque[T] = deque()
+    for item in items:
+        ahead.append(item)
+        if len(ahead) > depth:
+            yield ahead.popleft()
+    yield from ahead
 
 
 class ReadAhead:
@@ -106,12 +120,7 @@ class ReadAhead:
         self._depth = depth
 
     def __iter__(self) -> Iterator[list[int]]:
-        ahead: deque[list[int]] = deque()
-        for batch in self.sampler:
-            ahead.append(batch)
-            if len(ahead) > self._depth:
-                yield ahead.popleft()
-        yield from ahead
+        return read_ahead(iter(self.sampler), self._depth)
 
     def advance(self) -> None:
         self.sampler.advance()
@@ -155,14 +164,6 @@ class InOneProcess(ElasticStreamLoader):
             parts.append(read_ahead(produce_parts(self.dataset, own, per_stream), self.depth))
         while True:
             yield from map(next, parts)
-
-
-def read_ahead(parts: Iterator[Part], depth: int) -> Iterator[Part]:
-    ahead: deque[Part] = deque()
-    for part in parts:
-        ahead.append(part)
-        if len(ahead) > depth:
-            yield ahead.popleft()
 
 
 def save_equal(loaders: list[Loader]) -> Any:

@@ -14,6 +14,10 @@ from shardwise.data import PerRankLoader
 from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks, run_ranks
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 
 class Numbers:
@@ -43,18 +47,24 @@ def save_after_two(group: ThreadGroup, path: Path, workers: int = 0) -> list[lis
     return [each.tolist() for each in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_each_rank_continues_with_its_own_data(tmp_path: Path, workers: int) -> None:
-    def load(group: ThreadGroup) -> list[list[int]]:
-        loader = loader_of(group, workers)
-        state = {"data": PerRankLoader(loader, rank=group.rank, world_size=group.size)}
-        sw.load(tmp_path, state, group=group)
-        return [each.tolist() for each in loader]
+def load_rest(group: ThreadGroup, path: Path, workers: int = 0) -> list[list[int]]:
+    loader = loader_of(group, workers)
+    state = {"data": PerRankLoader(loader, rank=group.rank, world_size=group.size)}
+    sw.load(path, state, group=group)
+    return [each.tolist() for each in loader]
 
-    rest = run_ranks(2, lambda group: save_after_two(group, tmp_path, workers))
+
+def test_each_rank_continues_with_its_own_data(tmp_path: Path) -> None:
+    rest = run_ranks(2, lambda group: save_after_two(group, tmp_path))
     assert rest[0] != rest[1]
     assert len(rest[0]) == 8
-    assert run_ranks(2, load) == rest
+    assert run_ranks(2, lambda group: load_rest(group, tmp_path)) == rest
+
+
+def test_a_loader_with_workers_continues(tmp_path: Path) -> None:
+    (alone,) = ThreadGroup.of_size(1)  # no threads: they may hold locks while workers are forked
+    rest = save_after_two(alone, tmp_path, 2)
+    assert load_rest(alone, tmp_path, 2) == rest
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
