@@ -30,7 +30,7 @@ from shardwise.data import (
 from shardwise.state.plain_values import encode
 
 MEMORY = Path("/dev/shm/shardwise-data-loader")
-WORKERS, STREAMS, LENGTH, FAILURES = 8, 64, 4096, 16
+WORKERS, STREAMS, LENGTH, FAILURES = 8, 16, 4096, 16
 STEPS, STEPS_QUICK, WARM = 40, 5, 4
 NEVER = 1 << 30
 WEIGHTS, WITH_LOADERS = "save: weights", "save: weights and loaders"
