@@ -55,7 +55,7 @@ class Bytes:
 
 
 def part_of(data: bytes) -> FileRange:
-    return FileRange.whole(Bytes(data), 0, "it")
+    return FileRange.whole_file(Bytes(data), 0, "it")
 
 
 def saved(value: object, *, zipped: bool = True) -> bytes:
@@ -362,7 +362,7 @@ def test_an_archive_over_4_gib_is_read(tmp_path: Path) -> None:
         file.write(small[:start] + local_header + name + wide)
         file.seek(after)
         file.write(directory + end64 + locator + full)
-    part = FileRange.whole(LocalStore(tmp_path).open("large.pt"), 0, "it")
+    part = FileRange.whole_file(LocalStore(tmp_path).open("large.pt"), 0, "it")
     found = read_directory(part)["archive/data/0"]
     assert (found.start, found.size) == (after - data, data)
     assert read_torch_file(part).value is None

@@ -77,7 +77,7 @@ def test_plain_values_are_as_they_were(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     read = unpickle(data, "it")
     assert same(read.value, pickle.loads(data))
-    assert (read.skipped, read.end) == ((), len(data))
+    assert (read.skipped_names, read.end) == ((), len(data))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -154,7 +154,7 @@ def test_what_is_not_on_the_list_is_named_all_of_it() -> None:
     with pytest.raises(FormatError, match=r"it: .*\.Colour, .*\.Strange"):
         unpickle(data, "it")
     read = unpickle(data, "it", skip_unknown=True)
-    assert read.skipped == (f"{__name__}.Colour", f"{__name__}.Strange")
+    assert read.skipped_names == (f"{__name__}.Colour", f"{__name__}.Strange")
     strange, red = UnknownObject(f"{__name__}.Strange"), UnknownObject(f"{__name__}.Colour")
     assert read.value == {"a": strange, "b": [red], "c": 1}
 

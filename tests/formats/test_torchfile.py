@@ -33,8 +33,8 @@ KINDS = [True, False]  # zip archives, and what was before
 
 
 def part_of(path: Path, offset: int = 0, size: int | None = None) -> FileRange:
-    whole = FileRange.whole(LocalStore(path.parent).open(path.name), 3, path.name)
-    return whole.within(offset, path.stat().st_size if size is None else size, "part")
+    whole = FileRange.whole_file(LocalStore(path.parent).open(path.name), 3, path.name)
+    return whole.subrange(offset, path.stat().st_size if size is None else size, "part")
 
 
 def save(value: object, path: Path, *, zipped: bool = True, protocol: int = 2) -> bytes:
@@ -81,7 +81,7 @@ def test_a_training_state_is_as_torch_loads_it(zipped: bool, protocol: int, tmp_
     state = training_state()
     data = save(state, tmp_path / "a.pt", zipped=zipped, protocol=protocol)
     contents = read_torch_file(part_of(tmp_path / "a.pt"))
-    assert contents.skipped == ()
+    assert contents.skipped_names == ()
     assert_same(tensors_of(data, contents.value), state)
     assert is_torch_file(data[:64])
 
@@ -188,7 +188,7 @@ def test_what_is_no_plain_tensor_is_named(
         read_torch_file(part_of(tmp_path / "a.pt"))
     contents = read_torch_file(part_of(tmp_path / "a.pt"), skip_unknown=True)
     assert isinstance(contents, TorchFileContents)
-    assert name in contents.skipped
+    assert name in contents.skipped_names
     assert contents.value["a"] == UnknownObject(name)
     assert contents.value["b"].shape == (2,)
 
@@ -222,7 +222,7 @@ def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
     for number, shape in enumerate([(2, 3), (2, 3), (3, 2), (2, 3)]):
         path = tmp_path / f"rank{number}.pt"
         torch.save({"w": torch.randn(shape), "n": torch.randn(4)}, path)
-        part = FileRange.whole(LocalStore(tmp_path).open(path.name), number, path.name)
+        part = FileRange.whole_file(LocalStore(tmp_path).open(path.name), number, path.name)
         read.append(read_torch_file(part, cache=cache))
         alone = read_torch_file(part)
         assert read[-1].file_index in (number, 0)
@@ -245,7 +245,7 @@ def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> N
                 new.writestr(f"{number}/gap", gap)
             for name, data in entries.items():
                 new.writestr(name, data)
-        part = FileRange.whole(LocalStore(tmp_path).open(path.name), number, path.name)
+        part = FileRange.whole_file(LocalStore(tmp_path).open(path.name), number, path.name)
         found = read_torch_file(part, cache=cache)
         assert found.file_index == number
         assert torch.equal(

@@ -33,7 +33,7 @@ def read_checksums(tree: FileTree, names: Iterable[str]) -> Iterator[FileChecksu
                 if folder not in items_of_folder:
                     items_of_folder[folder] = _find_item_ranges(tree, folder)
                 ranges = [
-                    whole.within(offset, size, f"the item at {offset}")
+                    whole.subrange(offset, size, f"the item at {offset}")
                     for offset, size in items_of_folder[folder].get(base_name, [])
                 ]
             rows = [row for file_range in ranges for row in _checksum_rows(file_range)]

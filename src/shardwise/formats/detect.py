@@ -156,18 +156,18 @@ def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
     files = ", ".join(list(tree.sizes)[:5]) or "no file"
     return (
         f"{tree} is not a checkpoint of a known format ({known}): it contains {files}"
-        f"{', …' if len(tree.sizes) > 5 else ''}{_suggest_below(tree)}"
+        f"{', …' if len(tree.sizes) > 5 else ''}{_suggest_checkpoints_below(tree)}"
     )
 
 
-def _suggest_below(tree: FileTree) -> str:
+def _suggest_checkpoints_below(tree: FileTree) -> str:
     """Return a sentence that suggests checkpoints one level below; "" if there are none."""
     names = (
         []
         if tree.single_file is not None
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
-    trees = [tree.below(name) for name in names[-MOST_SUGGESTIONS:]]
+    trees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [item for item in trees if find_readers(item)]
     if not recognised:
         return ""

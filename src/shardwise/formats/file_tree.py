@@ -20,10 +20,10 @@ from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
 THREADS = 8
-THREADS_OF_REQUESTS = 32
+THREADS_FOR_REQUESTS = 32
 """How many files are read at the same time if each read is a request to another machine."""
-MOST_BUFFERED = 2**18
-MOST_KEPT = 128
+LARGEST_KEPT_END = 2**18
+MOST_FILES_KEPT = 128
 """Of how many files the first and last bytes are kept from one read to the next."""
 
 Value = TypeVar("Value")
@@ -47,7 +47,7 @@ class FileTree:
     ) -> None:
         self.store = open_store(place)
         self.skip_unknown = skip_unknown
-        self._kept: dict[str, dict[int, Buffer]] = {}
+        self._kept_ends: dict[str, dict[int, Buffer]] = {}
 
     def __str__(self) -> str:
         return str(self.store)
@@ -55,7 +55,7 @@ class FileTree:
     @property
     def threads(self) -> int:
         """How many files to read at the same time."""
-        return THREADS_OF_REQUESTS if self.store.traits.transfer.largest_gap else THREADS
+        return THREADS_FOR_REQUESTS if self.store.traits.transfer.largest_gap else THREADS
 
     @property
     def parent(self) -> str:
@@ -97,7 +97,7 @@ class FileTree:
         """The sizes of all files in bytes, sorted by name; see `statuses`."""
         return {name: status.size for name, status in self.statuses.items()}
 
-    def below(self, name: str) -> FileTree:
+    def subtree(self, name: str) -> FileTree:
         """Return the tree of a file or directory directly below. This makes no request."""
         tree = FileTree(self.store.at(name), skip_unknown=self.skip_unknown)
         is_file = name in self.statuses
@@ -114,7 +114,7 @@ class FileTree:
         """Return the place of a file, for messages."""
         return str(self) if self.single_file == name else str(store_below(self.store, name))
 
-    def relative(self, label: str) -> str:
+    def relative_path(self, label: str) -> str:
         """Return the relative path of a file or directory, given its label."""
         url, mark, options = str(self).partition("?")
         return label.removeprefix(f"{url}/").removesuffix(mark + options)
@@ -181,10 +181,14 @@ class FileTree:
         """
         gap = self.store.traits.transfer.largest_gap  # 0 unless each request takes time
         with closing(self.open(name)) as file:
-            kept = self._kept.setdefault(name, {}) if len(self._kept) < MOST_KEPT else {}
-            buffered = BufferedEnds(file, min(gap, MOST_BUFFERED), kept) if gap else file
+            kept = (
+                self._kept_ends.setdefault(name, {})
+                if len(self._kept_ends) < MOST_FILES_KEPT
+                else {}
+            )
+            buffered = BufferedEnds(file, min(gap, LARGEST_KEPT_END), kept) if gap else file
             label = self.label(name)
-            yield FileRange(buffered, file_index, 0, file.size, label, slow=gap > 0)
+            yield FileRange(buffered, file_index, 0, file.size, label, is_remote=gap > 0)
 
     def read_each(
         self, file_indices: Mapping[str, int], read: Callable[[FileRange], Value]
@@ -265,17 +269,17 @@ class BufferedEnds:
             if file.size <= 2 * count
             else ((0, count), (file.size - count, file.size))
         )
-        self._kept = kept
+        self._kept_ends = kept
 
     def read_at(self, offset: int, out: Buffer) -> int:
         """Read bytes from `offset` into `out`; return the number of bytes."""
         stop = min(offset + len(out), self.size)
         for low, high in self._ends:
             if low <= offset and stop <= high:
-                if low not in self._kept:
+                if low not in self._kept_ends:
                     buffer = np.empty(high - low, np.uint8)
-                    self._kept[low] = buffer[: self._file.read_at(low, buffer)]
-                part = self._kept[low][offset - low : stop - low]
+                    self._kept_ends[low] = buffer[: self._file.read_at(low, buffer)]
+                part = self._kept_ends[low][offset - low : stop - low]
                 out[: len(part)] = part
                 return len(part)
         return self._file.read_at(offset, out)

@@ -25,9 +25,9 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
 from shardwise.state.plain_values import JsonValue, encode
 
-CONTENT = "(content)"
+CONTENT_FILE = "(content)"
 """The name of the `ForeignFile` that contains the bytes of numbers and numpy arrays in pickles."""
-_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 class Builder:
@@ -145,14 +145,14 @@ class Builder:
             replica: whether the tensor already has a piece with the same bytes.
         """
         if box is not None:
-            elements = sum(o * step for o, step in zip(box.offset, array.stride, strict=True))
-            start = array.start + elements * array.itemsize
+            first_element = sum(o * step for o, step in zip(box.offset, array.stride, strict=True))
+            start = array.start + first_element * array.itemsize
             array = StoredArray(array.file, start, array.dtype, box.shape, array.stride)
         self._boxes[replica].append((tensor, offset, array))
 
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
         """Store a tensor in the manifest, and return its array. Equal bytes are stored once."""
-        data = tensor_bytes(tensor)
+        data = bytes_of_tensor(tensor)
         start = self._content_starts.setdefault(data, len(self._content))
         if start == len(self._content):
             self._content += data
@@ -167,7 +167,7 @@ class Builder:
         Raises:
             FormatError: the number is too large.
         """
-        self.add_array(name, self.add_content(number_tensor(value, name)))
+        self.add_array(name, self.add_content(make_number_tensor(value, name)))
 
     def add_value(self, name: str, value: object) -> None:
         """Add a plain value and the arrays in it. An array alone becomes a tensor.
@@ -216,7 +216,7 @@ class Builder:
         """
         files = self.files
         if self._content:
-            files = (*files, ForeignFile(CONTENT, len(self._content), bytes(self._content)))
+            files = (*files, ForeignFile(CONTENT_FILE, len(self._content), bytes(self._content)))
         table, replicas = (
             join_tables(
                 *self._tables[replica],
@@ -254,12 +254,12 @@ class PlainValue:
     contents: Mapping[str, torch.Tensor]
 
 
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
+def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor in memory, row-major."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def number_tensor(value: float, name: str) -> torch.Tensor:
+def make_number_tensor(value: float, name: str) -> torch.Tensor:
     """Return a number as a 0-d float32 tensor, the type that optimizers count steps with.
 
     Args:
@@ -287,7 +287,7 @@ def encode_plain(value: object, name: str) -> PlainValue:
         StateError: a part of the value has no plain form.
     """
     encoder = _Encoder(name)
-    encoded = encode(encoder.convert(value), name, encoder.take_array)
+    encoded = encode(encoder.convert(value), name, encoder.record_array)
     return PlainValue(encoded, encoder.arrays, encoder.contents)
 
 
@@ -299,23 +299,26 @@ class _Encoder:
         name: the name of the value, for messages.
         arrays: the stored arrays in the value, by name.
         contents: the numpy arrays in the value, by name.
-        stored: for the id of each meta tensor, its stored array.
+        stored_by_id: for the id of each meta tensor, its stored array.
     """
 
     name: str
     arrays: dict[str, StoredArray] = field(default_factory=dict)
     contents: dict[str, torch.Tensor] = field(default_factory=dict)
-    stored: dict[int, tuple[torch.Tensor, StoredArray]] = field(default_factory=dict)
+    stored_by_id: dict[int, tuple[torch.Tensor, StoredArray]] = field(default_factory=dict)
 
-    def take_array(self, path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
+    def record_array(self, path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(array, np.ndarray):
             self.contents[path] = torch.from_numpy(np.array(array, order="C"))
         else:
-            self.arrays[path] = self.stored[id(array)][1]
+            self.arrays[path] = self.stored_by_id[id(array)][1]
 
     def _make_meta_tensor(self, array: StoredArray) -> torch.Tensor:
         tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
-        self.stored[id(tensor)] = tensor, array  # the tensor is kept, so that its id stays unique
+        self.stored_by_id[id(tensor)] = (
+            tensor,
+            array,
+        )  # the tensor is kept, so that its id stays unique
         return tensor
 
     def convert(self, value: Any) -> Any:
@@ -327,7 +330,7 @@ class _Encoder:
             )
         if isinstance(value, PickledInstance):
             fields = {key: self.convert(item) for key, item in value.fields.items()}
-            if value.name in _NAMESPACES:
+            if value.name in _NAMESPACE_CLASSES:
                 return fields
             args = {"args": [self.convert(item) for item in value.args]} if value.args else {}
             return {"class": value.name, **args, **fields}
@@ -347,7 +350,7 @@ class _Encoder:
         return value
 
 
-def equal_plain_values(value: object, other: object) -> bool:
+def are_plain_values_equal(value: object, other: object) -> bool:
     """Return whether two values are equal. Values without a plain form count as equal."""
     if value is other:
         return True
@@ -356,7 +359,7 @@ def equal_plain_values(value: object, other: object) -> bool:
     except StateError:
         return True
     contents, other_contents = (
-        {name: tensor_bytes(tensor) for name, tensor in each.contents.items()}
+        {name: bytes_of_tensor(tensor) for name, tensor in each.contents.items()}
         for each in (plain, other_plain)
     )
     return (plain.value, plain.arrays, contents) == (
@@ -378,7 +381,7 @@ def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"{name}: missing in the first rank's file, whose values are taken")
             continue
         others = [values[name] for values in ranks[1:] if name in values]
-        differing = sum(not equal_plain_values(other, ranks[0][name]) for other in others)
+        differing = sum(not are_plain_values_equal(other, ranks[0][name]) for other in others)
         if differing:
             lines.append(f"{name}: {differing} ranks have other values; the first rank's is taken")
     return lines

@@ -28,7 +28,7 @@ MAGIC = b"shardwise-index-2\n"
 MOST_DIMS = 64
 BODY_START = len(MAGIC) + 4
 
-RECREATE = "open the checkpoint again, after deleting its index file if you pass index="
+RECREATE_REMEDY = "open the checkpoint again, after deleting its index file if you pass index="
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
@@ -103,7 +103,7 @@ def decode_index(data: bytes, checkpoint: str) -> Foreign:
     try:
         return _decode_index(data)
     except FormatError as error:
-        raise FormatError(f"the index of {checkpoint}: {error}; {RECREATE}") from error
+        raise FormatError(f"the index of {checkpoint}: {error}; {RECREATE_REMEDY}") from error
 
 
 def _decode_index(data: bytes) -> Foreign:
@@ -114,7 +114,7 @@ def _decode_index(data: bytes) -> Foreign:
     try:
         index = msgspec.msgpack.decode(memoryview(data)[BODY_START:], type=_IndexBody)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _malformed(str(error)) from error
+        raise _malformed_error(str(error)) from error
     return Foreign(
         format=index.format,
         files=tuple(ForeignFile(file.name, file.size, file.content) for file in index.files),
@@ -131,7 +131,7 @@ def _decode_index(data: bytes) -> Foreign:
     )
 
 
-def _malformed(reason: str) -> FormatError:
+def _malformed_error(reason: str) -> FormatError:
     return FormatError(f"it is malformed: {reason}")
 
 
@@ -147,7 +147,7 @@ def _pack_table(table: PieceTable) -> _PackedTable:
 def _unpack_table(table: _PackedTable) -> PieceTable:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
-        raise _malformed(
+        raise _malformed_error(
             f"a table has {len(table.columns)} columns, but {dims} dimensions need {3 + 3 * dims}"
         )
     check_table_size(table.rows, dims)
@@ -171,7 +171,7 @@ def _unpack_names(names: tuple[str, ...], column: bytes, rows: int) -> tuple[str
         return ()
     values = _decompress_column(column, 8 * rows)
     if rows and not 0 <= int(values.min()) <= int(values.max()) < len(names):
-        raise _malformed("the name of a replica is missing")
+        raise _malformed_error("the name of a replica is missing")
     return tuple(names[i] for i in values.tolist())
 
 
@@ -180,9 +180,9 @@ def _decompress_column(data: bytes, size: int) -> Int:
     try:
         values = inflater.decompress(data, size + 1) if data else b""
     except zlib.error as error:
-        raise _malformed(str(error)) from error
+        raise _malformed_error(str(error)) from error
     if len(values) != size:
-        raise _malformed(f"a column of a table does not have {size} bytes")
+        raise _malformed_error(f"a column of a table does not have {size} bytes")
     return np.frombuffer(values, "<i8").astype(np.int64)
 
 

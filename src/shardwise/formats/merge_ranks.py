@@ -15,7 +15,7 @@ from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.torch_values import StoredShard
 from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray, row_major_strides
 from shardwise.formats.nested import build_foreign, find_leaves
-from shardwise.formats.optimizers import Path, is_of_optimizer
+from shardwise.formats.optimizers import Path, is_in_optimizer
 from shardwise.formats.piece_tables import (
     join_tables,
     select_rows,
@@ -32,7 +32,7 @@ RankValue: TypeAlias = tuple[int, Any]
 SameBytes: TypeAlias = Callable[[StoredArray, StoredArray], bool]
 LARGEST_RANDOM_STATE = 2**16
 """In bytes; longer `uint8` tensors are not taken for random generator states."""
-SAMPLED = 1024
+SAMPLE_SIZE = 1024
 """Elements of a tensor that are compared when it is opened; all are compared when it is read."""
 
 
@@ -66,7 +66,9 @@ def merge_ranks(
             f"{path}: the ranks saved different values, and not dicts, so they cannot be merged: "
             "open the file of one rank"
         )
-    left_out = [f"{_name_of(each)}: its value differs between ranks" for each in merger.differing]
+    left_out = [
+        f"{_name_of(each)}: its value differs between ranks" for each in merger.differing_paths
+    ]
     leaves = find_leaves(state if isinstance(state, dict) else {"value": state}, files)
     return merger.place_shards(
         tie_equal_arrays(build_foreign(replace(leaves, left_out=left_out), format))
@@ -85,7 +87,7 @@ class _Merger:
         shards: the shards of each global tensor.
         indices: the index in `shards` of tensors that were seen.
         copies: for each plain tensor, the same tensor in the files of other ranks.
-        differing: the paths of values that differ between ranks.
+        differing_paths: the paths of values that differ between ranks.
     """
 
     files: tuple[ForeignFile, ...]
@@ -94,7 +96,7 @@ class _Merger:
     shards: list[tuple[StoredShard, ...]] = field(default_factory=list)
     indices: dict[tuple[StoredShard, ...], int] = field(default_factory=dict)
     copies: dict[StoredArray, list[StoredArray]] = field(default_factory=dict)
-    differing: list[Path] = field(default_factory=list)
+    differing_paths: list[Path] = field(default_factory=list)
 
     def merge(self, values: tuple[RankValue, ...], path: Path) -> Any:
         """Return one value for the values of all ranks at a path."""
@@ -105,19 +107,21 @@ class _Merger:
             return self._merge_shards(values, path)
         if any(isinstance(value, StoredArray) for _, value in values):
             return self._merge_plain_tensors(values, path)
-        listed = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
-        if listed and all(type(v) is type(first) and len(v) == len(first) for _, v in values):
+        is_list = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
+        if is_list and all(type(v) is type(first) and len(v) == len(first) for _, v in values):
             items = [
                 self.merge(tuple((file, value[i]) for file, value in values), (*path, i))
                 for i in range(len(first))
             ]
             return _DIFFERS if any(item is _DIFFERS for item in items) else type(first)(items)
-        other = next((file for file, value in values[1:] if not _are_equal(value, first)), None)
-        if other is None:
+        differing_file = next(
+            (file for file, value in values[1:] if not _are_equal(value, first)), None
+        )
+        if differing_file is None:
             return first
-        if is_of_optimizer(path) or (path and path[-1] in _COUNTERS):
-            raise self._conflict_error(path, values[0][0], other, "differs")
-        self.differing.append(path)
+        if is_in_optimizer(path) or (path and path[-1] in _COUNTERS):
+            raise self._conflict_error(path, values[0][0], differing_file, "differs")
+        self.differing_paths.append(path)
         return _DIFFERS
 
     def _merge_dicts(self, values: tuple[RankValue, ...], path: Path) -> dict[Any, Any]:
@@ -133,13 +137,13 @@ class _Merger:
     def _merge_shards(self, values: tuple[RankValue, ...], path: Path) -> StoredArray:
         shards = tuple(value for _, value in values if isinstance(value, StoredShard))
         first = shards[0]
-        expected = first.shape, first.mesh, first.shards, first.local.dtype
+        expected = first.shape, first.mesh_shape, first.mesh_shards, first.local.dtype
         for file, value in values:
             if not isinstance(value, StoredShard):
                 raise self._conflict_error(
                     path, values[0][0], file, "is a DTensor in only one of two files"
                 )
-            if (value.shape, value.mesh, value.shards, value.local.dtype) != expected:
+            if (value.shape, value.mesh_shape, value.mesh_shards, value.local.dtype) != expected:
                 raise self._conflict_error(
                     path, values[0][0], file, "has different shapes or placements"
                 )
@@ -152,24 +156,26 @@ class _Merger:
 
     def _require_all_shards(self, shards: tuple[StoredShard, ...], path: Path) -> None:
         first = shards[0]
-        mesh_dims = sorted({shard.mesh_dim for shard in first.shards})
-        found = {tuple(shard.coordinate[dim] for dim in mesh_dims) for shard in shards}
-        count = prod(first.mesh[dim] for dim in mesh_dims)
-        if len(found) == count or not prod(first.shape):
+        mesh_dims = sorted({shard.mesh_dim for shard in first.mesh_shards})
+        found_coordinates = {tuple(shard.coordinate[dim] for dim in mesh_dims) for shard in shards}
+        shard_count = prod(first.mesh_shape[dim] for dim in mesh_dims)
+        if len(found_coordinates) == shard_count or not prod(first.shape):
             return
         name = _name_of(path)
         if len(self.files) == 1:
             raise FormatError(
                 f"{self.path} has only one rank's part of {name}, a DTensor of shape "
-                f"{list(first.shape)} on {prod(first.mesh)} ranks. Open the directory that holds "
-                "the files of all ranks"
+                f"{list(first.shape)} on {prod(first.mesh_shape)} ranks. Open the directory that "
+                "holds the files of all ranks"
             )
-        coordinates = product(*(range(first.mesh[dim]) for dim in mesh_dims))
-        missing = next(coordinate for coordinate in coordinates if coordinate not in found)
+        coordinates = product(*(range(first.mesh_shape[dim]) for dim in mesh_dims))
+        missing = next(
+            coordinate for coordinate in coordinates if coordinate not in found_coordinates
+        )
         raise FormatError(
-            f"{self.path}: {name} has only {len(found)} of its {count} shards: the one at "
-            f"{missing} of mesh dimensions {tuple(mesh_dims)} is missing. Copy the files of all "
-            "ranks into this directory"
+            f"{self.path}: {name} has only {len(found_coordinates)} of its {shard_count} shards: "
+            f"the one at {missing} of mesh dimensions {tuple(mesh_dims)} is missing. Copy the "
+            "files of all ranks into this directory"
         )
 
     def _merge_plain_tensors(self, values: tuple[RankValue, ...], path: Path) -> Any:
@@ -183,10 +189,10 @@ class _Merger:
                 )
         if len(arrays) > 1 and _may_be_random_state(first):
             if not all(self.same_bytes(first, other) for other in arrays[1:]):
-                self.differing.append(path)
+                self.differing_paths.append(path)
                 return _DIFFERS
         elif len(arrays) > 1:
-            if not self.same_bytes(_take_sample(first), _take_sample(arrays[-1])):
+            if not self.same_bytes(_select_sample(first), _select_sample(arrays[-1])):
                 raise self._conflict_error(
                     path,
                     first.file,
@@ -214,7 +220,7 @@ class _Merger:
         for row in np.flatnonzero(pieces.file < 0).tolist():
             tensor, offsets = int(pieces.tensor[row]), set[tuple[int, ...]]()
             for shard in self.shards[-1 - int(pieces.file[row])]:
-                for offset, array in _boxes_of(shard):
+                for offset, array in _boxes_of_shard(shard):
                     (copies if offset in offsets else boxes).append((tensor, offset, array))
                     offsets.add(offset)
         tensor_at = {
@@ -236,10 +242,10 @@ def _name_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _take_sample(array: StoredArray) -> StoredArray:
+def _select_sample(array: StoredArray) -> StoredArray:
     """Return some adjacent elements; only the first, if the array is not contiguous."""
     size = prod(array.shape)
-    count = min(size, SAMPLED) if array.stride == row_major_strides(array.shape) else 1
+    count = min(size, SAMPLE_SIZE) if array.stride == row_major_strides(array.shape) else 1
     return replace(array, shape=(count if size else 0,), stride=(1,))
 
 
@@ -248,13 +254,13 @@ def _may_be_random_state(array: StoredArray) -> bool:
     return array.dtype == "uint8" and len(array.shape) == 1 and small
 
 
-def _boxes_of(shard: StoredShard) -> list[tuple[tuple[int, ...], StoredArray]]:
+def _boxes_of_shard(shard: StoredShard) -> list[tuple[tuple[int, ...], StoredArray]]:
     """Return the boxes of a shard: the offset in the tensor, and the array in the file."""
     local = shard.local
     boxes = []
     for global_box, local_box in shard.boxes():
-        skipped = sum(o * s for o, s in zip(local_box.offset, local.stride, strict=True))
-        start = local.start + skipped * local.itemsize
+        skipped_elements = sum(o * s for o, s in zip(local_box.offset, local.stride, strict=True))
+        start = local.start + skipped_elements * local.itemsize
         boxes.append((global_box.offset, replace(local, start=start, shape=local_box.shape)))
     return boxes
 

@@ -22,7 +22,7 @@ from shardwise.formats.piece_tables import join_tables, table_of_arrays
 _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalization modules, which a state_dict lists among the parameters."""
 
-State = Mapping[Any, Any]
+NestedState = Mapping[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,18 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
     builder.left_out += leaves.left_out
     for path, dtype, shape in leaves.tensors:
         builder.add_tensor(names.name_of(path), dtype, shape)
-    consumed = {path for optimizer in optimizers for path in optimizer.group_paths}
+    group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
     for path, value in leaves.values.items():
-        if path in consumed:
+        if path in group_paths:
             continue
-        if path[-1] == "step" and names.in_optimizer(path) and _is_number(value):
+        if path[-1] == "step" and names.is_in_optimizer(path) and _is_number(value):
             builder.add_number(names.name_of(path), value)
         else:
             builder.add_value(names.name_of(path), value)
     for optimizer in optimizers:
         name = f"{names.prefix(optimizer)}.{GROUPS}"
         builder.add_groups(optimizer.groups, name)
-        if ungrouped := optimizer.ungrouped():
+        if ungrouped := optimizer.find_ungrouped_parameters():
             builder.left_out.append(
                 f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
                 f"example those of {ungrouped[0]}: pipeline stages overwrote each other's param "
@@ -122,12 +122,12 @@ class _LeafNames:
     def __init__(
         self, optimizers: Sequence[Optimizer], tensors: Sequence[Path], values: Iterable[Path]
     ) -> None:
-        self._keys = {
+        self._optimizer_and_key = {
             path: (optimizer, key)
             for optimizer in optimizers
             for path, key in optimizer.parameter_and_key.items()
         }
-        outside = [path for path in tensors if path not in self._keys]
+        outside = [path for path in tensors if path not in self._optimizer_and_key]
         top_level = {path for path in outside if len(path) == 1}
         parameters = {(name,) for optimizer in optimizers for name in optimizer.parameters}
         is_module_state = (
@@ -135,21 +135,23 @@ class _LeafNames:
             and len(top_level) == len(tensors) > 0
             and all(map(_is_extra_state, values))
         )
-        self._module = top_level if is_module_state or top_level & parameters else set()
+        self._module_paths = top_level if is_module_state or top_level & parameters else set()
 
     def name_of(self, path: Path) -> str:
         """Return the name of a leaf."""
-        found = self._keys.get(path)
+        found = self._optimizer_and_key.get(path)
         if found is not None:
             optimizer, (parameter, key) = found
             return f"{self.prefix(optimizer)}.{parameter}.{key}"
         name = ".".join(map(str, path))
-        in_module = path in self._module or (len(self._module) > 0 and _is_extra_state(path))
+        in_module = path in self._module_paths or (
+            len(self._module_paths) > 0 and _is_extra_state(path)
+        )
         return f"model.{name}" if in_module else name
 
-    def in_optimizer(self, path: Path) -> bool:
+    def is_in_optimizer(self, path: Path) -> bool:
         """Return whether a leaf is part of the optimizer state of a parameter."""
-        return path in self._keys
+        return path in self._optimizer_and_key
 
     @staticmethod
     def prefix(optimizer: Optimizer) -> str:
@@ -162,7 +164,7 @@ def _is_extra_state(path: Path) -> bool:
 
 
 def find_leaves(
-    state: State, files: tuple[ForeignFile, ...], values: Mapping[Path, Any] | None = None
+    state: NestedState, files: tuple[ForeignFile, ...], values: Mapping[Path, Any] | None = None
 ) -> NestedLeaves:
     """Return the tensors and values in a state.
 
@@ -190,7 +192,7 @@ def find_leaves(
     return NestedLeaves(files, tensors, table, {**values_by_path, **(values or {})})
 
 
-def _iterate_leaves(state: State, path: Path) -> Iterator[tuple[Path, Any]]:
+def _iterate_leaves(state: NestedState, path: Path) -> Iterator[tuple[Path, Any]]:
     for key, value in state.items():
         leaf_path = (*path, key if isinstance(key, int) else str(key))
         if _is_named_dict(value):
@@ -225,7 +227,7 @@ def _is_optimizer(value: object) -> bool:
     )
 
 
-def _name_parameters(state: State) -> State:
+def _name_parameters(state: NestedState) -> NestedState:
     """Add the names of parameters to the optimizers of a state, if they follow from the shapes."""
     modules = [value for value in state.values() if _is_module(value)]
     return {
@@ -242,26 +244,28 @@ def _is_module(value: object) -> bool:
     return any(isinstance(item, StoredArray) for item in value.values())
 
 
-def _with_parameter_names(optimizer: State, module: State) -> State:
+def _with_parameter_names(optimizer: NestedState, module: NestedState) -> NestedState:
     groups = optimizer[GROUPS]
     if any(PARAM_NAMES in group for group in groups):
         return optimizer
-    parameter_numbers = [number for group in groups for number in group[PARAMS]]
+    parameter_indices = [index for group in groups for index in group[PARAMS]]
     parameters: dict[StoredArray, str] = {}
     for name, array in module.items():
         if isinstance(array, StoredArray) and name.rpartition(".")[2] not in _NORM_BUFFERS:
             parameters.setdefault(array, name)
     shapes = [array.shape for array in parameters]
-    fitting = len(parameter_numbers) == len(shapes) and all(
-        _state_fits(optimizer[STATE].get(number), shape)
-        for number, shape in zip(parameter_numbers, shapes, strict=True)
+    shapes_fit = len(parameter_indices) == len(shapes) and all(
+        _state_fits(optimizer[STATE].get(index), shape)
+        for index, shape in zip(parameter_indices, shapes, strict=True)
     )
     # With several groups, the parameters may be in another order than in the module.
-    if not fitting or (len(groups) > 1 and len(set(shapes)) < len(shapes)):
+    if not shapes_fit or (len(groups) > 1 and len(set(shapes)) < len(shapes)):
         return optimizer
     names = iter(parameters.values())
-    named = [{**group, PARAM_NAMES: [next(names) for _ in group[PARAMS]]} for group in groups]
-    return {**optimizer, GROUPS: named}
+    named_groups = [
+        {**group, PARAM_NAMES: [next(names) for _ in group[PARAMS]]} for group in groups
+    ]
+    return {**optimizer, GROUPS: named_groups}
 
 
 def _state_fits(state: object, shape: tuple[int, ...]) -> bool:

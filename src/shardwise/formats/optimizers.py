@@ -52,7 +52,7 @@ class Optimizer:
         """The names of all parameters in groups."""
         return {name for group in self.groups for name in group.names}
 
-    def ungrouped(self) -> list[str]:
+    def find_ungrouped_parameters(self) -> list[str]:
         """Return the parameters that have state but are in no group."""
         grouped = self.parameters
         return list(
@@ -81,14 +81,14 @@ def merge_param_groups(groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
     """Merge the groups that have equal hyperparameters."""
     merged: dict[str, ParamGroup] = {}
     for group in groups:
-        key = hyperparameters_key(group.hyperparameters)
-        known = merged.get(key, ParamGroup((), group.hyperparameters))
-        names = dict.fromkeys((*known.names, *group.names))
-        merged[key] = ParamGroup(tuple(names), known.hyperparameters)
+        key = make_hyperparameters_key(group.hyperparameters)
+        existing = merged.get(key, ParamGroup((), group.hyperparameters))
+        names = dict.fromkeys((*existing.names, *group.names))
+        merged[key] = ParamGroup(tuple(names), existing.hyperparameters)
     return tuple(merged.values())
 
 
-def hyperparameters_key(hyperparameters: Mapping[str, Any]) -> str:
+def make_hyperparameters_key(hyperparameters: Mapping[str, Any]) -> str:
     """Return a text that is equal for equal hyperparameters."""
     return repr(sorted(hyperparameters.items(), key=lambda item: str(item[0])))
 
@@ -114,7 +114,7 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
     return [optimizer for optimizer in found if optimizer is not None]
 
 
-def is_of_optimizer(path: Path) -> bool:
+def is_in_optimizer(path: Path) -> bool:
     """Return whether a path goes through `state` or `param_groups` of an optimizer."""
     return _split_at_optimizer(path) is not None
 
@@ -148,19 +148,19 @@ def _parse_optimizer(
     """
     if not all(path in values for path, _ in group_leaves):
         return None
-    settings = {rest: values[path] for path, rest in group_leaves}
-    flattened = any(rest[:1] == (_FLATTENED,) for rest in settings)
-    parsed = _parse_flattened_groups(settings) if flattened else _parse_groups(settings)
+    group_values = {rest: values[path] for path, rest in group_leaves}
+    flattened = any(rest[:1] == (_FLATTENED,) for rest in group_values)
+    parsed = _parse_flattened_groups(group_values) if flattened else _parse_groups(group_values)
     if parsed is None:
         return None
-    groups, names_by_number = parsed
+    groups, name_by_index = parsed
     names = {name for group in groups for name in group.names}
     keys: dict[Path, tuple[str, str]] = {}
     for path, rest in state_leaves:
         if rest[:1] == (_FLATTENED,):
             name_and_key = _split_flattened_key(str(rest[1]), names)
         else:
-            name_and_key = _look_up_name(rest, names_by_number)
+            name_and_key = _look_up_name(rest, name_by_index)
         if name_and_key is None:
             return None
         keys[path] = name_and_key
@@ -168,14 +168,14 @@ def _parse_optimizer(
 
 
 def _parse_flattened_groups(
-    settings: Mapping[Path, Any],
+    group_values: Mapping[Path, Any],
 ) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
     """Parse keys `<parameter>.<hyperparameter>`.
 
     Parameters with equal hyperparameters form one group.
     """
     by_parameter: dict[str, dict[str, Any]] = {}
-    for rest, value in settings.items():
+    for rest, value in group_values.items():
         if rest[:1] != (_FLATTENED,):
             return None
         parameter, dot, key = str(rest[1]).rpartition(".")
@@ -193,40 +193,42 @@ def _parse_flattened_groups(
 
 
 def _parse_groups(
-    settings: Mapping[Path, Any],
+    group_values: Mapping[Path, Any],
 ) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
     """Parse `param_groups`: one list of dicts, or one value for each index and key.
 
     Also return the name of each parameter number.
     """
-    listed: dict[object, dict[str, Any]] = {}
-    for rest, value in settings.items():
+    dict_by_index: dict[object, dict[str, Any]] = {}
+    for rest, value in group_values.items():
         if not rest and isinstance(value, list) and all(isinstance(each, dict) for each in value):
-            listed.update(enumerate(value))
+            dict_by_index.update(enumerate(value))
         elif len(rest) == 2:
-            listed.setdefault(rest[0], {})[str(rest[1])] = value
+            dict_by_index.setdefault(rest[0], {})[str(rest[1])] = value
         else:
             return None
     groups = []
-    names_by_number: dict[str, str] = {}
-    for group in listed.values():
+    name_by_index: dict[str, str] = {}
+    for group in dict_by_index.values():
         params = group.get(PARAMS)
         names = group.get(PARAM_NAMES, params)
         if not isinstance(params, list) or not isinstance(names, list):
             return None
         if len(names) != len(params) or not all(isinstance(name, str) for name in names):
             return None
-        names_by_number.update(zip(map(str, params), names, strict=True))
-        kept = {key: value for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
-        groups.append(ParamGroup(tuple(names), kept))
-    return tuple(groups), names_by_number
+        name_by_index.update(zip(map(str, params), names, strict=True))
+        hyperparameters = {
+            key: value for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)
+        }
+        groups.append(ParamGroup(tuple(names), hyperparameters))
+    return tuple(groups), name_by_index
 
 
-def _look_up_name(rest: Path, names_by_number: Mapping[str, str]) -> tuple[str, str] | None:
+def _look_up_name(rest: Path, name_by_index: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the parameter's name and the key for a path below `state`."""
     parameter = str(rest[0]) if len(rest) > 1 else ""
     # A pipeline stage's groups may have overwritten those of another, so a number can lack a name.
-    name = names_by_number.get(parameter, None if parameter.isdigit() else parameter)
+    name = name_by_index.get(parameter, None if parameter.isdigit() else parameter)
     return (name, ".".join(map(str, rest[1:]))) if name else None
 
 

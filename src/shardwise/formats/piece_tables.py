@@ -102,15 +102,15 @@ def pad_table(table: PieceTable, dims: int) -> PieceTable:
         FormatError: a piece has more dimensions.
     """
     pieces = table.pieces
-    missing = dims - pieces.offset.shape[1]
-    if missing < 0:
+    missing_dims = dims - pieces.offset.shape[1]
+    if missing_dims < 0:
         raise FormatError(
             f"a piece has {pieces.offset.shape[1]} dimensions, but no tensor has more than {dims}: "
             "copy the checkpoint again from an intact source"
         )
-    if missing == 0:
+    if missing_dims == 0:
         return table
-    zeros = np.zeros((len(pieces.offset), missing), np.int64)
+    zeros = np.zeros((len(pieces.offset), missing_dims), np.int64)
     offset, shape, stride = (
         np.concatenate((column, fill), axis=1)
         for column, fill in (
@@ -170,18 +170,18 @@ def _rows_of_array(
     shape, stride = array.shape, array.stride
     if 0 in shape:
         return
-    shared = _dims_with_shared_bytes(shape, stride)
-    if not shared:
+    shared_dims = _dims_with_shared_bytes(shape, stride)
+    if not shared_dims:
         zeros = (0,) * len(shape)
         yield tensor, array.file, array.start, zeros, shape, _normalize_stride(shape, stride)
         return
-    if math.prod(shape[dim] for dim in shared) > MOST_PIECES_OF_ARRAY:
+    if math.prod(shape[dim] for dim in shared_dims) > MOST_PIECES_OF_ARRAY:
         raise FormatError(
             f"{name_of(tensor)}: an array of shape {list(shape)} and strides {list(stride)} "
             "has too many elements that share bytes: make it contiguous before saving it"
         )
-    piece_shape = tuple(1 if dim in shared else n for dim, n in enumerate(shape))
-    ranges = [range(n if dim in shared else 1) for dim, n in enumerate(shape)]
+    piece_shape = tuple(1 if dim in shared_dims else n for dim, n in enumerate(shape))
+    ranges = [range(n if dim in shared_dims else 1) for dim, n in enumerate(shape)]
     for offset in product(*ranges):
         elements = sum(o * s for o, s in zip(offset, stride, strict=True)) * array.itemsize
         yield (

@@ -40,8 +40,8 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
             f"{opened.store}: a specification cannot be applied, because tensors of this "
             "checkpoint are means of several copies; export it first, and open the export"
         )
-    catalogue = catalogue_of(opened.manifest.tensors)
-    inside_values = _are_inside_values(opened)
+    catalogue = catalogue_of_tensors(opened.manifest.tensors)
+    inside_values = _find_tensors_inside_values(opened)
     remapped = _drop_means(
         apply_spec(
             spec,
@@ -99,7 +99,7 @@ def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> 
     return Replicas(joined.pieces, joined.stride, tuple(names))
 
 
-def _are_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _find_tensors_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return which tensors are parts of plain values. The specification does not apply to them."""
     values = {entry.name for entry in opened.manifest.objects}
 
@@ -146,7 +146,7 @@ def _add_unchanged(remapped: Foreign, catalogue: Catalogue, rows: Sequence[int])
     return replace(remapped, tensors=(*remapped.tensors, *entries), table=composed)
 
 
-def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
+def catalogue_of_tensors(tensors: Sequence[TensorEntry]) -> Catalogue:
     """Return global tensors as a catalogue without ranks, with one whole array in each file."""
     tensor_index = {tensor.name: i for i, tensor in enumerate(tensors)}
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -201,16 +201,16 @@ def _compose_pieces(
     shapes = _pad_columns(catalogue.shape, dims, 1)
     strides = row_major(shapes)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
-    first = new.start // itemsize[new.file]
-    first_offset = first[:, None] // strides[new.file] % shapes[new.file]
-    source = _find_source_dims(str(opened.store), remapped, new_table, shapes, strides)
-    extents = np.ones((len(new), dims), np.int64)
-    rows, dims_of_new = np.nonzero(source >= 0)
-    extents[rows, source[rows, dims_of_new]] = new.shape[rows, dims_of_new]
-    crosses_shards = first_offset + extents > shapes[new.file]
+    first_element = new.start // itemsize[new.file]
+    first_offset = first_element[:, None] // strides[new.file] % shapes[new.file]
+    source_dims = _find_source_dims(str(opened.store), remapped, new_table, shapes, strides)
+    extent_in_old = np.ones((len(new), dims), np.int64)
+    rows, dims_of_new = np.nonzero(source_dims >= 0)
+    extent_in_old[rows, source_dims[rows, dims_of_new]] = new.shape[rows, dims_of_new]
+    crosses_shards = first_offset + extent_in_old > shapes[new.file]
     _refuse_reshapes(str(opened.store), remapped, new_table, crosses_shards)
     overlaps = find_overlaps(
-        (new.file, first_offset, extents),
+        (new.file, first_offset, extent_in_old),
         (old.tensor, _pad_columns(old.offset, dims, 0), _pad_columns(old.shape, dims, 1)),
     )
     new_rows, old_rows = overlaps.left, overlaps.right
@@ -220,11 +220,11 @@ def _compose_pieces(
         old.start[old_rows]
         + (offset_in_old * old_stride).sum(axis=1) * itemsize[new.file[new_rows]]
     )
-    old_dims = source[new_rows]
+    old_dims = source_dims[new_rows]
 
-    def take_along_source(values: Int, otherwise: int) -> Int:
+    def take_along_source(values: Int, fill: int) -> Int:
         values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
-        return np.where(old_dims >= 0, values_of_old, otherwise)
+        return np.where(old_dims >= 0, values_of_old, fill)
 
     offset = new.offset[new_rows] + take_along_source(overlaps.offset - first_offset[new_rows], 0)
     pieces = Pieces(
@@ -246,12 +246,12 @@ def _find_source_dims(
         StateError: a dimension with several elements matches no dimension of the old tensor.
     """
     pieces, stride = table.pieces, table.stride
-    runs = pieces.shape > 1
+    has_several_elements = pieces.shape > 1
     matches = stride[:, :, None] == strides[pieces.file][:, None, :]
     matches &= (shapes[pieces.file] > 1)[:, None, :]
-    _refuse_reshapes(path, remapped, table, (runs & ~matches.any(axis=2)))
-    source: Int = np.where(runs, matches.argmax(axis=2), -1)
-    return source
+    _refuse_reshapes(path, remapped, table, (has_several_elements & ~matches.any(axis=2)))
+    source_dims: Int = np.where(has_several_elements, matches.argmax(axis=2), -1)
+    return source_dims
 
 
 def _refuse_reshapes(

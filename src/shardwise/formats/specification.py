@@ -23,7 +23,7 @@ from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
 
-_AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
+_AXIS_PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +116,31 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
         CheckpointNotFoundError: no file matches the pattern.
         FormatError: the file of a rank is missing, or a file is malformed.
     """
-    axes = _AXIS.findall(pattern)
-    coordinates = dict(_match_files(tree, pattern))
-    if not coordinates:
+    axes = _AXIS_PLACEHOLDER.findall(pattern)
+    coordinate_by_file = dict(_match_files(tree, pattern))
+    if not coordinate_by_file:
         raise CheckpointNotFoundError(
             f"{tree}: no file matches {pattern}, which is relative to this directory: correct "
             "files=, for example files='mp_rank_{tp}/model_optim_rng.pt'"
         )
-    coordinate = np.array(list(coordinates.values()), np.int64).reshape(len(coordinates), len(axes))
+    coordinate = np.array(list(coordinate_by_file.values()), np.int64).reshape(
+        len(coordinate_by_file), len(axes)
+    )
     sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}
-    _check_complete(tree, pattern, coordinates, sizes)
-    file_indices = {name: i for i, name in enumerate(coordinates)}
-    read = tree.read_each(file_indices, _read_rank_file)
+    _require_files_of_all_ranks(tree, pattern, coordinate_by_file, sizes)
+    file_indices = {name: i for i, name in enumerate(coordinate_by_file)}
+    contents_by_file = tree.read_each(file_indices, _read_rank_file)
     rows = [
-        (name, array, coordinates[file])
-        for file, (arrays, _) in read.items()
+        (name, array, coordinate_by_file[file])
+        for file, (arrays, _) in contents_by_file.items()
         for name, array in arrays.items()
     ]
-    catalogue = build_catalogue(list(map(tree.file, coordinates)), sizes, rows)
-    return catalogue, [values for _, values in read.values()]
+    catalogue = build_catalogue(list(map(tree.file, coordinate_by_file)), sizes, rows)
+    return catalogue, [values for _, values in contents_by_file.values()]
 
 
 def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    pattern_parts = _AXIS.split(pattern)
+    pattern_parts = _AXIS_PLACEHOLDER.split(pattern)
     expression = "".join(
         r"(\d{1,9})" if i % 2 else re.escape(part) for i, part in enumerate(pattern_parts)
     )
@@ -148,27 +150,27 @@ def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int,
             yield name, tuple(map(int, match.groups()))
 
 
-def _check_complete(
+def _require_files_of_all_ranks(
     tree: FileTree,
     pattern: str,
-    coordinates: Mapping[str, tuple[int, ...]],
+    coordinate_by_file: Mapping[str, tuple[int, ...]],
     sizes: Mapping[str, int],
 ) -> None:
-    expected = int(np.prod(list(sizes.values()), dtype=np.float64))
-    names: dict[tuple[int, ...], str] = {}
-    for name, coordinate in coordinates.items():
-        other = names.setdefault(coordinate, name)
+    expected_count = int(np.prod(list(sizes.values()), dtype=np.float64))
+    file_by_coordinate: dict[tuple[int, ...], str] = {}
+    for name, coordinate in coordinate_by_file.items():
+        other = file_by_coordinate.setdefault(coordinate, name)
         if other != name:
             rank = ", ".join(f"{axis}={i}" for axis, i in zip(sizes, coordinate, strict=False))
             raise FormatError(
                 f"{tree}: by {pattern}, {other} and {name} belong to the same rank ({rank}): "
                 "remove one of them"
             )
-    if len(names) < expected:
+    if len(file_by_coordinate) < expected_count:
         ranks = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise FormatError(
-            f"{tree} has {len(names)} files like {pattern}, not {expected} ({ranks}): copy the "
-            "files of all ranks into this directory"
+            f"{tree} has {len(file_by_coordinate)} files like {pattern}, not {expected_count} "
+            f"({ranks}): copy the files of all ranks into this directory"
         )
 
 

@@ -37,13 +37,13 @@ def validate_foreign(foreign: Foreign) -> Foreign:
         check_table_size(rows, dims)
     table, replicas = pad_table(foreign.table, dims), pad_table(foreign.replicas, dims)
     foreign = replace(foreign, table=table, replicas=replicas)
-    for item in (table, replicas):
-        if len(item) > MOST_PIECES:
+    for piece_table in (table, replicas):
+        if len(piece_table) > MOST_PIECES:
             raise FormatError(
-                f"the checkpoint has {len(item)} pieces; at most {MOST_PIECES} are supported: save "
-                "it again from fewer ranks"
+                f"the checkpoint has {len(piece_table)} pieces; at most {MOST_PIECES} are "
+                "supported: save it again from fewer ranks"
             )
-        _check_pieces(foreign, item)
+        _check_pieces(foreign, piece_table)
     if foreign.replica_names and len(foreign.replica_names) != len(replicas):
         raise FormatError(
             f"the index has {len(foreign.replica_names)} names for {len(replicas)} replicas: it is "
@@ -54,11 +54,12 @@ def validate_foreign(foreign: Foreign) -> Foreign:
     stored = np.array(
         [t.same_as is None and t.name not in foreign.averages for t in foreign.tensors], bool
     )
-    wrong = uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
-    if len(wrong):
-        names = ", ".join(foreign.tensors[i].name for i in wrong[:5].tolist())
+    wrong_tensors = uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
+    if len(wrong_tensors):
+        names = ", ".join(foreign.tensors[i].name for i in wrong_tensors[:5].tolist())
         raise FormatError(
-            f"pieces overlap or leave gaps in {len(wrong)} tensor(s): {names}; {_COPY_AGAIN}"
+            f"pieces overlap or leave gaps in {len(wrong_tensors)} tensor(s): {names}; "
+            f"{_COPY_AGAIN}"
         )
     return foreign
 
@@ -68,9 +69,9 @@ def _padded_shapes(foreign: Foreign, dims: int) -> Int:
 
 
 def _check_names(foreign: Foreign) -> None:
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     for name in [*(t.name for t in foreign.tensors), *(o.name for o in foreign.objects)]:
-        if name in seen:
+        if name in seen_names:
             raise FormatError(
                 f"the name {name[:200]!r} occurs twice when keys are joined by dots: save one of "
                 "the two values under another name"
@@ -81,7 +82,7 @@ def _check_names(foreign: Foreign) -> None:
                 f"{LONGEST_NAME} characters and do not start with {RESERVED!r}; save it under "
                 "another name"
             )
-        seen.add(name)
+        seen_names.add(name)
     files = [file.name for file in foreign.files]
     if len(set(files)) != len(files):
         (duplicate, _), *_ = Counter(files).most_common(1)

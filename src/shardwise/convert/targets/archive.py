@@ -20,17 +20,17 @@ from shardwise.convert.plan import (
     size_of,
 )
 from shardwise.formats.containers.zip_archive import (
-    END,
-    END64,
-    END64_MARK,
-    END_MARK,
-    ENTRY,
-    ENTRY_MARK,
-    FULL16,
-    FULL32,
-    LOCAL,
-    LOCATOR,
-    LOCATOR_MARK,
+    END64_RECORD,
+    END64_SIGNATURE,
+    END_RECORD,
+    END_SIGNATURE,
+    ENTRY_RECORD,
+    ENTRY_SIGNATURE,
+    LOCAL_HEADER,
+    LOCATOR_RECORD,
+    LOCATOR_SIGNATURE,
+    MAX_UINT16,
+    MAX_UINT32,
     ZIP_START,
 )
 from shardwise.manifest.checksums import crc32
@@ -119,7 +119,7 @@ class ArchiveBuilder:
         """Append an entry. Its content is aligned if the start of the archive is aligned."""
         file, encoded, size = self._file, name.encode(), size_of(content)
         header = file.size - self._start
-        zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, size, size) if size >= FULL32 else b""
+        zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, size, size) if size >= MAX_UINT32 else b""
         sum_follows = isinstance(content, TensorPart) and size > 0
         crc = crc32(content) if isinstance(content, bytes) else 0
         fields = (
@@ -130,13 +130,16 @@ class ArchiveBuilder:
             _FIRST_DATE,
             crc,
         )
-        stated_size = FULL32 if zip64 else 0 if sum_follows else size
+        stated_size = MAX_UINT32 if zip64 else 0 if sum_follows else size
         padding = (
-            -(header + LOCAL.size + len(encoded) + len(zip64) + _PADDING_FIELD.size) % ALIGNMENT
+            -(header + LOCAL_HEADER.size + len(encoded) + len(zip64) + _PADDING_FIELD.size)
+            % ALIGNMENT
         )
         extra = zip64 + _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
         file.add(
-            LOCAL.pack(ZIP_START, *fields, stated_size, stated_size, len(encoded), len(extra))
+            LOCAL_HEADER.pack(
+                ZIP_START, *fields, stated_size, stated_size, len(encoded), len(extra)
+            )
             + encoded
             + extra
         )
@@ -158,16 +161,18 @@ class ArchiveBuilder:
                 BytesFromChecksums(len(_directory(entries, None)), partial(_directory, entries))
             )
         end = file.size - self._start
-        if count >= FULL16 or end >= FULL32:
+        if count >= MAX_UINT16 or end >= MAX_UINT32:
             fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, end - start, start)
-            file.add(END64.pack(END64_MARK, END64.size - 12, *fields))
-            file.add(LOCATOR.pack(LOCATOR_MARK, 0, end, 1))
+            file.add(END64_RECORD.pack(END64_SIGNATURE, END64_RECORD.size - 12, *fields))
+            file.add(LOCATOR_RECORD.pack(LOCATOR_SIGNATURE, 0, end, 1))
         stated_count, size, stated_start = (
-            min(count, FULL16),
-            min(end - start, FULL32),
-            min(start, FULL32),
+            min(count, MAX_UINT16),
+            min(end - start, MAX_UINT32),
+            min(start, MAX_UINT32),
         )
-        file.add(END.pack(END_MARK, 0, 0, stated_count, stated_count, size, stated_start, 0))
+        file.add(
+            END_RECORD.pack(END_SIGNATURE, 0, 0, stated_count, stated_count, size, stated_start, 0)
+        )
 
 
 def _flags(sum_follows: bool) -> int:
@@ -175,7 +180,7 @@ def _flags(sum_follows: bool) -> int:
 
 
 def _descriptor(sum_index: int, size: int) -> BytesFromChecksums:
-    layout = _DESCRIPTOR64 if size >= FULL32 else _DESCRIPTOR
+    layout = _DESCRIPTOR64 if size >= MAX_UINT32 else _DESCRIPTOR
     return BytesFromChecksums(
         layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
     )
@@ -185,13 +190,13 @@ def _directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
     """Return the directory records of entries; without sums, a placeholder of the same size."""
     records = []
     for entry in entries:
-        zip64 = [n for n in (entry.size, entry.size, entry.header) if n >= FULL32]
+        zip64 = [n for n in (entry.size, entry.size, entry.header) if n >= MAX_UINT32]
         extra = (
             struct.pack(f"<HH{len(zip64)}Q", _ZIP64_FIELD, 8 * len(zip64), *zip64) if zip64 else b""
         )
         needed = _VERSION_ZIP64 if zip64 else _VERSION_PLAIN
         crc = 0 if sums is None else entry.crc(sums)
-        size, header = min(entry.size, FULL32), min(entry.header, FULL32)
+        size, header = min(entry.size, MAX_UINT32), min(entry.header, MAX_UINT32)
         head = (
             needed,
             needed,
@@ -204,5 +209,5 @@ def _directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
             size,
         )
         rest = (len(entry.name), len(extra), 0, 0, 0, 0, header)
-        records.append(ENTRY.pack(ENTRY_MARK, *head, *rest) + entry.name + extra)
+        records.append(ENTRY_RECORD.pack(ENTRY_SIGNATURE, *head, *rest) + entry.name + extra)
     return b"".join(records)

@@ -29,7 +29,7 @@ from shardwise.formats.containers.pickle_values import (
 from shardwise.state.hash_collisions import SAFE_KEYS, KeyCounter, UnsafeKeysError
 
 NEWEST_PROTOCOL = 5
-_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 PersistentLoad: TypeAlias = Callable[[Any], object]
 """A function that returns the value of a persistent id, or raises one of `MALFORMED_ERRORS`."""
@@ -99,7 +99,7 @@ class PickleMachine:
     def resolve_global(self, module: str, name: str) -> object:
         """Return the value of a global name; a placeholder if the name is not in `allowed`."""
         if (found := self.globals.get((module, name))) is None:
-            full_name = f"{_RENAMED.get(module, module)}.{name}"
+            full_name = f"{_RENAMED_MODULES.get(module, module)}.{name}"
             if (allowed := self.allowed.get(full_name)) is None:
                 self.unknown_names.add(full_name[:200])
                 found = UnknownObject(full_name[:200])
@@ -130,13 +130,13 @@ class PickleMachine:
             raise FormatError(f"invalid arguments of {constructor.name}: {error}") from error
 
 
-def _refuse(machine: PickleMachine, position: int) -> int:
+def _refuse_opcode(machine: PickleMachine, position: int) -> int:
     code = machine.data[position - 1]
-    known = next((op for op in pickletools.opcodes if op.code == chr(code)), None)
-    if known is None:
+    opcode = next((op for op in pickletools.opcodes if op.code == chr(code)), None)
+    if opcode is None:
         raise FormatError(f"byte {code:#04x} is not an opcode")
     raise UnsupportedValueError(
-        f"opcode {known.name} of protocol {known.proto}, which torch.save does not write",
+        f"opcode {opcode.name} of protocol {opcode.proto}, which torch.save does not write",
         f"save with torch.save, or with pickle protocol 2 to {NEWEST_PROTOCOL}",
     )
 
@@ -168,7 +168,7 @@ def _pop_mark(machine: PickleMachine, position: int) -> int:
     return position
 
 
-def _duplicate(machine: PickleMachine, position: int) -> int:
+def _duplicate_top(machine: PickleMachine, position: int) -> int:
     machine.stack.append(machine.stack[-1])
     return position
 
@@ -199,17 +199,17 @@ def _push_empty(container_type: type) -> Operation:
     return push
 
 
-def _push_number(code: str) -> Operation:
-    form = struct.Struct(code)
+def _push_number(struct_format: str) -> Operation:
+    number_struct = struct.Struct(struct_format)
 
     def push(machine: PickleMachine, position: int) -> int:
-        machine.stack += form.unpack_from(machine.data, position)
-        return position + form.size
+        machine.stack += number_struct.unpack_from(machine.data, position)
+        return position + number_struct.size
 
     return push
 
 
-def _push_sized(width: int, decode: Callable[[bytes], object]) -> Operation:
+def _push_length_prefixed(width: int, decode: Callable[[bytes], object]) -> Operation:
     def push(machine: PickleMachine, position: int) -> int:
         count = int.from_bytes(machine.read_bytes(position, width), "little")
         machine.stack.append(decode(machine.read_bytes(position + width, count)))
@@ -243,16 +243,16 @@ def _build_tuple(count: int) -> Operation:
 
 
 def _append(machine: PickleMachine, position: int) -> int:
-    _extend(machine, [machine.stack.pop()])
+    _extend_list(machine, [machine.stack.pop()])
     return position
 
 
 def _appends(machine: PickleMachine, position: int) -> int:
-    _extend(machine, machine.pop_to_mark())
+    _extend_list(machine, machine.pop_to_mark())
     return position
 
 
-def _extend(machine: PickleMachine, items: list[Any]) -> None:
+def _extend_list(machine: PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is list:
         target += items
@@ -262,16 +262,16 @@ def _extend(machine: PickleMachine, items: list[Any]) -> None:
 
 def _set_item(machine: PickleMachine, position: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _update(machine, [key, value])
+    _update_dict(machine, [key, value])
     return position
 
 
 def _set_items(machine: PickleMachine, position: int) -> int:
-    _update(machine, machine.pop_to_mark())
+    _update_dict(machine, machine.pop_to_mark())
     return position
 
 
-def _update(machine: PickleMachine, items: list[Any]) -> None:
+def _update_dict(machine: PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     keys = items[::2]
     if not isinstance(target, dict):
@@ -282,7 +282,7 @@ def _update(machine: PickleMachine, items: list[Any]) -> None:
     target.update(zip(keys, items[1::2], strict=True))
 
 
-def _add_items(machine: PickleMachine, position: int) -> int:
+def _add_to_set(machine: PickleMachine, position: int) -> int:
     items, target = machine.pop_to_mark(), machine.stack[-1]
     if type(target) is set:
         machine.refuse_hash_collisions(target, items)
@@ -343,14 +343,14 @@ def _load_persistent(machine: PickleMachine, position: int) -> int:
     return position
 
 
-def _operations() -> list[Operation]:
-    table: list[Operation] = [_refuse] * 256
+def _make_operation_table() -> list[Operation]:
+    table: list[Operation] = [_refuse_opcode] * 256
     for code, operation in {
         pickle.PROTO: _read_protocol,
         pickle.FRAME: _read_frame,
         pickle.POP: _pop,
         pickle.POP_MARK: _pop_mark,
-        pickle.DUP: _duplicate,
+        pickle.DUP: _duplicate_top,
         pickle.LONG_BINGET: _get_memo,
         pickle.MEMOIZE: _memoize,
         pickle.NONE: _push_constant(None),
@@ -363,16 +363,16 @@ def _operations() -> list[Operation]:
         pickle.BININT: _push_number("<i"),
         pickle.BININT2: _push_number("<H"),
         pickle.BINFLOAT: _push_number(">d"),
-        pickle.LONG1: _push_sized(1, _decode_integer),
-        pickle.LONG4: _push_sized(4, _decode_integer),
-        pickle.SHORT_BINUNICODE: _push_sized(1, _decode_text),
-        pickle.BINUNICODE8: _push_sized(8, _decode_text),
-        pickle.SHORT_BINBYTES: _push_sized(1, bytes),
-        pickle.BINBYTES: _push_sized(4, bytes),
-        pickle.BINBYTES8: _push_sized(8, bytes),
-        pickle.BYTEARRAY8: _push_sized(8, bytearray),
-        pickle.SHORT_BINSTRING: _push_sized(1, _decode_python2_text),
-        pickle.BINSTRING: _push_sized(4, _decode_python2_text),
+        pickle.LONG1: _push_length_prefixed(1, _decode_integer),
+        pickle.LONG4: _push_length_prefixed(4, _decode_integer),
+        pickle.SHORT_BINUNICODE: _push_length_prefixed(1, _decode_text),
+        pickle.BINUNICODE8: _push_length_prefixed(8, _decode_text),
+        pickle.SHORT_BINBYTES: _push_length_prefixed(1, bytes),
+        pickle.BINBYTES: _push_length_prefixed(4, bytes),
+        pickle.BINBYTES8: _push_length_prefixed(8, bytes),
+        pickle.BYTEARRAY8: _push_length_prefixed(8, bytearray),
+        pickle.SHORT_BINSTRING: _push_length_prefixed(1, _decode_python2_text),
+        pickle.BINSTRING: _push_length_prefixed(4, _decode_python2_text),
         pickle.TUPLE1: _build_tuple(1),
         pickle.TUPLE2: _build_tuple(2),
         pickle.TUPLE3: _build_tuple(3),
@@ -380,7 +380,7 @@ def _operations() -> list[Operation]:
         pickle.APPENDS: _appends,
         pickle.SETITEM: _set_item,
         pickle.SETITEMS: _set_items,
-        pickle.ADDITEMS: _add_items,
+        pickle.ADDITEMS: _add_to_set,
         pickle.FROZENSET: _build_frozenset,
         pickle.GLOBAL: _push_global,
         pickle.STACK_GLOBAL: _push_stack_global,
@@ -394,7 +394,7 @@ def _operations() -> list[Operation]:
     return table
 
 
-OPERATIONS = _operations()
+OPERATIONS = _make_operation_table()
 """The operation of each opcode, except the opcodes that `pickles` inlines.
 
 Opcodes of protocol 0, of registered extensions and of out-of-band buffers are refused."""

@@ -176,9 +176,9 @@ def _make_bytes(data: object = b"", codec: object = None) -> bytes:
 def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
         return OrderedDict()  # every tensor has an empty one: its hooks
-    listed = list(_pairs_of(pairs))
-    check_keys(key for key, _ in listed)
-    return OrderedDict(listed)
+    pair_list = list(_pairs_of(pairs))
+    check_keys(key for key, _ in pair_list)
+    return OrderedDict(pair_list)
 
 
 def _make_counter(pairs: object = ()) -> Counter[Any]:
@@ -206,9 +206,9 @@ def _make_list(items: object = (), *_: object) -> list[Any]:
 
 
 def _make_set(items: object = ()) -> set[Any]:
-    listed = _as_list(items)
-    check_keys(listed)
-    return set(listed)
+    item_list = _as_list(items)
+    check_keys(item_list)
+    return set(item_list)
 
 
 def _make_frozenset(items: object = ()) -> frozenset[Any]:
@@ -349,36 +349,36 @@ MOST_DEPTH = 100
 _CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice)
 
 
-def check_expanded_size(value: object, most: int) -> None:
+def check_expanded_size(value: object, max_values: int) -> None:
     """Refuse values that are small in the file, but huge or endless if references are followed.
 
     Args:
-        most: the largest number of values, where each reference counts as a copy.
+        max_values: the largest number of values, where each reference counts as a copy.
 
     Raises:
         UnsafeValueError: there are more values, nesting is deeper than `MOST_DEPTH`, or a value
             contains itself.
     """
-    measured: dict[int, tuple[int, int]] = {}  # by id: size and depth
+    sizes_and_depths: dict[int, tuple[int, int]] = {}  # by id: size and depth
     open_ids: set[int] = set()
     stack = [(value, False)]
     while stack:
         current, children_done = stack.pop()
-        if id(current) in measured:
+        if id(current) in sizes_and_depths:
             continue
         parts = _children(current)
         containers = [part for part in parts if isinstance(part, _CONTAINERS)]
         if children_done or not containers:
             open_ids.discard(id(current))
-            child_sizes = [measured[id(part)] for part in containers]
+            child_sizes = [sizes_and_depths[id(part)] for part in containers]
             size = 1 + len(parts) + sum(n for n, _ in child_sizes)
             depth = 1 + max((n for _, n in child_sizes), default=0)
-            if size > most or depth > MOST_DEPTH:
+            if size > max_values or depth > MOST_DEPTH:
                 raise UnsafeValueError(
                     f"values are nested more than {MOST_DEPTH} deep, or repeat each other so often "
-                    f"that they expand to more than {most} values"
+                    f"that they expand to more than {max_values} values"
                 )
-            measured[id(current)] = size, depth
+            sizes_and_depths[id(current)] = size, depth
         elif id(current) in open_ids:
             raise UnsafeValueError("a value contains itself")
         elif len(open_ids) > MOST_DEPTH:

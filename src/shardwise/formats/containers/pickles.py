@@ -38,12 +38,12 @@ class UnpickleResult:
 
     Attributes:
         value: the value of the pickle.
-        skipped: names of classes and functions that are not allowed.
+        skipped_names: names of classes and functions that are not allowed.
         end: the offset of the end of the pickle, in bytes.
     """
 
     value: Any
-    skipped: tuple[str, ...]
+    skipped_names: tuple[str, ...]
     end: int
 
 

@@ -20,7 +20,7 @@ class FileRange:
         offset: the start of the range in the file, in bytes.
         size: the length in bytes.
         label: the path of the file and the part of it, for messages.
-        slow: whether each read is a request to another machine, so that few reads matter.
+        is_remote: whether each read is a request to another machine, so that few reads matter.
     """
 
     file: ReadableFile
@@ -28,14 +28,14 @@ class FileRange:
     offset: int
     size: int
     label: str
-    slow: bool = False
+    is_remote: bool = False
 
     @classmethod
-    def whole(cls, file: ReadableFile, file_index: int, label: str) -> FileRange:
+    def whole_file(cls, file: ReadableFile, file_index: int, label: str) -> FileRange:
         """Return the range of a whole file."""
         return cls(file, file_index, 0, file.size, label)
 
-    def within(self, offset: int, size: int, label: str) -> FileRange:
+    def subrange(self, offset: int, size: int, label: str) -> FileRange:
         """Return a range within this range.
 
         Raises:
@@ -48,7 +48,7 @@ class FileRange:
             )
         start = self.offset + offset
         label = f"{self.label}: {label}"
-        return FileRange(self.file, self.file_index, start, size, label, self.slow)
+        return FileRange(self.file, self.file_index, start, size, label, self.is_remote)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.

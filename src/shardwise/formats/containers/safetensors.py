@@ -65,7 +65,7 @@ def read_header(file_range: FileRange) -> Header:
             f"at most {LARGEST_HEADER} are allowed: copy the file again from an intact source"
         )
     entries, metadata = _decode_header(file_range, file_range.read(8, size))
-    data = file_range.within(8 + size, file_range.size - 8 - size, "the arrays")
+    data = file_range.subrange(8 + size, file_range.size - 8 - size, "the arrays")
     arrays: dict[str, StoredArray] = {}
     left_out: dict[str, str] = {}
     end = 0

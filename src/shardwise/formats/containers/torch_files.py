@@ -16,9 +16,9 @@ from shardwise.formats.containers.pickle_values import AllowedNames, PickledInst
 from shardwise.formats.containers.pickles import UnpickleResult, unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import (
+    PLACEHOLDER_NAMES,
     RESOLVE_HINT,
     TORCH_NAMES,
-    UNRESOLVED_NAMES,
     Storage,
     StorageType,
     UnresolvedView,
@@ -38,13 +38,13 @@ class TorchFileContents:
 
     Attributes:
         value: the value. Tensors that share memory have equal `StoredArray`s.
-        skipped: names of the classes whose objects were left out.
+        skipped_names: names of the classes whose objects were left out.
         file_index: the index of the file in all arrays. If the value is from a `ParseCache`, it is
             the index of the file that was parsed first.
     """
 
     value: Any
-    skipped: tuple[str, ...]
+    skipped_names: tuple[str, ...]
     file_index: int
 
 
@@ -100,10 +100,10 @@ def read_torch_file(
     """
     allowed = {**TORCH_NAMES, **(also_allowed or {})}
     try:
-        return _read(file_range, allowed, skip_unknown, cache)
+        return _read_contents(file_range, allowed, skip_unknown, cache)
     except UnresolvedViewError as error:
-        value = _read(file_range, {**allowed, **UNRESOLVED_NAMES}, True, None).value
-        names = [name for name in _names_of_unresolved(value, "") if name]
+        value = _read_contents(file_range, {**allowed, **PLACEHOLDER_NAMES}, True, None).value
+        names = [name for name in _find_unresolved_names(value, "") if name]
         if not names:
             raise
         more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
@@ -111,7 +111,7 @@ def read_torch_file(
         raise FormatError(f"{file_range.label}: {shown}{more}: {RESOLVE_HINT}") from error
 
 
-def _read(
+def _read_contents(
     file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
 ) -> TorchFileContents:
     head = file_range.read(0, min(64, file_range.size))
@@ -127,7 +127,7 @@ def _read(
     )
 
 
-def _names_of_unresolved(value: object, name: str) -> Iterator[str]:
+def _find_unresolved_names(value: object, name: str) -> Iterator[str]:
     """Yield the names of tensors that are conjugated or negated views."""
     if isinstance(value, UnresolvedView):
         yield name
@@ -139,7 +139,7 @@ def _names_of_unresolved(value: object, name: str) -> Iterator[str]:
     elif isinstance(value, PickledInstance):
         items = value.fields
     for key, item in items.items():
-        yield from _names_of_unresolved(item, f"{name}.{key}" if name else str(key))
+        yield from _find_unresolved_names(item, f"{name}.{key}" if name else str(key))
 
 
 def read_pickle_bytes(file_range: FileRange) -> bytes:
@@ -159,13 +159,13 @@ def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> t
             f"{file_range.label}: not a file of torch.save: a zip archive with {len(names)} files "
             "data.pkl instead of one; copy the file again from an intact source"
         )
-    data = entries[names[0]]
-    if data.size > LARGEST_PICKLE:
+    entry = entries[names[0]]
+    if entry.size > LARGEST_PICKLE:
         raise FormatError(
-            f"{file_range.label}: its pickle has {data.size} bytes; at most {LARGEST_PICKLE} are "
+            f"{file_range.label}: its pickle has {entry.size} bytes; at most {LARGEST_PICKLE} are "
             "supported: save large values as tensors"
         )
-    return names[0].removesuffix(_PICKLE), file_range.read(data.start, data.size)
+    return names[0].removesuffix(_PICKLE), file_range.read(entry.start, entry.size)
 
 
 def _read_zip(
@@ -173,21 +173,24 @@ def _read_zip(
 ) -> TorchFileContents:
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
-    order = entries.get(f"{folder}/byteorder")
-    if order is not None and file_range.read(order.start, min(order.size, 16)) != b"little":
+    byteorder = entries.get(f"{folder}/byteorder")
+    if (
+        byteorder is not None
+        and file_range.read(byteorder.start, min(byteorder.size, 16)) != b"little"
+    ):
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
     prefix = f"{folder}/data/"
     storages = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
-    parse = partial(_parse, file_range, pickle_bytes, storages, allowed, skip_unknown)
+    parse = partial(_parse_pickle, file_range, pickle_bytes, storages, allowed, skip_unknown)
     return (
         parse() if cache is None or file_range.offset else cache.find(pickle_bytes, storages, parse)
     )
 
 
-def _parse(
+def _parse_pickle(
     file_range: FileRange,
     pickle_bytes: bytes,
     storages: Mapping[str, Entry],
@@ -215,7 +218,7 @@ def _parse(
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
     )
-    return TorchFileContents(pickled.value, pickled.skipped, file_range.file_index)
+    return TorchFileContents(pickled.value, pickled.skipped_names, file_range.file_index)
 
 
 def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
@@ -241,7 +244,7 @@ def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 LEGACY_STARTS = [pickle.dumps(LEGACY_MAGIC, protocol) for protocol in range(2, 6)]
-_FIRST_READ = 2**20
+_FIRST_READ_SIZE = 2**20
 
 
 def is_legacy(head: bytes) -> bool:
@@ -257,12 +260,12 @@ def read_legacy(
     Raises:
         FormatError: the file is malformed.
     """
-    largest = min(file_range.size, LARGEST_PICKLE)
-    size = min(_FIRST_READ, largest)
-    while size < largest:  # the pickles are at the start; their size is unknown
+    max_size = min(file_range.size, LARGEST_PICKLE)
+    size = min(_FIRST_READ_SIZE, max_size)
+    while size < max_size:  # the pickles are at the start; their size is unknown
         with suppress(TruncatedError):
             return _parse_legacy(file_range, file_range.read(0, size), allowed, skip_unknown)
-        size = min(8 * size, largest)
+        size = min(8 * size, max_size)
     return _parse_legacy(file_range, file_range.read(0, size), allowed, skip_unknown)
 
 
@@ -292,12 +295,12 @@ class _LegacyStorages:
         self.counts.setdefault(key, count)
         if (self.types[key], self.counts[key]) != (storage_type, count):
             raise ValueError(f"storage {key[:40]!r} has two types or sizes")
-        first, numel = (0, count) if view is None else view[1:]
-        if not all(type(n) is int and 0 <= n < 2**62 for n in (count, first, numel)):
+        first_element, numel = (0, count) if view is None else view[1:]
+        if not all(type(n) is int and 0 <= n < 2**62 for n in (count, first_element, numel)):
             raise ValueError("the persistent id of a storage has an invalid size")
-        if first + numel > count:
+        if first_element + numel > count:
             raise ValueError(f"a part of storage {key[:40]!r} is outside of the storage")
-        start = self.starts.get(key, 0) + first * storage_type.itemsize
+        start = self.starts.get(key, 0) + first_element * storage_type.itemsize
         return Storage(self.file, start, numel * storage_type.itemsize, storage_type.dtype)
 
 
@@ -310,8 +313,11 @@ def _parse_legacy(
             f"{file_range.label}: written by an unknown version of torch.save"
             ": load it with torch, and save it again"
         )
-    system = next(pickles)
-    if not isinstance(system.value, dict) or system.value.get("little_endian") is not True:
+    system_info = next(pickles)
+    if (
+        not isinstance(system_info.value, dict)
+        or system_info.value.get("little_endian") is not True
+    ):
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
@@ -325,13 +331,13 @@ def _parse_legacy(
             also_allowed=allowed,
             persistent_load=storages,
             skip_unknown=skip_unknown,
-            start=system.end,
+            start=system_info.end,
         )
 
     keys = unpickle(data, file_range.label, start=read_values().end)
     _locate_storages(file_range, storages, keys.value, keys.end)
     pickled = read_values()  # again, because the starts of storages are known now
-    return pickled.value, pickled.skipped
+    return pickled.value, pickled.skipped_names
 
 
 def _read_pickles_in_order(data: bytes, source: str) -> Iterator[UnpickleResult]:
@@ -358,6 +364,6 @@ def _locate_storages(
                 f"needs {storages.counts[key]}: copy the file again"
             )
         size = count * storages.types[key].itemsize
-        file_range.within(position + 8, size, f"storage {key[:40]!r}")
+        file_range.subrange(position + 8, size, f"storage {key[:40]!r}")
         storages.starts[key] = file_range.offset + position + 8
         position += 8 + size

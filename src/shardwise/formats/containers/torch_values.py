@@ -21,9 +21,9 @@ from shardwise.formats.foreign import StoredArray
 from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
-_UNRESOLVED = "a conjugated or negated view, whose values differ from the stored bytes"
-_RESOLVE = "save tensor.resolve_conj().resolve_neg() instead"
-RESOLVE_HINT = f"{_UNRESOLVED}: {_RESOLVE}"
+_UNRESOLVED_REASON = "a conjugated or negated view, whose values differ from the stored bytes"
+_RESOLVE_REMEDY = "save tensor.resolve_conj().resolve_neg() instead"
+RESOLVE_HINT = f"{_UNRESOLVED_REASON}: {_RESOLVE_REMEDY}"
 MOST_DIMS = 64
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
@@ -104,7 +104,7 @@ def _make_array(
     storage: Storage, dtype: str, offset: object, shape: object, stride: object, metadata: object
 ) -> StoredArray:
     if metadata:
-        raise UnresolvedViewError(_UNRESOLVED, _RESOLVE)
+        raise UnresolvedViewError(_UNRESOLVED_REASON, _RESOLVE_REMEDY)
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
         raise TypeError("a tensor's shape and strides are not tuples, or its offset is no integer")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
@@ -113,16 +113,16 @@ def _make_array(
             f"equally many, and at most {MOST_DIMS}"
         )
     itemsize = DTYPES[dtype].itemsize
-    reach, size = 1, itemsize
+    extent, size = 1, itemsize
     for n, step in zip(shape, stride, strict=True):
         if type(n) is not int or type(step) is not int or n < 0 or step < 0:
             raise ValueError(
                 f"a tensor has size {n!r:.40} and stride {step!r:.40} in one dimension; both must "
                 "be integers and not negative"
             )
-        reach += (n - 1) * step
+        extent += (n - 1) * step
         size *= n
-    if offset < 0 or (size and (offset + reach) * itemsize > storage.size):
+    if offset < 0 or (size and (offset + extent) * itemsize > storage.size):
         raise ValueError(
             f"a tensor of shape {list(shape)[:8]}, strides {list(stride)[:8]} and offset {offset} "
             f"(dtype {dtype}) reaches beyond its storage of {storage.size} bytes"
@@ -146,7 +146,7 @@ def _replace_unresolved(construct: Constructor) -> Constructor:
     return construct_or_replace
 
 
-def _take_data(data: object, *_: object) -> object:
+def _return_first_argument(data: object, *_: object) -> object:
     return data
 
 
@@ -172,7 +172,7 @@ def _make_device(device_type: object, index: object = None) -> torch.device:
     return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
-def _keep_text(text: object) -> object:
+def _require_text(text: object) -> object:
     if not isinstance(text, str):
         raise TypeError("the name of a torch.layout, or a version, is not text")
     return text
@@ -203,23 +203,23 @@ _TENSOR_FUNCTIONS: dict[str, Constructor] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
 }
-UNRESOLVED_NAMES: AllowedNames = {
+PLACEHOLDER_NAMES: AllowedNames = {
     name: _replace_unresolved(construct) for name, construct in _TENSOR_FUNCTIONS.items()
 }
 """Replacements for functions in `TORCH_NAMES`, to find the names of tensors that cannot be read."""
 
 TORCH_NAMES: AllowedNames = {
     **_TENSOR_FUNCTIONS,
-    "torch._utils._rebuild_parameter": _take_data,
-    "torch._utils._rebuild_parameter_with_state": _take_data,
+    "torch._utils._rebuild_parameter": _return_first_argument,
+    "torch._utils._rebuild_parameter_with_state": _return_first_argument,
     _REBUILD_FROM_TYPE: _rebuild_from_type,
-    "torch.Tensor": _take_data,
-    "torch.nn.parameter.Parameter": _take_data,
-    "torch.nn.parameter.Buffer": _take_data,
+    "torch.Tensor": _return_first_argument,
+    "torch.nn.parameter.Parameter": _return_first_argument,
+    "torch.nn.parameter.Buffer": _return_first_argument,
     "torch.Size": _make_size,
     "torch.device": _make_device,
-    "torch.serialization._get_layout": _keep_text,
-    "torch.torch_version.TorchVersion": _keep_text,
+    "torch.serialization._get_layout": _require_text,
+    "torch.torch_version.TorchVersion": _require_text,
     **{
         f"torch.{type_name}Storage": Constant(StorageType(dtype))
         for type_name, dtype in STORAGE_DTYPES.items()
@@ -249,20 +249,21 @@ class StoredShard:
     Attributes:
         local: the local tensor.
         shape: the shape of the global tensor.
-        mesh: the shape of the device mesh.
+        mesh_shape: the shape of the device mesh.
         coordinate: the coordinate of the rank in the mesh.
-        shards: the mesh dimensions that shard the tensor. Over all others it is replicated.
+        mesh_shards: the mesh dimensions that shard the tensor. Over all others it is replicated.
     """
 
     local: StoredArray
     shape: tuple[int, ...]
-    mesh: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    shards: tuple[MeshShard, ...]
+    mesh_shards: tuple[MeshShard, ...]
 
     def boxes(self) -> list[tuple[Box, Box]]:
         """Return the boxes of the global tensor in this shard, with their local boxes."""
-        return fragments_of_shard(self.shape, splits_of(self.mesh, self.coordinate, self.shards))
+        splits = splits_of(self.mesh_shape, self.coordinate, self.mesh_shards)
+        return fragments_of_shard(self.shape, splits)
 
 
 def _rebuild_dtensor_or_tensor(
@@ -276,45 +277,45 @@ def _rebuild_dtensor_or_tensor(
         return TORCH_NAMES[_REBUILD_FROM_TYPE](rebuild, tensor_class, args, state)  # type: ignore[operator]
     if not isinstance(args, tuple) or len(args) < 3:
         raise TypeError("a DTensor has no shape")
-    attributes = PickledInstance("DTensor")
-    attributes.set_state(state)
+    (attributes := PickledInstance("DTensor")).set_state(state)
     local, spec = (attributes.fields.get(name) for name in ("_local_tensor", "_spec"))
     if not isinstance(local, StoredArray) or not isinstance(spec, PickledInstance):
         raise TypeError("a DTensor has no plain local tensor or no placements")
     placements, mesh = spec.fields.get("placements"), spec.fields.get("mesh")
     if not isinstance(placements, (tuple, list)) or not isinstance(mesh, PickledInstance):
         raise TypeError("a DTensor has no placements or no mesh")
-    sizes = _mesh_shape(mesh)
-    coordinate = _check_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
-    if not len(placements) == len(sizes) == len(coordinate):
+    mesh_shape = _parse_mesh_shape(mesh)
+    coordinate = _require_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
+    if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(
-            f"a DTensor has {len(placements)} placements for a mesh of {len(sizes)} dimensions"
+            f"a DTensor has {len(placements)} placements for a mesh of {len(mesh_shape)} dimensions"
         )
-    if any(index >= size for index, size in zip(coordinate, sizes, strict=True)):
+    if any(index >= size for index, size in zip(coordinate, mesh_shape, strict=True)):
         raise ValueError("a DTensor has a coordinate outside of its mesh")
-    shape = _check_sizes(args[2], "the shape of a DTensor")
-    shards = tuple(
+    shape = _require_sizes(args[2], "the shape of a DTensor")
+    mesh_shards = tuple(
         shard
         for i, placement in enumerate(placements)
-        if (shard := _mesh_shard(i, placement, len(shape))) is not None
+        if (shard := _parse_placement(i, placement, len(shape))) is not None
     )
-    if prod(sizes) > MOST_RANKS:
+    if prod(mesh_shape) > MOST_RANKS:
         raise ValueError(f"the mesh of a DTensor has more than {MOST_RANKS} ranks")
-    if prod(split.strides for split in splits_of(sizes, coordinate, shards)) > MOST_SHARD_BOXES:
+    splits = splits_of(mesh_shape, coordinate, mesh_shards)
+    if prod(split.strides for split in splits) > MOST_SHARD_BOXES:
         raise UnsupportedValueError(
             f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
             "save with fewer strided placements",
         )
-    stored = StoredShard(local, shape, sizes, coordinate, shards)
-    if sum(box.size for box, _ in stored.boxes()) != prod(local.shape):
+    stored_shard = StoredShard(local, shape, mesh_shape, coordinate, mesh_shards)
+    if sum(box.size for box, _ in stored_shard.boxes()) != prod(local.shape):
         raise ValueError(
             f"the local tensor of a DTensor has shape {list(local.shape)}, which disagrees with "
             f"its placements and the global shape {list(shape)}"
         )
-    return stored
+    return stored_shard
 
 
-def _mesh_shard(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None:
+def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None:
     name = placement.name.rpartition(".")[2] if isinstance(placement, PickledInstance) else ""
     if not isinstance(placement, PickledInstance) or name not in (
         "Shard",
@@ -335,26 +336,26 @@ def _mesh_shard(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None
     return MeshShard(mesh_dim, dim % ndim, factor)
 
 
-def _mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
+def _parse_mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
     """Return the shape of a device mesh, which torch 2.4 to 2.13 pickle in three ways."""
     layout = mesh.fields.get("_layout")
     if isinstance(layout, PickledInstance) and isinstance(layout.fields.get("axes"), tuple):
         axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_instance(each)]  # type: ignore[attr-defined]
-        return tuple(prod(_check_sizes(each, "an axis of the mesh")) for each in axes)
+        return tuple(prod(_require_sizes(each, "an axis of the mesh")) for each in axes)
     if isinstance(layout, PickledInstance) and "shape" in layout.fields:
         sizes = layout.fields["shape"]
-        return _check_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
+        return _require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
     array = mesh.fields.get("mesh", mesh.fields.get("_mesh"))
     if not isinstance(array, StoredArray):
         raise TypeError("the mesh of a DTensor has no shape")
-    return _check_sizes(array.shape, "the shape of the mesh")
+    return _require_sizes(array.shape, "the shape of the mesh")
 
 
 def _is_instance(value: object) -> bool:
     return isinstance(value, PickledInstance)
 
 
-def _check_sizes(values: object, subject: str) -> tuple[int, ...]:
+def _require_sizes(values: object, subject: str) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > MOST_DIMS:
         raise TypeError(f"{subject} is not a list of at most {MOST_DIMS} integers")
     if not all(type(n) is int and 0 <= n < 2**62 for n in values):

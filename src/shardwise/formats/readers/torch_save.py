@@ -25,11 +25,11 @@ from shardwise.formats.merge_ranks import merge_ranks
 FORMAT = "a file of torch.save"
 RANKS_FORMAT = "torch.save by each rank"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_NAMED_RANK = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar))", re.IGNORECASE)
-_NUMBERED = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
+_RANK_IN_NAME = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar))", re.IGNORECASE)
+_NUMBER_IN_NAME = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
 _WORLD_SIZE = re.compile(r"world_size[-_.=]?(\d{1,7})")
 _NOT_A_KEY = re.compile(r"world_size|rank|[^a-z]+")
-_DTENSOR = b"DTensor"
+_DTENSOR_CLASS = b"DTensor"
 
 FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
 """The file of each rank, by the parts of the file names before and after the rank."""
@@ -86,7 +86,8 @@ def read(tree: FileTree) -> Foreign:
 def recognise_ranks(tree: FileTree) -> bool:
     """Return whether a directory has files that are named after ranks and contain DTensors."""
     return tree.single_file is None and any(
-        contains_text(tree, files[min(files)], _DTENSOR) for files in _find_files(tree).values()
+        contains_text(tree, files[min(files)], _DTENSOR_CLASS)
+        for files in _find_files(tree).values()
     )
 
 
@@ -100,16 +101,16 @@ def read_ranks(tree: FileTree) -> Foreign:
     Raises:
         FormatError: a file is missing or malformed, or the files are from different saves.
     """
-    sets = _find_files(tree)
-    by_key = {_state_key(prefix): files for (prefix, _), files in sets.items()}
-    if len(by_key) < len(sets):
-        examples = ", ".join(min(files.values()) for files in sets.values())
+    file_sets = _find_files(tree)
+    files_by_key = {_state_key(prefix): files for (prefix, _), files in file_sets.items()}
+    if len(files_by_key) < len(file_sets):
+        examples = ", ".join(min(files.values()) for files in file_sets.values())
         raise FormatError(
             f"{tree} has several sets of ranks' files ({examples}): open a directory that has only "
             "one checkpoint"
         )
-    _require_ranks(tree, sets)
-    names = [name for files in sets.values() for _, name in sorted(files.items())]
+    _require_files_of_all_ranks(tree, file_sets)
+    names = [name for files in file_sets.values() for _, name in sorted(files.items())]
     indices = {name: index for index, name in enumerate(names)}
     values = tree.read_each(
         indices,
@@ -117,12 +118,12 @@ def read_ranks(tree: FileTree) -> Foreign:
             read_torch_file(file, also_allowed=DTENSOR_NAMES, skip_unknown=tree.skip_unknown).value
         ),
     )
-    ranks = sorted({rank for files in sets.values() for rank in files})
+    ranks = sorted({rank for files in file_sets.values() for rank in files})
     states: list[tuple[int, Any]] = [(indices[name], values[name]) for name in names]
-    if len(sets) > 1:
+    if len(file_sets) > 1:
         states = [
             (indices[files[rank]], {key: values[files[rank]]})
-            for key, files in by_key.items()
+            for key, files in files_by_key.items()
             for rank in ranks
         ]
 
@@ -149,7 +150,7 @@ def _find_files(tree: FileTree) -> dict[tuple[str, str], dict[int, str]]:
 
     Plain numbers count as ranks only if no file name has `rank` before a number.
     """
-    for expression in (_NAMED_RANK, _NUMBERED):
+    for expression in (_RANK_IN_NAME, _NUMBER_IN_NAME):
         sets: dict[tuple[str, str], dict[int, str]] = {}
         for name in tree.sizes:
             match = expression.fullmatch(name)
@@ -166,7 +167,7 @@ def _state_key(prefix: str) -> str:
     return "optimizer" if words and words[0].startswith("optim") else "_".join(words) or "state"
 
 
-def _require_ranks(tree: FileTree, sets: FilesOfRanks) -> None:
+def _require_files_of_all_ranks(tree: FileTree, sets: FilesOfRanks) -> None:
     """Require that every set has a file of each rank."""
     ranks = {rank for files in sets.values() for rank in files}
     for (prefix, suffix), files in sets.items():

@@ -237,7 +237,7 @@ class _Snapshot:
         with self._tree.open_range(location, index) as file:
             if byte_range is not None:
                 start, stop = byte_range
-                file = file.within(start, stop - start, "byte_range")
+                file = file.subrange(start, stop - start, "byte_range")
             return read_torch_file(file, skip_unknown=self._tree.skip_unknown).value
 
     def _index_of(self, location: str) -> int:

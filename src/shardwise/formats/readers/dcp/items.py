@@ -74,8 +74,8 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
         found = heads.find_array(head, names[index])
         while found is None and wanted < min(item.length, _LARGEST_HEAD):
             wanted = min(4 * wanted, item.length)
-            whole = FileRange(file, 0, item.offset, item.length, names[index])
-            found = heads.find_array(whole.read(0, wanted), names[index])
+            whole_file = FileRange(file, 0, item.offset, item.length, names[index])
+            found = heads.find_array(whole_file.read(0, wanted), names[index])
         if found is None:
             raise FormatError(
                 f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
@@ -242,7 +242,7 @@ def _read_items(
             for indices in _group_into_windows(items, group[1], most):
                 first = items[indices[0]].offset
                 last = max(items[i].offset + min(items[i].length, most) for i in indices)
-                data = FileRange.whole(file, 0, tree.label(group[0])).read(first, last - first)
+                data = FileRange.whole_file(file, 0, tree.label(group[0])).read(first, last - first)
                 for index in indices:
                     item, position = items[index], items[index].offset - first
                     if item.length > file.size - item.offset:

@@ -14,7 +14,7 @@ from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign
-from shardwise.formats.optimizers import Path, is_of_optimizer
+from shardwise.formats.optimizers import Path, is_in_optimizer
 from shardwise.formats.readers.dcp.items import ItemArrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
 from shardwise.manifest.pieces import Int, Pieces, check_table_size, padded_rows
@@ -258,7 +258,7 @@ def fold_values(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Pat
     folded: dict[Path, Any] = {}
     for path, value in values.items():
         cut = next((n for n in range(1, len(path)) if path[:n] not in above_tensors), len(path))
-        if cut == len(path) or is_of_optimizer(path):
+        if cut == len(path) or is_in_optimizer(path):
             folded[path] = value
             continue
         parent = folded.setdefault(path[:cut], {})

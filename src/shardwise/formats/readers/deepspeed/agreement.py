@@ -127,7 +127,7 @@ def _require_equal(
     """
     by_value: dict[str, list[str]] = {}
     for path, value in values:
-        by_value.setdefault(value, []).append(tree.relative(path))
+        by_value.setdefault(value, []).append(tree.relative_path(path))
     if len(by_value) < 2:
         return
     listed = [

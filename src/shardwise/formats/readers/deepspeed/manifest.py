@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import PieceTable, StoredArray
-from shardwise.formats.foreign_builder import Builder, number_tensor
+from shardwise.formats.foreign_builder import Builder, make_number_tensor
 from shardwise.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.states import ModelState, Number
@@ -224,7 +224,7 @@ def add_scalars(
 def add_number(builder: Builder, names: Sequence[str], key: str, number: Number) -> None:
     """Add a number as state of some parameters; a step count becomes a tensor, as in torch."""
     if key == STEP and not isinstance(number, bool):
-        add_scalars(builder, names, key, [builder.add_content(number_tensor(number, key))])
+        add_scalars(builder, names, key, [builder.add_content(make_number_tensor(number, key))])
         return
     for name in names:
         if tensor_name(name, key) not in builder:

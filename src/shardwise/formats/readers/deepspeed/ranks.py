@@ -227,7 +227,7 @@ def _read_contents(
         ),
     )
     for name, file in contents.items():
-        left_out.extend(f"{name}: {line}" for line in file.skipped)
+        left_out.extend(f"{name}: {line}" for line in file.skipped_names)
     return contents
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardwise.errors import FormatError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.foreign_builder import Builder, equal_plain_values
+from shardwise.formats.foreign_builder import Builder, are_plain_values_equal
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
@@ -226,7 +226,9 @@ def add_values(builder: Builder, ranks: AllRanks) -> None:
     for prefix, key, value, values_of_ranks in rows:
         if value is not None:
             builder.add_value(f"{prefix}.{key}", value)
-        differing = sum(not equal_plain_values(each.get(key), value) for each in values_of_ranks)
+        differing = sum(
+            not are_plain_values_equal(each.get(key), value) for each in values_of_ranks
+        )
         if differing:
             builder.left_out.append(
                 f"{prefix}.{key}: {differing} ranks have other values; the first rank's is taken"

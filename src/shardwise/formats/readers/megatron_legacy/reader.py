@@ -21,7 +21,7 @@ from shardwise.formats.optimizers import (
     GROUPS,
     PARAMS,
     ParamGroup,
-    hyperparameters_key,
+    make_hyperparameters_key,
     merge_param_groups,
 )
 from shardwise.formats.readers.megatron_legacy.optimizers import (
@@ -274,7 +274,7 @@ def _add_param_groups(
 
     for optimizer in optimizers:
         for members, hyperparameters in optimizer.groups:
-            settings = hyperparameters_key(hyperparameters)
+            settings = make_hyperparameters_key(hyperparameters)
             member_names = [name for each in members if (name := name_of(each)) is not None]
             for name in member_names:
                 if settings_by_name.setdefault(name, settings) != settings:
@@ -335,7 +335,7 @@ def _add_values(
             builder.add_value(name, value)
     for rank in ranks:
         if RNG in rank.values:
-            directory = tree.relative(rank.path).rpartition("/")[2]
+            directory = tree.relative_path(rank.path).rpartition("/")[2]
             builder.add_value(f"{RNG}.{directory}", rank.values[RNG])
     unread: dict[str, list[str]] = {}
     for name in (name for rank in ranks for name in rank.unread):
