@@ -14,7 +14,7 @@ from shardwise.formats.readers.deepspeed.without_zero import assign_by_shape
 from shardwise.formats.readers.deepspeed.zero import (
     FlatRanges,
     boxes_of_flat_ranges,
-    least_lengths,
+    compute_minimum_lengths,
     ranges_of_partitions,
     ranges_of_slices,
 )
@@ -66,7 +66,7 @@ def test_partitions_of_a_group(shapes: Shapes, ranks: int, data: st.DataObject) 
     )
     made = put_together(shapes, ranges, np.split(flat, ranks))
     assert all(np.array_equal(one, two) for one, two in zip(made, full, strict=True))
-    assert (least_lengths(ranges, ranks) <= len(flat) // ranks).all()
+    assert (compute_minimum_lengths(ranges, ranks) <= len(flat) // ranks).all()
 
 
 @given(SHAPES, RANKS)

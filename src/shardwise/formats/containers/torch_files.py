@@ -122,8 +122,8 @@ def _read_contents(
             *read_legacy(file_range, allowed, skip_unknown), file_range.file_index
         )
     raise FormatError(
-        f"{file_range.label}: not a file of torch.save, or damaged"
-        ": copy the file again from an intact source"
+        f"{file_range.label}: not a file of torch.save, or damaged: copy the file again from an "
+        "intact source"
     )
 
 
@@ -310,8 +310,8 @@ def _parse_legacy(
     pickles = _read_pickles_in_order(data, file_range.label)
     if next(pickles).value != LEGACY_MAGIC or next(pickles).value != LEGACY_PROTOCOL:
         raise FormatError(
-            f"{file_range.label}: written by an unknown version of torch.save"
-            ": load it with torch, and save it again"
+            f"{file_range.label}: written by an unknown version of torch.save: load it with torch, "
+            "and save it again"
         )
     system_info = next(pickles)
     if (

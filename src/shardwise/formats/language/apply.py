@@ -158,14 +158,14 @@ def _apply_flat_rule(
 ) -> None:
     """Apply a `flat over` rule: its arrays are ranges of its tensors, concatenated, and padding."""
     catalogue, rows = collector.catalogue, collector.matches.rows[rule_index]
-    strided = (catalogue.ndim[rows] != 1) | (catalogue.stride[rows, 0] != 1)
-    strided &= catalogue.shape[rows].prod(axis=1) > 1
-    if strided.any():
+    is_strided = (catalogue.ndim[rows] != 1) | (catalogue.stride[rows, 0] != 1)
+    is_strided &= catalogue.shape[rows].prod(axis=1) > 1
+    if is_strided.any():
         problem = (
             "an array of a `flat` rule must be contiguous and have one dimension; remove the "
             "clause `flat over`"
         )
-        collector.report_arrays(rows[strided], rule, problem)
+        collector.report_arrays(rows[is_strided], rule, problem)
         return
     ranges = _locate_flat_ranges(collector, rule_index, rule)
     tensor_start = 0
@@ -197,16 +197,16 @@ def _locate_flat_ranges(collector: Collector, rule_index: int, rule: Rule) -> Sh
         count *= environment.size_of(axis)
         position = position * environment.size_of(axis) + positions[axis]
     shares = locate_shares(group, position, catalogue.shape[rows].prod(axis=1), count)
-    for wrong, problem in (
+    for wrong_groups, problem in (
         (
-            shares.unequal,
+            shares.unequal_groups,
             "ranks at the same position have ranges of different sizes; add the axis that "
             "distinguishes them to `flat over`",
         ),
-        (shares.missing, "the range of a rank is missing; copy the files of all ranks"),
+        (shares.incomplete_groups, "the range of a rank is missing; copy the files of all ranks"),
     ):
-        if len(wrong):
-            collector.report_arrays(rows[np.isin(group, wrong)], rule, problem)
+        if len(wrong_groups):
+            collector.report_arrays(rows[np.isin(group, wrong_groups)], rule, problem)
     return shares
 
 
@@ -270,22 +270,22 @@ def _clip_boxes(boxes: BoxTable, ranges: Mapping[int, tuple[int, int]]) -> BoxTa
         ranges: for each row of the catalogue, the first element and the number of elements.
     """
     clipped = []
-    columns = boxes.row, boxes.start, boxes.offset, boxes.shape, boxes.stride
+    columns = boxes.array_row, boxes.start, boxes.offset, boxes.shape, boxes.stride
     for i, (row, start, offset, shape, stride) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
         first, length = ranges[row]
         low, high = first - start, first + length - start
         for box in _boxes_within(tuple(shape), tuple(stride), low, high):
-            moved = sum(a * b for a, b in zip(box.offset, stride, strict=True))
+            skipped_elements = sum(a * b for a, b in zip(box.offset, stride, strict=True))
             new_offset = [a + b for a, b in zip(offset, box.offset, strict=True)]
-            clipped.append((i, start + moved - first, *new_offset, *box.shape))
+            clipped.append((i, start + skipped_elements - first, *new_offset, *box.shape))
     dims = boxes.offset.shape[1]
     table = np.array(clipped, np.int64).reshape(len(clipped), 2 + 2 * dims)
     source = table[:, 0]
     return BoxTable(
         boxes.tensor[source],
-        boxes.row[source],
+        boxes.array_row[source],
         table[:, 1],
         table[:, 2 : 2 + dims],
         table[:, 2 + dims :],

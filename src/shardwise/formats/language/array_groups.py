@@ -1,4 +1,8 @@
-"""Groups of stored arrays with the same shape: the sizes of their axes, and ragged shares."""
+"""Groups stored arrays by shape, and finds the sizes of their axes.
+
+An axis is ragged if ranks have shares of different sizes. This module also finds where each share
+begins.
+"""
 
 from __future__ import annotations
 
@@ -33,41 +37,43 @@ from shardwise.manifest.pieces import Int
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of groups of ranks, one after another.
+    """Where the shares of ranks begin, if the shares of each group follow one another.
 
     Attributes:
         start: for each row, the start of its share.
         total: for each row, the sum of all shares of its group.
-        unequal: groups in which rows with the same position have shares of different sizes.
-        missing: groups that lack a share.
+        unequal_groups: groups in which rows with the same position have shares of different sizes.
+        incomplete_groups: groups that lack a share.
     """
 
     start: Int
     total: Int
-    unequal: Int
-    missing: Int
+    unequal_groups: Int
+    incomplete_groups: Int
 
 
 def locate_shares(
-    group: Int, position: Int, size: Int, positions: int, *, take_largest: bool = False
+    group: Int, position: Int, size: Int, positions: int, *, allow_unequal_sizes: bool = False
 ) -> Shares:
     """Find where each share begins if the shares of a group follow one another.
 
     Args:
-        group, position, size: columns; rows with the same group and position have one share.
+        group, position, size: columns with an entry for each row. Rows with the same group and
+            position hold the same share.
         positions: the number of positions in a group.
-        take_largest: take the largest size of its rows as a share, instead of requiring equal ones.
+        allow_unequal_sizes: use the largest size if the rows of a share differ in size. By default,
+            the group is reported in `unequal_groups`.
     """
     groups, group_index = np.unique(group, return_inverse=True)
     table = np.full((len(groups), positions), -1, np.int64)
     np.maximum.at(table, (group_index, position), size)
-    unequal = np.zeros(len(groups), bool)
-    if not take_largest:
-        np.logical_or.at(unequal, group_index, table[group_index, position] != size)
-    missing = (table < 0).any(axis=1)
+    is_unequal = np.zeros(len(groups), bool)
+    if not allow_unequal_sizes:
+        np.logical_or.at(is_unequal, group_index, table[group_index, position] != size)
+    is_incomplete = (table < 0).any(axis=1)
     ends = np.cumsum(np.maximum(table, 0), axis=1)
     start = (ends - np.maximum(table, 0))[group_index, position]
-    return Shares(start, ends[group_index, -1], groups[unequal], groups[missing])
+    return Shares(start, ends[group_index, -1], groups[is_unequal], groups[is_incomplete])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class ArrayGroup:
     Attributes:
         rows: rows of the catalogue; repeated for an array that is part of several tensors.
         positions: the position of each array along each indexed axis.
-        dimension_map: maps dimensions of the arrays to dimensions of the tensor.
+        dimension_map: the map from dimensions of the arrays to dimensions of the tensor.
         sizes: the sizes of all axes.
         strides: the strides of the arrays, in elements.
         tensor: the index of each array's tensor.
@@ -133,7 +139,7 @@ def map_array(
 
 
 def repeat_split_arrays(group: ArrayGroup) -> ArrayGroup:
-    """Repeat each array for each of the tensors that it is split into."""
+    """Repeat each array once for each tensor that it is split into."""
     for axis in group.dimension_map.split_axes:
         size = size_of_axis(axis, group.sizes)
         index = np.tile(np.arange(size), len(group.rows))
@@ -167,10 +173,10 @@ def resolve_ragged_axes(
         tensor = np.concatenate([group.tensor for group in ragged])
         position, size = np.concatenate(outer_positions), np.concatenate(sizes)
         count = int(np.prod([ragged[0].sizes[outer] for outer in axis.outer_axes]))
-        shares = locate_shares(tensor, position, size, count, take_largest=is_captured)
-        for wrong in shares.unequal.tolist():
+        shares = locate_shares(tensor, position, size, count, allow_unequal_sizes=is_captured)
+        for wrong in shares.unequal_groups.tolist():
             report(wrong, f"ranks have different shares of {name} where they must have the same")
-        for wrong in shares.missing.tolist():
+        for wrong in shares.incomplete_groups.tolist():
             report(wrong, f"the shares of {name} of some ranks are missing; copy all files")
         if name in declared:
             _compare_shares(declared[name], tensor, position, size, name, report)
@@ -199,8 +205,8 @@ def _compare_shares(
     count = max(int(position.max(initial=0)) + 1, len(declared))
     expected = np.full(count, -1, np.int64)
     expected[: len(declared)] = declared
-    for wrong in np.unique(tensor[expected[position] != size]).tolist():
-        report(wrong, f"the shares of {axis} are not {list(declared)}, as declared")
+    for wrong_tensor in np.unique(tensor[expected[position] != size]).tolist():
+        report(wrong_tensor, f"the shares of {axis} are not {list(declared)}, as declared")
 
 
 def _position_along(axes: Sequence[str], group: ArrayGroup) -> Int:
@@ -220,7 +226,7 @@ def compute_tensor_shape(
             tensor is too large.
     """
     shape = []
-    with_sizes = Environment(
+    extended_environment = Environment(
         environment.values, {**environment.sizes, **sizes}, {**sizes, **environment.constants}
     )
     for i, dim in enumerate(dims):
@@ -229,7 +235,7 @@ def compute_tensor_shape(
             names = ", ".join(axis.name for axis in axes_in(dim.axes) if axis.name not in sizes)
             raise LayoutError(f"the size of {names} is unknown: give it with `let` or `where`")
         if dim.limit is not None:
-            limit = evaluate(dim.limit, with_sizes)
+            limit = evaluate(dim.limit, extended_environment)
             if not 0 <= limit <= size:
                 raise LayoutError(
                     f"dimension {i} is cut at {limit}, but has {size} elements; correct `[:…]`"

@@ -19,7 +19,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Int, Pieces, padded_rows
 
-SHOWN = 8
+MOST_SHOWN = 8
 """The most names or numbers that a message lists."""
 TensorShapes = Sequence[tuple[int, ...] | None]
 """The shape of each tensor; None for one without arrays."""
@@ -41,7 +41,7 @@ def assemble_checkpoint(collector: Collector) -> Foreign:
     copies = _join_boxes([copies, tied], boxes.offset.shape[1])
     names = zip(collector.tensors.names, shapes, strict=True)
     _check_coverage(collector, boxes, [None if name in ties else shape for name, shape in names])
-    _check_computed_numbers(collector)
+    _check_numbers_in_names(collector)
     copies = _select_rows(copies, np.argsort(copies.tensor, kind="stable"))
     return Foreign(
         format=f"rank files, as {collector.spec.source.source} says",
@@ -49,8 +49,10 @@ def assemble_checkpoint(collector: Collector) -> Foreign:
         tensors=_make_entries(collector, shapes, dtypes, ties),
         table=_make_piece_table(collector, boxes, shapes),
         replicas=_make_piece_table(collector, copies, shapes),
-        replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.row].tolist()),
-        averages={name: tuple(terms) for name, terms in collector.tensors.terms_of_means.items()},
+        replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.array_row].tolist()),
+        averages={
+            name: tuple(terms) for name, terms in collector.tensors.tensors_to_average.items()
+        },
         world_size=int(np.prod(list(catalogue.axes.values()), dtype=np.int64)),
         left_out=tuple(_describe_skipped(collector)),
     )
@@ -72,10 +74,12 @@ def _find_shapes(collector: Collector) -> TensorShapes:
 
 def _join_boxes(tables: Sequence[BoxTable], dims: int) -> BoxTable:
     """Join tables, padded to `dims` dimensions."""
-    none = np.zeros(0, np.int64)
-    flat = np.zeros((0, dims), np.int64)
+    empty_column = np.zeros(0, np.int64)
+    empty_matrix = np.zeros((0, dims), np.int64)
     if not tables:
-        return BoxTable(none, none, none, flat, flat, flat)
+        return BoxTable(
+            empty_column, empty_column, empty_column, empty_matrix, empty_matrix, empty_matrix
+        )
 
     def pad(column: Int, fill: int) -> Int:
         wide = np.full((len(column), dims), fill, np.int64)
@@ -84,7 +88,7 @@ def _join_boxes(tables: Sequence[BoxTable], dims: int) -> BoxTable:
 
     return BoxTable(
         np.concatenate([each.tensor for each in tables]),
-        np.concatenate([each.row for each in tables]),
+        np.concatenate([each.array_row for each in tables]),
         np.concatenate([each.start for each in tables]),
         np.concatenate([pad(each.offset, 0) for each in tables]),
         np.concatenate([pad(each.shape, 1) for each in tables]),
@@ -93,7 +97,7 @@ def _join_boxes(tables: Sequence[BoxTable], dims: int) -> BoxTable:
 
 
 def _select_rows(boxes: BoxTable, rows: npt.NDArray[np.bool_] | Int) -> BoxTable:
-    columns = boxes.tensor, boxes.row, boxes.start, boxes.offset, boxes.shape, boxes.stride
+    columns = boxes.tensor, boxes.array_row, boxes.start, boxes.offset, boxes.shape, boxes.stride
     return BoxTable(*(column[rows] for column in columns))
 
 
@@ -139,22 +143,24 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
     padded_shapes = padded_rows([shape or () for shape in shapes], dims, 1)
     stored = np.array([shape is not None for shape in shapes], bool)
     try:
-        wrong = uncovered_tensors(padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored)
+        wrong_tensors = uncovered_tensors(
+            padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored
+        )
     except FormatError as error:
         collector.problems.append(str(error))
         return
-    if not len(wrong):
+    if not len(wrong_tensors):
         return
     stored_elements = np.zeros(len(shapes), np.int64)
     np.add.at(stored_elements, boxes.tensor, boxes.shape.prod(axis=1))
     order = np.argsort(boxes.tensor, kind="stable")
-    bounds = np.searchsorted(boxes.tensor[order], np.stack([wrong, wrong + 1]))
-    for i, tensor in enumerate(wrong.tolist()):
+    bounds = np.searchsorted(boxes.tensor[order], np.stack([wrong_tensors, wrong_tensors + 1]))
+    for i, tensor in enumerate(wrong_tensors.tolist()):
         total = int(padded_shapes[tensor].prod())
-        rows = boxes.row[order[bounds[0, i] : bounds[1, i]]]
+        rows = boxes.array_row[order[bounds[0, i] : bounds[1, i]]]
         catalogue = collector.catalogue
         arrays = list(dict.fromkeys(catalogue.names[k] for k in catalogue.name[rows]))
-        sources = ", ".join(arrays[:SHOWN]) + (" …" if len(arrays) > SHOWN else "")
+        sources = ", ".join(arrays[:MOST_SHOWN]) + (" …" if len(arrays) > MOST_SHOWN else "")
         problem = f"{stored_elements[tensor]} of its {total} elements are there"
         if stored_elements[tensor] >= total:
             problem = "its arrays overlap"
@@ -162,12 +168,14 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
         collector.report_tensor(tensor, f"{shape}: {problem}, from {sources or 'no array'}")
 
 
-def _check_computed_numbers(collector: Collector) -> None:
+def _check_numbers_in_names(collector: Collector) -> None:
     """Check that computed numbers in names have no gaps."""
-    for prefix, numbers in collector.tensors.computed_numbers.items():
+    for prefix, numbers in collector.tensors.numbers_in_names.items():
         missing = sorted(set(range(min(max(numbers) + 1, 2**20))) - numbers)
         if missing:
-            shown = ", ".join(map(str, missing[:SHOWN])) + (" …" if len(missing) > SHOWN else "")
+            shown = ", ".join(map(str, missing[:MOST_SHOWN])) + (
+                " …" if len(missing) > MOST_SHOWN else ""
+            )
             collector.problems.append(
                 f"{prefix}…: numbers go up to {max(numbers)}, without {shown}; captures of the "
                 "same name must count the same things; put `~` before a capture if ranks have "
@@ -187,7 +195,7 @@ def _make_entries(
         for name, shape, dtype in zip(tensors.names, shapes, dtypes, strict=True)
         if shape is not None and dtype is not None
     }
-    for mean, terms in tensors.terms_of_means.items():
+    for mean, terms in tensors.tensors_to_average.items():
         found = [entries[name] for name in terms if name in entries]
         if mean in entries:
             collector.problems.append(f"{mean}: it is stored, and is also the mean of other arrays")
@@ -221,7 +229,9 @@ def _resolve_ties(
             collector.problems.append(f"{tied}: it is tied to itself; remove one of the ties")
             continue
         ties[tied] = target
-        if tied in tensors.terms_of_means or (tied in tensors and target in tensors.terms_of_means):
+        if tied in tensors.tensors_to_average or (
+            tied in tensors and target in tensors.tensors_to_average
+        ):
             collector.problems.append(f"{tied}: it is tied to {target}, and one of them is a mean")
         elif tied in tensors and target in tensors:
             mine, other = tensors.index_of(tied), tensors.index_of(target)
@@ -234,9 +244,9 @@ def _resolve_ties(
 
 def _declared_ties(collector: Collector) -> Iterator[tuple[str, str]]:
     """Yield each tied name, and the name it is tied to."""
-    averages = collector.tensors.terms_of_means
-    hidden = {name for terms in averages.values() for name in terms}
-    names = [name for name in (*collector.tensors.names, *averages) if name not in hidden]
+    tensors_to_average = collector.tensors.tensors_to_average
+    terms = {name for terms in tensors_to_average.values() for name in terms}
+    names = [name for name in (*collector.tensors.names, *tensors_to_average) if name not in terms]
     for tie in collector.spec.ties:
         match = tie.target.compile(())
         pairs = [(texts, name) for name in names if (texts := match(name)) is not None]
@@ -268,11 +278,13 @@ def _split_tied(
 def _make_piece_table(collector: Collector, boxes: BoxTable, shapes: TensorShapes) -> PieceTable:
     catalogue = collector.catalogue
     itemsize = np.array([DTYPES[dtype].itemsize for dtype in catalogue.dtypes], np.int64)
-    start = catalogue.start[boxes.row] + boxes.start * itemsize[catalogue.dtype[boxes.row]]
+    start = (
+        catalogue.start[boxes.array_row] + boxes.start * itemsize[catalogue.dtype[boxes.array_row]]
+    )
     order = np.argsort(boxes.tensor, kind="stable")
     pieces = Pieces(
         boxes.tensor[order],
-        catalogue.file[boxes.row][order],
+        catalogue.file[boxes.array_row][order],
         start[order],
         boxes.offset[order],
         boxes.shape[order],

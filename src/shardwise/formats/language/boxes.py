@@ -43,14 +43,14 @@ class BoxTable:
 
     Attributes:
         tensor: `(n,)`, the index of the tensor.
-        row: `(n,)`, the row of the array in the catalogue.
+        array_row: `(n,)`, the row of the array in the catalogue.
         start: `(n,)`, elements from the start of the array to the start of the box.
         offset, shape: `(n, D)`, the box in the tensor.
         stride: `(n, D)`, strides in the array, in elements.
     """
 
     tensor: Int
-    row: Int
+    array_row: Int
     start: Int
     offset: Int
     shape: Int
@@ -103,8 +103,8 @@ def _find_boxes_of_term(
     """Return the boxes of one term: as few as possible, each as large as possible."""
     array_steps = {axis: step * strides[dim] for axis, (dim, step) in array_term.steps.items()}
     box_dims = [_BoxDim() for _ in dimension_map.tensor_dims]
-    first = sum(a * b for a, b in zip(array_term.starts, strides, strict=True))
-    start = np.array([first], np.int64)
+    first_element = sum(a * b for a, b in zip(array_term.starts, strides, strict=True))
+    start = np.array([first_element], np.int64)
     offset = np.array([tensor_term.starts], np.int64).reshape(1, len(box_dims))
     # The innermost axes of each dimension come first.
     for axis, (dim, step) in sorted(tensor_term.steps.items(), key=lambda item: item[1][1]):

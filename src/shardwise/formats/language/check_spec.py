@@ -87,7 +87,7 @@ def _check_rule(spec: Spec, rule: Rule) -> None:
             raise spec.source.error(target.position, "`...` must be on both sides or on neither")
     try:
         maps = [map_dimensions(spec, rule, target, 0) for target in rule.targets]
-        _check_parts(rule, maps)
+        _check_array_parts(rule, maps)
     except LayoutError as error:
         positions = [shape.position for shape in rule.shapes() if shape.position]
         raise spec.source.error((*positions, rule.position)[0], str(error)) from error
@@ -103,7 +103,7 @@ def _check_variables(spec: Spec, value: Expression, known: Collection[str], posi
             )
 
 
-def _check_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
+def _check_array_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
     """Check that tensors use every part of the stored array, and only parts that it has.
 
     Raises:
@@ -111,8 +111,8 @@ def _check_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
     """
     used: set[frozenset[str]] = set()
     for target, dimension_map in zip(rule.targets, maps, strict=True):
-        array_parts = _part_axes(dimension_map.array_dims)
-        for tensor_part in _part_axes([dim.axes for dim in dimension_map.tensor_dims]):
+        array_parts = _axes_of_terms(dimension_map.array_dims)
+        for tensor_part in _axes_of_terms([dim.axes for dim in dimension_map.tensor_dims]):
             local_axes = frozenset(
                 axis for axis in tensor_part if dimension_map.is_local(axis)
             ) | set(dimension_map.split_axes)
@@ -125,14 +125,14 @@ def _check_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
             used.add(local_axes)
     if rule.array_shape is None:
         return
-    for part in _part_axes(maps[0].array_dims):
+    for part in _axes_of_terms(maps[0].array_dims):
         if part not in used and not any(is_unused(axis) for axis in part):
             raise LayoutError(
                 f"no tensor takes {_format_axes(part)}; call a part that no tensor needs `_`"
             )
 
 
-def _part_axes(dims: Sequence[AxisExpression]) -> list[frozenset[str]]:
+def _axes_of_terms(dims: Sequence[AxisExpression]) -> list[frozenset[str]]:
     """Return the axes of each term.
 
     Raises:

@@ -51,7 +51,9 @@ def expand_like_statements(
         if not isinstance(statement, LikeStatement):
             expanded.append(statement)
             continue
-        copies = [copy for rule in rules if (copy := _follow(statement, rule, source)) is not None]
+        copies = [
+            copy for rule in rules if (copy := _copy_rule(statement, rule, source)) is not None
+        ]
         if not copies:
             raise source.error(
                 statement.rule.position,
@@ -61,7 +63,7 @@ def expand_like_statements(
     return tuple(expanded)
 
 
-def _follow(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule | Skip | None:
+def _copy_rule(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule | Skip | None:
     """Return a copy of a rule, renamed by a `like` statement; None if the rule has other names."""
     own_pattern = _rename_stars(like.rule.pattern)
     variables = [i for i, part in enumerate(like.name_pattern.parts) if not isinstance(part, str)]
@@ -71,8 +73,10 @@ def _follow(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule 
         raise source.error(
             like.rule.position, "the name after `like` must contain one `*` of the name before it"
         )
-    inner = _strip_text(rule.pattern.parts, _text_around(like.name_pattern.parts, variables[0]))
-    if inner is None:
+    star_parts = _strip_text(
+        rule.pattern.parts, _text_around(like.name_pattern.parts, variables[0])
+    )
+    if star_parts is None:
         return None
     shared = set(own_pattern.capture_names()) & set(rule.pattern.capture_names())
     if shared:
@@ -80,7 +84,7 @@ def _follow(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule 
         raise source.error(
             like.rule.position, f"{names} is captured here and in line {line}; rename one"
         )
-    pattern = Pattern(substitute_captures(own_pattern.parts, {star: inner}))
+    pattern = Pattern(substitute_captures(own_pattern.parts, {star: star_parts}))
     if isinstance(rule, Skip):
         return Skip(pattern, like.rule.position)
     targets = [_rename_target(like, target, source) for target in rule.targets]
@@ -125,22 +129,22 @@ def _text_around(parts: Sequence[object], index: int) -> tuple[str, str]:
 
 
 def _rename_target(like: LikeStatement, target: Target, source: SourceText) -> Target | None:
-    results = like.results.parts
-    stars = [i for i, part in enumerate(results) if isinstance(part, Capture) and part.star]
-    if len(stars) != 1 or sum(not isinstance(part, str) for part in results) != 1:
+    result_parts = like.results.parts
+    stars = [i for i, part in enumerate(result_parts) if isinstance(part, Capture) and part.star]
+    if len(stars) != 1 or sum(not isinstance(part, str) for part in result_parts) != 1:
         raise source.error(
             like.rule.position, "the name between `,` and `->` must contain exactly one `*`"
         )
     (star,) = like.results.capture_names()
-    inner = _strip_text(target.name.parts, _text_around(results, stars[0]))
-    if inner is None:
+    star_parts = _strip_text(target.name.parts, _text_around(result_parts, stars[0]))
+    if star_parts is None:
         return None
-    (new,) = like.rule.targets
+    (new_target,) = like.rule.targets
     parts: list[str | Expression] = []
-    for part in new.name.parts:
-        parts.extend(inner if part == Variable(star) else [part])
-    shape = target.shape if new.shape is None else new.shape
-    return Target(Template(tuple(parts)), shape, new.position)
+    for part in new_target.name.parts:
+        parts.extend(star_parts if part == Variable(star) else [part])
+    shape = target.shape if new_target.shape is None else new_target.shape
+    return Target(Template(tuple(parts)), shape, new_target.position)
 
 
 def _strip_text(

@@ -46,28 +46,28 @@ def match_rules(spec: Spec, catalogue: Catalogue, environment: Environment) -> M
         LayoutError: an `on` clause uses an unknown name, or the rank of an array is out of range.
     """
     sizes = np.array(list(catalogue.axes.values()), np.int64)
-    outside = ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any(axis=1)
-    if outside.any():
-        row = int(np.flatnonzero(outside)[0])
+    is_outside = ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any(axis=1)
+    if is_outside.any():
+        row = int(np.flatnonzero(is_outside)[0])
         coordinate = dict(zip(catalogue.axes, catalogue.coordinate[row].tolist(), strict=True))
         raise LayoutError(
             f"array {catalogue.names[int(catalogue.name[row])]} is of rank {coordinate}, but the "
             f"sizes of the axes are {dict(catalogue.axes)}: check the sizes in `ranks`"
         )
     rule_of_row = np.full(len(catalogue), UNMATCHED, np.int64)
-    numeric = spec.numeric_captures()
+    numeric_captures = spec.numeric_captures()
     unmatched_names = set(np.unique(catalogue.name).tolist())
     captured: list[Mapping[int, CapturedTexts]] = []
     for rule_index, rule in enumerate(spec.rules):
-        match = rule.pattern.compile(numeric)
-        matching = {
+        match = rule.pattern.compile(numeric_captures)
+        texts_by_name_index = {
             i: texts for i in unmatched_names if (texts := match(catalogue.names[i])) is not None
         }
-        captured.append(matching)
-        if not matching:
+        captured.append(texts_by_name_index)
+        if not texts_by_name_index:
             continue
         has_name = np.zeros(len(catalogue.names), bool)
-        has_name[list(matching)] = True
+        has_name[list(texts_by_name_index)] = True
         matched = (rule_of_row == UNMATCHED) & has_name[catalogue.name]
         if isinstance(rule, Rule) and rule.coordinates:
             for axis, value in rule.coordinates:
@@ -78,7 +78,7 @@ def match_rules(spec: Spec, catalogue: Catalogue, environment: Environment) -> M
                     raise LayoutError(f"{spec.source.source}:{line}: {error}") from error
                 matched &= coordinates_along(catalogue, axis) == coordinate_in_rule
         else:
-            unmatched_names -= set(matching)
+            unmatched_names -= set(texts_by_name_index)
         rule_of_row[matched] = rule_index
     order = np.argsort(rule_of_row, kind="stable")
     rule_bounds = np.arange(UNMATCHED, len(spec.rules) + 1)
@@ -95,7 +95,7 @@ def coordinates_along(catalogue: Catalogue, axis: str) -> Int:
     return catalogue.coordinate[:, axes.index(axis)]
 
 
-def captured_numbers(
+def find_captured_numbers(
     spec: Spec, catalogue: Catalogue, matches: Matches, rule_index: int
 ) -> dict[str, Int]:
     """Return the numbers captured from the names of a rule's rows, a column for each capture."""
@@ -126,7 +126,7 @@ def add_capture_sizes(
         rows = matches.rows[rule_index]
         if isinstance(rule, Skip) or not len(rows):
             continue
-        numbers = captured_numbers(spec, catalogue, matches, rule_index)
+        numbers = find_captured_numbers(spec, catalogue, matches, rule_index)
         for name, column in numbers.items():
             sizes[name] = max(sizes.get(name, 0), int(column.max()) + 1)
         for index in _ragged_indices(rule):
@@ -178,24 +178,24 @@ def _starts_of_shares(
     return starts
 
 
-def evaluate_lets(spec: Spec, given: Mapping[str, int]) -> dict[str, NumberOrList]:
+def evaluate_lets(spec: Spec, overrides: Mapping[str, int]) -> dict[str, NumberOrList]:
     """Return the numbers and lists that `let` declares.
 
     Args:
-        given: numbers from the caller, which override declared numbers.
+        overrides: numbers from the caller, which override declared numbers.
 
     Raises:
         MismatchError: a number has no value, or the caller gives one that is not declared.
     """
-    constants: dict[str, NumberOrList] = dict(given)
+    constants: dict[str, NumberOrList] = dict(overrides)
     names = [name for name, _ in spec.lets]
-    undeclared = [name for name in given if name not in names]
+    undeclared = [name for name in overrides if name not in names]
     problems = [
         f"{name} is given, but not declared with `let`; declare it, or leave out {name}="
         for name in undeclared
     ]
     for name, declared in spec.lets:
-        if name in given:
+        if name in overrides:
             continue
         if declared is None:
             problems.append(

@@ -214,11 +214,11 @@ def _next_is_clause(scanner: Scanner) -> bool:
 
 def _read_pattern(scanner: Scanner) -> Pattern:
     parts: list[str | Capture] = []
-    stars = 0
+    star_count = 0
     for word in scanner.read_name_parts("a name, or a pattern of names"):
         if word == "*":
-            parts.append(Capture(f"*{stars}", star=True))
-            stars += 1
+            parts.append(Capture(f"*{star_count}", star=True))
+            star_count += 1
         elif word == "{":
             name = scanner.read_name("a name for the captured text")
             parts.append(Capture(name, star=scanner.accept("*")))
@@ -230,11 +230,11 @@ def _read_pattern(scanner: Scanner) -> Pattern:
 
 def _read_template(scanner: Scanner) -> Template:
     parts: list[str | Expression] = []
-    stars = 0
+    star_count = 0
     for word in scanner.read_name_parts("a name"):
         if word == "*":
-            parts.append(Variable(f"*{stars}"))
-            stars += 1
+            parts.append(Variable(f"*{star_count}"))
+            star_count += 1
         elif word == "{":
             parts.append(_read_expression(scanner))
             scanner.accept("*")
@@ -312,7 +312,7 @@ def _read_shape(scanner: Scanner) -> Shape:
     scanner.expect("[", "and the dimensions of the array")
     dims: list[ShapeDim] = []
     ellipsis = None
-    literals: Counter[str] = Counter()
+    literal_counts: Counter[str] = Counter()
     while not scanner.accept("]"):
         if scanner.at_end:
             scanner.fail("expected `]` at the end of the dimensions")
@@ -324,7 +324,7 @@ def _read_shape(scanner: Scanner) -> Shape:
             scanner.accept("...")
             ellipsis = len(dims)
             continue
-        axes = _read_factor(scanner, literals, 0)
+        axes = _read_factor(scanner, literal_counts, 0)
         limit = None
         if scanner.accept("["):
             scanner.expect(":", "and how many elements the tensor has, as in `(tp v)[:vocab]`")
@@ -334,40 +334,40 @@ def _read_shape(scanner: Scanner) -> Shape:
     return Shape(tuple(dims), ellipsis, position)
 
 
-def _read_factor(scanner: Scanner, literals: Counter[str], depth: int) -> AxisExpression:
+def _read_factor(scanner: Scanner, literal_counts: Counter[str], depth: int) -> AxisExpression:
     """Read an axis, a number, or a sum of products in parentheses.
 
     Args:
-        literals: for each number and `_`, its count in the shape so far.
+        literal_counts: for each number and `_`, its count in the shape so far.
     """
     position = scanner.position
     if depth > MOST_DEPTH:
         scanner.fail(f"parentheses are nested more than {MOST_DEPTH} deep")
     if scanner.accept("("):
-        return _read_sum(scanner, literals, depth)
+        return _read_sum(scanner, literal_counts, depth)
     number = scanner.read_number()
     if number == 1:
         return AxisProduct(())
     if number is not None:
-        return Axis(_unique_literal(str(number), literals), size=number, position=position)
+        return Axis(_unique_literal(str(number), literal_counts), size=number, position=position)
     ragged = scanner.accept("~")
     name = scanner.read_name("an axis, a number or `(`")
     if name == "_":
-        name = _unique_literal(name, literals)
+        name = _unique_literal(name, literal_counts)
     return Axis(name, ragged, position=position)
 
 
-def _unique_literal(text: str, literals: Counter[str]) -> str:
+def _unique_literal(text: str, literal_counts: Counter[str]) -> str:
     """Return a name that distinguishes a literal from equal literals: `128'0`, `128'1`."""
-    literals[text] += 1
-    return f"{text}'{literals[text] - 1}"
+    literal_counts[text] += 1
+    return f"{text}'{literal_counts[text] - 1}"
 
 
-def _read_sum(scanner: Scanner, literals: Counter[str], depth: int) -> AxisExpression:
+def _read_sum(scanner: Scanner, literal_counts: Counter[str], depth: int) -> AxisExpression:
     parts: list[AxisExpression] = []
     factors: list[AxisExpression] = []
     while True:
-        factors.append(_read_factor(scanner, literals, depth + 1))
+        factors.append(_read_factor(scanner, literal_counts, depth + 1))
         if scanner.next_is("+") or scanner.next_is(")"):
             parts.append(factors[0] if len(factors) == 1 else AxisProduct(tuple(factors)))
             factors = []

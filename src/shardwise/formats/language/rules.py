@@ -55,27 +55,27 @@ class Pattern:
         names = (part.name for part in self.parts if isinstance(part, Capture))
         return tuple(dict.fromkeys(names))
 
-    def compile(self, numeric: Collection[str]) -> Matcher:
+    def compile(self, numeric_captures: Collection[str]) -> Matcher:
         """Return a function that matches names.
 
         Args:
-            numeric: captures that match only digits.
+            numeric_captures: captures that match only digits.
         """
         names = list(self.capture_names())
-        seen: set[str] = set()
-        pieces = []
+        seen_names: set[str] = set()
+        expressions = []
         for part in self.parts:
             if isinstance(part, str):
-                pieces.append(re.escape(part))
-            elif part.name in seen:
-                pieces.append(f"(?:\\{names.index(part.name) + 1})")
+                expressions.append(re.escape(part))
+            elif part.name in seen_names:
+                expressions.append(f"(?:\\{names.index(part.name) + 1})")
             else:
-                seen.add(part.name)
+                seen_names.add(part.name)
                 capture_pattern = (
-                    r"\d{1,9}" if part.name in numeric else ".+" if part.star else r"[^.]+"
+                    r"\d{1,9}" if part.name in numeric_captures else ".+" if part.star else r"[^.]+"
                 )
-                pieces.append(f"({capture_pattern})")
-        compiled = re.compile("".join(pieces), re.DOTALL | re.ASCII)
+                expressions.append(f"({capture_pattern})")
+        compiled = re.compile("".join(expressions), re.DOTALL | re.ASCII)
 
         def match(name: str) -> dict[str, str] | None:
             found = compiled.fullmatch(name)
@@ -84,10 +84,12 @@ class Pattern:
         return match
 
     def __str__(self) -> str:
-        return "".join(part if isinstance(part, str) else _format(part) for part in self.parts)
+        return "".join(
+            part if isinstance(part, str) else _format_capture(part) for part in self.parts
+        )
 
 
-def _format(capture: Capture) -> str:
+def _format_capture(capture: Capture) -> str:
     if capture.name.startswith("*"):
         return "*"
     return "{" + capture.name + ("*" if capture.star else "") + "}"

@@ -109,14 +109,14 @@ class Scanner:
         self.skip_space()
         return True
 
-    def expect(self, symbol: str, why: str) -> None:
-        """Read a required symbol. `why` continues the message of the error.
+    def expect(self, symbol: str, context: str) -> None:
+        """Read a required symbol. `context` continues the message of the error.
 
         Raises:
             SpecError: something else comes next.
         """
         if not self.accept(symbol):
-            self.fail(f"expected `{symbol}` {why}")
+            self.fail(f"expected `{symbol}` {context}")
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
         """Read and return text that matches a regular expression; None if none comes next."""

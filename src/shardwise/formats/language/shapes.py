@@ -249,23 +249,30 @@ def _solve_equation(expression: AxisExpression, total: int, known: dict[str, int
         return False
     (axis,) = unknown
     # An expression is linear in an axis that occurs once.
-    zero, one, two = (size_of(expression, {**known, axis: n}) for n in range(3))
-    if zero is None or one is None or two is None or two - one != one - zero:
+    size_at_0, size_at_1, size_at_2 = (size_of(expression, {**known, axis: n}) for n in range(3))
+    if (
+        size_at_0 is None
+        or size_at_1 is None
+        or size_at_2 is None
+        or size_at_2 - size_at_1 != size_at_1 - size_at_0
+    ):
         return False
-    step = one - zero
-    if step == 0 or total < zero or (total - zero) % step:
+    step = size_at_1 - size_at_0
+    if step == 0 or total < size_at_0 or (total - size_at_0) % step:
         raise LayoutError(_describe_contradiction(expression, total, known))
-    known[axis] = (total - zero) // step
+    known[axis] = (total - size_at_0) // step
     return True
 
 
 def _describe_contradiction(expression: AxisExpression, total: int, known: Sizes) -> str:
     axes = [axis.name for axis in axes_in(expression) if axis.size is None]
     sizes = {axis: known[axis] for axis in axes if axis in known}
-    given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    known_sizes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
     size = size_of(expression, known)
-    cannot = f"`{format_axes(expression)}` cannot be {total}" + (f" with {given}" if given else "")
-    return cannot + (f": its size is {size}" if size is not None else ": it does not divide")
+    contradiction = f"`{format_axes(expression)}` cannot be {total}" + (
+        f" with {known_sizes}" if known_sizes else ""
+    )
+    return contradiction + (f": its size is {size}" if size is not None else ": it does not divide")
 
 
 def _describe_undetermined(equations: Sequence[tuple[AxisExpression, int]], known: Sizes) -> str:

@@ -24,8 +24,8 @@ from shardwise.formats.language.boxes import BoxTable
 from shardwise.formats.language.match import (
     CapturedTexts,
     Matches,
-    captured_numbers,
     coordinates_along,
+    find_captured_numbers,
 )
 from shardwise.formats.language.rules import Rule, Skip, Spec, Target, Template
 from shardwise.manifest.pieces import Int
@@ -38,16 +38,16 @@ class TensorNames:
 
     Attributes:
         names: the names of all tensors.
-        terms_of_means: for each tensor that is a mean over ranks, the names of the tensors with the
-            values of the single ranks. Users do not see these tensors.
-        computed_numbers: for each prefix of a name, the numbers that arithmetic in a rule put after
-            it.
+        tensors_to_average: for each tensor that is a mean over ranks, the names of its terms. A
+            term is a tensor with the values of one rank, which users do not see.
+        numbers_in_names: for each prefix of a name, the numbers that follow it in names. Only
+            numbers that arithmetic in a rule computed are included.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.terms_of_means: dict[str, list[str]] = {}
-        self.computed_numbers: dict[str, set[int]] = {}
+        self.tensors_to_average: dict[str, list[str]] = {}
+        self.numbers_in_names: dict[str, set[int]] = {}
         self._index: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class TensorNames:
         """Name the tensors of n arrays.
 
         Args:
-            average_axes: the tensor is the mean over the ranks along these axes.
+            average_axes: axes of the ranks over which the tensor is the mean.
             captured: for the index of each array name, the captured texts.
             array_names: `(n,)`, the index of each array's name.
             positions: for each axis, `(n,)`, the position of each array along it.
@@ -83,7 +83,6 @@ class TensorNames:
         Raises:
             LayoutError: a name uses an unknown value, or a number is negative or too large.
         """
-
         needed = dict.fromkeys([*template.variables(), *average_axes])
         axes = [axis for axis in needed if axis in positions]
         first_rows, inverse = _distinct_rows([array_names, *(positions[axis] for axis in axes)])
@@ -91,15 +90,17 @@ class TensorNames:
         for i, row in enumerate(first_rows.tolist()):
             values = {axis: int(positions[axis][row]) for axis in axes}
             texts = captured[int(array_names[row])]
-            name = self._fill(template, texts, replace(environment, values=values))
+            name = self._fill_template(template, texts, replace(environment, values=values))
             if average_axes:
                 hidden = f"{name}#{','.join(f'{axis}={values[axis]}' for axis in average_axes)}"
-                self.terms_of_means.setdefault(name, []).append(hidden)
+                self.tensors_to_average.setdefault(name, []).append(hidden)
                 name = hidden
             indices[i] = self.index_of(name)
         return indices[inverse]
 
-    def _fill(self, template: Template, texts: CapturedTexts, environment: Environment) -> str:
+    def _fill_template(
+        self, template: Template, texts: CapturedTexts, environment: Environment
+    ) -> str:
         name = ""
         for part in template.parts:
             if isinstance(part, str):
@@ -115,7 +116,7 @@ class TensorNames:
                         "negative"
                     )
                 if not isinstance(part, Variable):
-                    self.computed_numbers.setdefault(name, set()).add(number)
+                    self.numbers_in_names.setdefault(name, set()).add(number)
                 name += str(number)
         return name
 
@@ -177,7 +178,7 @@ class Collector:
             axis: coordinates_along(self.catalogue, axis)[rows]
             for axis in sorted(self.spec.rank_axes)
         }
-        return ranks | captured_numbers(self.spec, self.catalogue, self.matches, rule_index)
+        return ranks | find_captured_numbers(self.spec, self.catalogue, self.matches, rule_index)
 
     def known_sizes(
         self, rule: Rule, declared: Mapping[str, NumberOrList]

@@ -78,7 +78,7 @@ def read(tree: FileTree) -> Foreign:
             "says how they fit together: save with SHARDED_STATE_DICT"
         )
     parts: list[NestedLeaves] = []
-    for read_part in _list_parts(tree):
+    for read_part in _list_part_readers(tree):
         parts.append(read_part(sum(len(part.files) for part in parts)))
     leaves = join_leaves(*parts)
     trainer_state = _read_trainer_state(tree)
@@ -123,7 +123,7 @@ def _find_missing_files(tree: FileTree) -> dict[str, str]:
     return missing_files
 
 
-def _list_parts(tree: FileTree) -> Iterator[partial[NestedLeaves]]:
+def _list_part_readers(tree: FileTree) -> Iterator[partial[NestedLeaves]]:
     """Yield a function for each folder or file that reads it, given the index of its first file."""
     for name in tree.sizes:
         if match := _DCP_FOLDER.fullmatch(name):
@@ -141,9 +141,9 @@ def _state_key(content: str, number: str | None) -> str:
     return f"{key}_{int(number)}" if number and int(number) else key
 
 
-def _read_dcp_folder(tree: FileTree, folder: str, key: str, first: int) -> NestedLeaves:
+def _read_dcp_folder(tree: FileTree, folder: str, key: str, first_file_index: int) -> NestedLeaves:
     metadata = read_metadata(tree, f"{folder}{METADATA}")
-    content = read_content(tree, metadata, folder=folder, first=first)
+    content = read_content(tree, metadata, folder=folder, first_file_index=first_file_index)
     return leaves_of(content, metadata, lambda path: (key, *path[1:]))
 
 

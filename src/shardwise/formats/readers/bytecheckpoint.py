@@ -18,7 +18,7 @@ from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign, join_leaves
 from shardwise.formats.optimizers import Path
 from shardwise.formats.readers.dcp.items import ItemArrays, load_only_storage
-from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_index, read_metadata
+from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_item_key, read_metadata
 from shardwise.formats.readers.dcp.reader import Chunks, count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import read_value
 from shardwise.store import resolve_links
@@ -72,17 +72,21 @@ def read(tree: FileTree) -> Foreign:
     )
 
 
-def _read_part(tree: FileTree, part: str, first: int) -> NestedLeaves:
+def _read_part(tree: FileTree, part: str, first_file_index: int) -> NestedLeaves:
     """Read the model or the optimizer.
 
     Args:
         part: the name of its folder.
-        first: the index of its first file.
+        first_file_index: the index of its first file.
     """
     metadata = read_metadata(tree, f"{part}/{METADATA}")
     arrays = _parse_chunk_arrays(metadata, tree.label(f"{part}/{METADATA}"))
     content = read_content(
-        tree, metadata, folder=f"{part}/", first=first, find=partial(_find_arrays, arrays)
+        tree,
+        metadata,
+        folder=f"{part}/",
+        first_file_index=first_file_index,
+        array_finder=partial(_find_arrays, arrays),
     )
     return leaves_of(content, metadata, lambda path: (part, *path))
 
@@ -93,7 +97,7 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
     arrays: dict[tuple[str, tuple[int, ...] | None], StoredArray] = {}
     pickles = metadata.extra_fields.get("all_tensor_metadata")
     for record, data in (pickles if isinstance(pickles, dict) else {}).items():
-        name, offset = parse_index(record)
+        name, offset = parse_item_key(record)
         if not isinstance(data, bytes):
             continue
         if data not in parsed:
@@ -114,7 +118,7 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
 def _find_arrays(arrays: ChunkArrays, tree: FileTree, chunks: Chunks) -> ItemArrays:
     distinct: dict[StoredArray, int] = {}
     distinct_index, start = [], []
-    for name, item, offset in zip(chunks.names, chunks.items, chunks.offsets, strict=True):
+    for name, item, offset in zip(chunks.names, chunks.items, chunks.offset_tuples, strict=True):
         array = arrays.get((name, offset))
         if array is None:
             raise FormatError(

@@ -27,7 +27,7 @@ from shardwise.manifest.manifest import Dims, TensorEntry
 FORMAT = "Hugging Face"
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
 INDEX = ".index.json"
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
+_SHARD_FILE_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 _LARGEST_INDEX = 2**28
 _WEIGHTS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 
@@ -35,7 +35,7 @@ _WEIGHTS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model"
 def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a safetensors file or an index, or has the weights of a model."""
     if tree.single_file is None:
-        return _find_weights(tree) is not None or bool(_names_without_index(tree))
+        return _find_weights(tree) is not None or bool(_list_expected_files(tree))
     if tree.single_file.endswith(INDEX):
         return True
     with tree.open_range(tree.single_file) as file:
@@ -51,20 +51,23 @@ def read(tree: FileTree) -> Foreign:
     """
     if tree.single_file is not None and tree.single_file.endswith(INDEX):
         raise CheckpointNotFoundError(f"{tree} is only an index: open {tree.parent}")
-    main = tree.single_file or _find_weights(tree)
-    if main is None:
-        tree.require(_names_without_index(tree), "make up the model")
+    main_file = tree.single_file or _find_weights(tree)
+    if main_file is None:
+        tree.require(_list_expected_files(tree), "make up the model")
         raise FormatError(f"{tree} has no weights of a model: open the directory that has them")
-    index = _read_index(tree, main) if main.endswith(INDEX) else None
-    names = sorted(set(index.values())) if index is not None else [main]
-    tree.require(names, f"{main} names")
+    index = _read_index(tree, main_file) if main_file.endswith(INDEX) else None
+    names = sorted(set(index.values())) if index is not None else [main_file]
+    tree.require(names, f"{main_file} names")
     with ThreadPoolExecutor(tree.threads) as threads:
         shards = list(threads.map(partial(_read_shard, tree), names, range(len(names))))
     files = tuple(tree.file(name) for name in names)
     builder = Builder(files)
     for name, shard in zip(names, shards, strict=True):
         _add_shard(builder, name, shard, index)
-    if tree.single_file is not None and (match := _SHARD.fullmatch(tree.single_file)) is not None:
+    if (
+        tree.single_file is not None
+        and (match := _SHARD_FILE_NAME.fullmatch(tree.single_file)) is not None
+    ):
         builder.left_out.append(
             f"{tree.single_file} is one of {int(match[3])} files: open {tree.parent}"
         )
@@ -100,9 +103,11 @@ def _find_weights(tree: FileTree) -> str | None:
     return None
 
 
-def _names_without_index(tree: FileTree) -> list[str]:
+def _list_expected_files(tree: FileTree) -> list[str]:
     """Return the names that the index and shards of a model should have; empty without shards."""
-    matches = [match for name in tree.sizes if (match := _SHARD.fullmatch(name)) is not None]
+    matches = [
+        match for name in tree.sizes if (match := _SHARD_FILE_NAME.fullmatch(name)) is not None
+    ]
     shards = [match for match in matches if match[1] in _WEIGHTS]
     if not shards:
         return []
@@ -116,8 +121,8 @@ def _read_index(tree: FileTree, name: str) -> dict[str, str]:
         index = msgspec.json.decode(tree.read(name, limit=_LARGEST_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{tree.label(name)}: not an index of weights: {error}"
-            ": copy the file again from an intact source"
+            f"{tree.label(name)}: not an index of weights: {error}: copy the file again from an "
+            "intact source"
         ) from error
     for file in set(index.weight_map.values()):
         if not file.endswith((SAFETENSORS, PICKLED)):
@@ -140,8 +145,8 @@ def _read_shard(tree: FileTree, name: str, index: int) -> _Shard:
     value = read_value(tree, name, index)
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
-            f"{tree}: {name}: expected a state_dict of a module, found {type(value).__name__}"
-            ": copy the file again from an intact source"
+            f"{tree}: {name}: expected a state_dict of a module, found {type(value).__name__}: "
+            "copy the file again from an intact source"
         )
     arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
     return _Shard(arrays, {key: "not a tensor" for key in value if key not in arrays})
@@ -225,7 +230,7 @@ def read_sharded(tree: FileTree) -> Foreign:
     if tree.single_file is not None:
         raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.parent}")
     names = [name for name in tree.sizes if _SHARDED_FILE.fullmatch(name)]
-    _require_all_shards(tree, names)
+    _require_files_of_all_ranks(tree, names)
     arrays: dict[str, list[_OffsetAndArray]] = {}
     left_out: list[str] = []
     for index, name in enumerate(names):
@@ -243,11 +248,11 @@ def read_sharded(tree: FileTree) -> Foreign:
     builder.add_table(table_of_boxes(boxes))
     builder.left_out += left_out
     for tensor, shards in arrays.items():
-        builder.add_tensor(f"model.{tensor}", *_dtype_and_shape(f"{tree}: {tensor}", shards))
+        builder.add_tensor(f"model.{tensor}", *_find_dtype_and_shape(f"{tree}: {tensor}", shards))
     return builder.build(SHARDED_FORMAT)
 
 
-def _require_all_shards(tree: FileTree, names: list[str]) -> None:
+def _require_files_of_all_ranks(tree: FileTree, names: list[str]) -> None:
     """Require the files of all ranks."""
     matches = [match for name in names if (match := _SHARDED_FILE.fullmatch(name)) is not None]
     shards = {int(match[1]) for match in matches}
@@ -272,8 +277,8 @@ def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndAr
         offsets = msgspec.json.decode(text, type=dict[str, _SavedOffsets])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(
-            f"{path}: its {_OFFSETS_KEY} is malformed: {error}"
-            ": copy the file again from an intact source"
+            f"{path}: its {_OFFSETS_KEY} is malformed: {error}: copy the file again from an intact "
+            "source"
         ) from error
     for name, array in header.arrays.items():
         saved = offsets.get(name)
@@ -290,14 +295,13 @@ class _SavedOffsets(msgspec.Struct, frozen=True):
     saved_offsets: Dims
 
 
-def _dtype_and_shape(label: str, shards: list[_OffsetAndArray]) -> tuple[str, tuple[int, ...]]:
+def _find_dtype_and_shape(label: str, shards: list[_OffsetAndArray]) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and shape of the tensor that shards make up."""
     kinds = {(array.dtype, len(array.shape)) for _, array in shards}
     if len(kinds) > 1:
         raise FormatError(
             f"{label}: its shards have different dtypes or numbers of dimensions: the files are "
-            "from different saves"
-            ": copy all files of one save"
+            "from different saves: copy all files of one save"
         )
     ends = [[o + n for o, n in zip(offset, array.shape, strict=True)] for offset, array in shards]
     return shards[0][1].dtype, tuple(map(max, zip(*ends, strict=True)))

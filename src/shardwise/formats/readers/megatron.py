@@ -37,12 +37,12 @@ FORMAT = "Megatron-Core torch_dist"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 """The item that replaces `common.pt` since Megatron-Core 0.19."""
-STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
+STACKED_LAYERS = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
 """Names of tensors that stack all layers."""
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 _LARGEST_CONFIG = 2**20
 _OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_OPTIMIZER_PREFIX = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MASTER_KEYS = ("fp32_param", "param")
 """Keys of master weights: of the mixed-precision optimizer, and of the distributed one."""
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
@@ -86,7 +86,9 @@ def read(tree: FileTree) -> Foreign:
     builder.add_table(content.table)
     builder.left_out += content.left_out
     parameters = _add_tensors(builder, content)
-    _add_objects(builder, {k: value for k, value in content.values.items() if k != COMMON_ITEM})
+    _add_sharded_objects(
+        builder, {k: value for k, value in content.values.items() if k != COMMON_ITEM}
+    )
     for key, value in common.items():
         builder.add_value(f"common.{key}", value)
     _add_param_groups(builder, common, parameters)
@@ -125,12 +127,14 @@ def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> D
         FormatError: the ranges do not make up the tensor that was flattened.
     """
     recorded = metadata.extra_fields.get("mcore_data") or {}
-    originals = {
+    original_shapes = {
         name: tuple(fields[_ORIGINAL_SHAPE])
         for name, fields in (recorded.items() if isinstance(recorded, dict) else ())
         if isinstance(fields, dict) and isinstance(fields.get(_ORIGINAL_SHAPE), (tuple, list))
     }
-    shapes = {i: originals[name] for i, name in enumerate(content.names) if name in originals}
+    shapes = {
+        i: original_shapes[name] for i, name in enumerate(content.names) if name in original_shapes
+    }
     if not shapes:
         return content
     tensors = content.table.pieces.tensor
@@ -156,19 +160,22 @@ def _unflatten_piece(
 ) -> Iterator[tuple[int, tuple[int, ...], StoredArray]]:
     """Yield the boxes of a piece of `[X/x, Y/y, x*y]`, a tensor `[X, Y]` with shards `[x, y]`."""
     pieces = content.table.pieces
-    counts = content.shapes[tensor][:-1]
-    if len(counts) != len(shape) or any(n % count for n, count in zip(shape, counts, strict=True)):
-        raise ValueError(f"{list(counts)} shards do not divide the shape {list(shape)}")
-    shard = tuple(n // count for n, count in zip(shape, counts, strict=True))
-    *coordinate, first = pieces.offset[row][: len(shape) + 1].tolist()
+    shard_counts = content.shapes[tensor][:-1]
+    if len(shard_counts) != len(shape) or any(
+        n % count for n, count in zip(shape, shard_counts, strict=True)
+    ):
+        raise ValueError(f"{list(shard_counts)} shards do not divide the shape {list(shape)}")
+    shard_shape = tuple(n // count for n, count in zip(shape, shard_counts, strict=True))
+    *coordinate, first_element = pieces.offset[row][: len(shape) + 1].tolist()
     size = int(pieces.shape[row][len(shape)])
     if pieces.shape[row][: len(shape)].tolist() != [1] * len(shape):
         raise ValueError("a piece spans several shards")
     file, start = int(pieces.file[row]), int(pieces.start[row])
     dtype = content.dtypes[tensor]
-    for box in boxes_of_range(shard, first, first + size):
+    for box in boxes_of_range(shard_shape, first_element, first_element + size):
         offset = tuple(
-            index * n + inner for index, n, inner in zip(coordinate, shard, box.offset, strict=True)
+            index * n + inner
+            for index, n, inner in zip(coordinate, shard_shape, box.offset, strict=True)
         )
         yield (
             tensor,
@@ -188,19 +195,19 @@ def unstack_layers(content: DcpContent, path: str) -> DcpContent:
         FormatError: a tensor has more layers than pieces.
     """
     pieces = content.table.pieces
-    is_single = np.ones(len(content.names), bool)
+    has_one_layer = np.ones(len(content.names), bool)
     if pieces.offset.shape[1]:
-        is_single[pieces.tensor[pieces.shape[:, 0] != 1]] = False
+        has_one_layer[pieces.tensor[pieces.shape[:, 0] != 1]] = False
     names: list[str] = []
     dtypes: list[str] = []
     shapes: list[tuple[int, ...]] = []
-    first = np.zeros(len(content.names), np.int64)
+    first_index = np.zeros(len(content.names), np.int64)
     is_stacked = np.zeros(len(content.names), bool)
     rows = zip(content.names, content.dtypes, content.shapes, strict=True)
     for i, (name, dtype, shape) in enumerate(rows):
-        match = STACKED.fullmatch(name)
-        first[i] = len(names)
-        is_stacked[i] = match is not None and len(shape) > 0 and is_single[i]
+        match = STACKED_LAYERS.fullmatch(name)
+        first_index[i] = len(names)
+        is_stacked[i] = match is not None and len(shape) > 0 and has_one_layer[i]
         if match is None or not is_stacked[i]:
             names.append(name)
             dtypes.append(dtype)
@@ -209,8 +216,7 @@ def unstack_layers(content: DcpContent, path: str) -> DcpContent:
         if shape[0] > max(1, len(pieces)):
             raise FormatError(
                 f"{path}: {name}: it has {shape[0]} layers, but there are only {len(pieces)} "
-                f"pieces: {METADATA} is damaged"
-                ": copy the file again from an intact source"
+                f"pieces: {METADATA} is damaged: copy the file again from an intact source"
             )
         names += [f"{match[1]}.{layer}.{match[2]}" for layer in range(shape[0])]
         dtypes += [dtype] * shape[0]
@@ -225,7 +231,7 @@ def unstack_layers(content: DcpContent, path: str) -> DcpContent:
 
     table = PieceTable(
         Pieces(
-            first[pieces.tensor] + np.where(in_stack, layer, 0),
+            first_index[pieces.tensor] + np.where(in_stack, layer, 0),
             pieces.file,
             pieces.start,
             drop_layer_dimension(pieces.offset, 0),
@@ -272,7 +278,7 @@ def _add_tensors(builder: Builder, content: DcpContent) -> dict[str, tuple[int, 
             parameters[parameter] = shape
             is_master = key in _MASTER_KEYS
             tensor = f"model.{parameter}" if is_master else f"optimizer.{parameter}.{key}"
-        elif _OPTIMIZER.match(name):
+        elif _OPTIMIZER_PREFIX.match(name):
             tensor = name
         else:
             tensor = f"module.{name}" if name in with_master else f"model.{name}"
@@ -280,26 +286,26 @@ def _add_tensors(builder: Builder, content: DcpContent) -> dict[str, tuple[int, 
     return parameters
 
 
-def _add_objects(builder: Builder, values: Mapping[str, Any]) -> None:
+def _add_sharded_objects(builder: Builder, values: Mapping[str, Any]) -> None:
     """Add sharded objects, which Megatron saves as lists with one element."""
-    empty = []
+    none_names = []
     for key, value in values.items():
         match = _SHARDED_OBJECT.fullmatch(key)
         name, shard = (match[1], match[2].split(".")) if match else (key, [])
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        stacked = STACKED.fullmatch(name)
-        if stacked is not None and shard:
-            name = f"{stacked[1]}.{shard.pop(0)}.{stacked[2]}"
+        stacked_match = STACKED_LAYERS.fullmatch(name)
+        if stacked_match is not None and shard:
+            name = f"{stacked_match[1]}.{shard.pop(0)}.{stacked_match[2]}"
         # An object with a single shard has no number in its name.
         if match is not None and shard and {*match[3].split(".")[-len(shard) :]} != {"1"}:
             name = ".".join([name, *shard])
         if value is None:
-            empty.append(name)
+            none_names.append(name)
         else:
             is_extra_state = name.endswith("_extra_state")
             builder.add_value(f"model.{name}" if is_extra_state else name, value)
-    if empty:
-        builder.left_out.append(f"{empty[0]} and {len(empty) - 1} more: they are None")
+    if none_names:
+        builder.left_out.append(f"{none_names[0]} and {len(none_names) - 1} more: they are None")
 
 
 def _add_param_groups(
@@ -309,16 +315,16 @@ def _add_param_groups(
     if not parameters:
         return
     optimizer = next((common[key] for key in ("optimizer", "optim") if key in common), None)
-    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
-    listed = inner.get(GROUPS) if isinstance(inner, dict) else None
-    groups = _assign_to_groups(listed, parameters) if isinstance(listed, list) else None
+    torch_optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    saved_groups = torch_optimizer.get(GROUPS) if isinstance(torch_optimizer, dict) else None
+    groups = _assign_to_groups(saved_groups, parameters) if isinstance(saved_groups, list) else None
     if groups is None:
         builder.left_out.append(
             f"optimizer.{GROUPS}: the files do not say which parameters are in which group; set "
             f"its hyperparameters yourself, and load with skip=['optimizer.{GROUPS}']"
         )
         return
-    state = inner.get("state") if isinstance(inner, dict) else None
+    state = torch_optimizer.get("state") if isinstance(torch_optimizer, dict) else None
     common_step = state.get("common_step") if isinstance(state, dict) else None
     for group in groups:
         step = group.hyperparameters.get("step", common_step)
@@ -331,14 +337,14 @@ def _add_param_groups(
 
 
 def _assign_to_groups(
-    listed: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
+    saved_groups: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
 ) -> list[ParamGroup] | None:
     """Assign parameters to groups by Megatron-Core's default rule; None if it is not sufficient.
 
     Biases and one-dimensional parameters have no weight decay; experts have separate groups.
     """
     group_by_key: dict[tuple[bool, bool], dict[str, Any]] = {}
-    for group in listed:
+    for group in saved_groups:
         if not isinstance(group, dict) or group.get("is_decoupled_lr"):
             return None
         group_key = group.get("wd_mult") == 0, bool(group.get("is_expert_parallel"))

@@ -83,23 +83,23 @@ def read(tree: FileTree) -> Foreign:
             f"{path} is not a manifest of torchsnapshot 0.1: {error}; copy the file again, or, if "
             "an older version wrote it as YAML, load and save it with torchsnapshot 0.1"
         ) from error
-    snapshot = _Snapshot(tree)
+    collector = _EntryCollector(tree)
     for key, entry in manifest.manifest.items():
         rank, _, rest = key.partition("/")
         parts = rest.split("/")
         if not rank.isdigit() or not rest or len(parts) > MOST_PARTS:
             raise FormatError(
-                f"{path}: {key[:200]!r} is not a path below a rank"
-                ": copy the manifest again from an intact source"
+                f"{path}: {key[:200]!r} is not a path below a rank: copy the manifest again from "
+                "an intact source"
             )
         try:
-            snapshot.add_entry(int(rank), tuple(map(unquote, parts)), entry)
+            collector.add_entry(int(rank), tuple(map(unquote, parts)), entry)
         except FormatError as error:
             raise FormatError(f"{path}: {key[:200]}: {error}") from error
-    return replace(snapshot.build(), world_size=max(1, manifest.world_size))
+    return replace(collector.build(), world_size=max(1, manifest.world_size))
 
 
-class _Snapshot:
+class _EntryCollector:
     """Collects the tensors and values of a snapshot from the entries of its manifest."""
 
     def __init__(self, tree: FileTree) -> None:
@@ -126,7 +126,7 @@ class _Snapshot:
         elif self._first_ranks.setdefault(path, rank) != rank:
             self._add_replica(rank, path, entry)
         elif entry.type == "Tensor":
-            tensor = _tensor_of(entry)
+            tensor = _require_tensor(entry)
             self._tensors[path] = _parse_dtype(tensor), tensor.shape
             self._boxes[path, (0,) * len(tensor.shape)] = self._read_array(tensor)
         else:
@@ -147,15 +147,15 @@ class _Snapshot:
         shards = (*entry.shards, *entry.chunks)
         if not shards or any(len(s.offsets) != len(s.sizes) for s in shards):
             raise FormatError(
-                "the tensor has no shards, or a shard whose offsets and sizes differ in length"
-                ": copy the manifest again from an intact source"
+                "the tensor has no shards, or a shard whose offsets and sizes differ in length: "
+                "copy the manifest again from an intact source"
             )
         ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=True))) for s in shards]
         dtype, known_shape = self._tensors.get(path, (_parse_dtype(shards[0].tensor), ends[0]))
         if any(len(end) != len(known_shape) for end in ends):
             raise FormatError(
-                "the tensor has shards with different numbers of dimensions"
-                ": copy the manifest again from an intact source"
+                "the tensor has shards with different numbers of dimensions: copy the manifest "
+                "again from an intact source"
             )
         shape = entry.shape or tuple(map(max, zip(known_shape, *ends, strict=True)))
         self._tensors[path] = dtype, shape
@@ -183,7 +183,7 @@ class _Snapshot:
             if path in self._tensors or self._read_value(entry) != self._values[path]:
                 self._left_out.append(f"{name}: the value of rank {rank} differs and is left out")
             return
-        tensor = _tensor_of(entry)
+        tensor = _require_tensor(entry)
         if self._tensors.get(path) == (_parse_dtype(tensor), tensor.shape):
             self._replicas.append((path, (0,) * len(tensor.shape), self._read_array(tensor)))
         else:
@@ -192,7 +192,7 @@ class _Snapshot:
     def _read_array(self, tensor: _Tensor) -> StoredArray:
         dtype = _parse_dtype(tensor)
         if tensor.serializer == "torch_save":
-            saved = self._read_saved(tensor.location, tensor.byte_range)
+            saved = self._read_torch_file(tensor.location, tensor.byte_range)
             if not isinstance(saved, StoredArray) or saved.shape != tensor.shape:
                 raise FormatError(
                     f"{tensor.location} has no tensor of the shape in the manifest, "
@@ -212,48 +212,48 @@ class _Snapshot:
                 f"{list(tensor.shape)} of dtype {dtype} needs {size}: the manifest is damaged; "
                 "copy the checkpoint again from an intact source"
             )
-        file = self._index_of(tensor.location)
+        file = self._file_index_of(tensor.location)
         return StoredArray(file, start, dtype, tensor.shape, row_major_strides(tensor.shape))
 
     def _read_value(self, entry: _Entry) -> Any:
         if entry.type == "object" and entry.location and entry.serializer == "torch_save":
-            return self._read_saved(entry.location, None)
-        if entry.type not in _PRIMITIVES or entry.serialized_value is None:
+            return self._read_torch_file(entry.location, None)
+        if entry.type not in _PRIMITIVE_DECODERS or entry.serialized_value is None:
             raise FormatError(
                 f"entries of type {entry.type[:40]!r} are not supported: restore the value with "
                 "torchsnapshot"
             )
         try:
-            return _PRIMITIVES[entry.type](entry.serialized_value)
+            return _PRIMITIVE_DECODERS[entry.type](entry.serialized_value)
         except (KeyError, ValueError, struct.error) as error:
             raise FormatError(
                 f"not a valid {entry.type}: {error!r}: copy the manifest again from an intact "
                 "source"
             ) from error
 
-    def _read_saved(self, location: str, byte_range: tuple[int, int] | None) -> Any:
+    def _read_torch_file(self, location: str, byte_range: tuple[int, int] | None) -> Any:
         """Return the value in a file of torch.save, which may be a range of a larger file."""
-        index = self._index_of(location)
+        index = self._file_index_of(location)
         with self._tree.open_range(location, index) as file:
             if byte_range is not None:
                 start, stop = byte_range
                 file = file.subrange(start, stop - start, "byte_range")
             return read_torch_file(file, skip_unknown=self._tree.skip_unknown).value
 
-    def _index_of(self, location: str) -> int:
+    def _file_index_of(self, location: str) -> int:
         self._tree.file(location)
         return self._file_indices.setdefault(location, len(self._file_indices))
 
     def _join_lists(self) -> dict[Path, Any]:
         """Return the values, with lists without tensors joined again, and empty containers."""
-        above_tensors = {path[:n] for path in self._tensors for n in range(1, len(path))}
-        joined: dict[Path, Any] = {}
+        tensor_prefixes = {path[:n] for path in self._tensors for n in range(1, len(path))}
+        value_by_path: dict[Path, Any] = {}
         for path, value in self._values.items():
             lists = (n for n in range(1, len(path)) if self._containers.get(path[:n]) is list)
-            cut = next((n for n in lists if path[:n] not in above_tensors), len(path))
-            parent: dict[Any, Any] = joined
-            key: Any = path[:cut]
-            for n in range(cut, len(path)):
+            value_depth = next((n for n in lists if path[:n] not in tensor_prefixes), len(path))
+            parent: dict[Any, Any] = value_by_path
+            key: Any = path[:value_depth]
+            for n in range(value_depth, len(path)):
                 parent = parent.setdefault(key, {})
                 in_list = self._containers.get(path[:n]) is list and str(path[n]).isdigit()
                 key = int(path[n]) if in_list else path[n]
@@ -261,15 +261,15 @@ class _Snapshot:
         parents = {path[:n] for path in (*self._values, *self._tensors) for n in range(len(path))}
         for path, container in self._containers.items():
             if path not in parents and path[-1] != STATE:
-                joined[path] = container()
-        return {path: restore_lists(value) for path, value in joined.items()}
+                value_by_path[path] = container()
+        return {path: restore_lists(value) for path, value in value_by_path.items()}
 
 
-def _tensor_of(entry: _Entry) -> _Tensor:
+def _require_tensor(entry: _Entry) -> _Tensor:
     if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
         raise FormatError(
-            "the entry of the tensor has no location, serializer, dtype or shape"
-            ": copy the manifest again from an intact source"
+            "the entry of the tensor has no location, serializer, dtype or shape: copy the "
+            "manifest again from an intact source"
         )
     return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
 
@@ -284,7 +284,7 @@ def _parse_dtype(tensor: _Tensor) -> str:
     return dtype
 
 
-_PRIMITIVES: Mapping[str, Callable[[str], Any]] = {
+_PRIMITIVE_DECODERS: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "str": str,
     "bool": lambda text: {"True": True, "False": False}[text],

@@ -1,8 +1,8 @@
-"""Reads the items of DCP's data files: where the array of a tensor starts, and pickled values.
+"""Finds where tensors start in DCP's data files, and reads the pickled values from these files.
 
-An item is a small file of torch.save within a larger file: a zip archive with the pickle first and
-the array after it. Only the head of an item is parsed, not its zip directory. The heads of tensors
-of the same shape are identical, so equal heads are parsed once.
+A data file consists of items. Each item is a file of torch.save: a zip archive with a pickle,
+followed by the array of a tensor. Only the head of an item is parsed, not its zip directory. The
+heads of tensors of the same shape are equal, and equal heads are parsed once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ T = TypeVar("T")
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"
 _DESCRIPTOR_BYTES = 16
-_HEAD = 1024
-"""Bytes of an item that are read first."""
+_HEAD_SIZE = 1024
+"""The number of bytes of an item that are read first."""
 _LARGEST_HEAD = 2**20
-_GAP = 2**15
-"""Items that are closer to each other than this are read in one request."""
-_WINDOW = 2**22
+_LARGEST_GAP = 2**15
+"""The largest gap, in bytes, between items that are read in one request."""
+_LARGEST_WINDOW = 2**22
 _THREADS = 16
 
 
@@ -47,7 +47,8 @@ class ItemArrays:
     """The arrays of n items.
 
     Attributes:
-        distinct: the distinct dtypes, shapes and strides; files and starts have no meaning here.
+        distinct: the distinct dtypes, shapes and strides. The fields `file` and `start` of these
+            arrays have no meaning.
         distinct_index: `(n,)`, the index of each array in `distinct`.
         start: `(n,)`, the offset of each array in its file, in bytes.
     """
@@ -58,7 +59,7 @@ class ItemArrays:
 
 
 def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
-    """Read the first bytes of each item, its head, and find where the item's array starts.
+    """Read the head (the first bytes) of each item, and find where the item's array starts.
 
     Args:
         names: names of the items, for messages.
@@ -70,12 +71,12 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
     distinct_index, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
 
     def find(index: int, head: bytes, file: ReadableFile) -> None:
-        item, wanted = items[index], len(head)
+        item, head_size = items[index], len(head)
         found = heads.find_array(head, names[index])
-        while found is None and wanted < min(item.length, _LARGEST_HEAD):
-            wanted = min(4 * wanted, item.length)
+        while found is None and head_size < min(item.length, _LARGEST_HEAD):
+            head_size = min(4 * head_size, item.length)
             whole_file = FileRange(file, 0, item.offset, item.length, names[index])
-            found = heads.find_array(whole_file.read(0, wanted), names[index])
+            found = heads.find_array(whole_file.read(0, head_size), names[index])
         if found is None:
             raise FormatError(
                 f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
@@ -84,7 +85,7 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
         distinct_index[index], array_start = found
         start[index] = item.offset + array_start
 
-    _read_items(tree, names, items, _HEAD, find)
+    _read_items(tree, names, items, _HEAD_SIZE, find)
     return ItemArrays(heads.distinct, distinct_index, start)
 
 
@@ -92,36 +93,36 @@ def read_values(
     tree: FileTree,
     names: Sequence[str],
     items: Sequence[Item],
-    numbers: Sequence[int],
+    file_indices: Sequence[int],
     also_allowed: AllowedNames | None = None,
 ) -> list[Any]:
     """Read the values of pickled items, with `StoredArray` for tensors in them.
 
     Args:
         names: names of the items, for messages.
-        numbers: the index of each item's file.
+        file_indices: the index of each item's file.
         also_allowed: names that are allowed in pickles, in addition to torch's.
 
     Raises:
         FormatError: an item is malformed, or contains objects that are not read from pickles.
     """
     values: list[Any] = [None] * len(items)
-    seen: dict[bytes, Any] = {}
+    value_by_data: dict[bytes, Any] = {}
 
     def read(index: int, data: bytes, file: ReadableFile) -> None:
         item = items[index]
-        if data in seen:
-            values[index] = seen[data]
+        if data in value_by_data:
+            values[index] = value_by_data[data]
             return
-        window: ReadableFile = BytesFile(data, item.offset) if len(data) == item.length else file
-        part = FileRange(window, numbers[index], item.offset, item.length, names[index])
+        source: ReadableFile = BytesFile(data, item.offset) if len(data) == item.length else file
+        item_range = FileRange(source, file_indices[index], item.offset, item.length, names[index])
         values[index] = read_torch_file(
-            part, also_allowed=also_allowed, skip_unknown=tree.skip_unknown
+            item_range, also_allowed=also_allowed, skip_unknown=tree.skip_unknown
         ).value
         if b"/data/" not in data and len(data) == item.length:
-            seen[data] = values[index]
+            value_by_data[data] = values[index]
 
-    _read_items(tree, names, items, _WINDOW, read)
+    _read_items(tree, names, items, _LARGEST_WINDOW, read)
     return values
 
 
@@ -156,15 +157,15 @@ class _Heads:
 def _parse_head(head: bytes, name: str) -> tuple[StoredArray, int] | None:
     """Return the array, and the offset of its storage in the item; None if bytes are missing."""
     pickle = None
-    for record, start, data in _read_records(head, name):
-        if record.endswith("/data.pkl"):
+    for record_name, start, data in _read_records(head, name):
+        if record_name.endswith("/data.pkl"):
             pickle = data
-        elif record.endswith("/byteorder") and data not in (b"little", None):
+        elif record_name.endswith("/byteorder") and data not in (b"little", None):
             raise FormatError(
                 f"{name}: a big-endian machine wrote this tensor, which is not supported: load it "
                 "with torch, and save it on a little-endian machine"
             )
-        elif record.endswith("/data/0") and pickle is not None:
+        elif record_name.endswith("/data/0") and pickle is not None:
             stored = unpickle(
                 pickle, name, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
             ).value
@@ -200,20 +201,23 @@ def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | No
                 f"{name}: the bytes that .metadata lists are not a file of torch.save: copy "
                 ".metadata and all other files from one save"
             )
-        record = head[
+        record_name = head[
             position + _LOCAL_HEADER.size : position + _LOCAL_HEADER.size + name_size
         ].decode("utf-8", "replace")
         start = position + _LOCAL_HEADER.size + name_size + extra
-        stop = _find_described_end(head, start) if flags & 8 else start + size
+        stop = _find_end_before_descriptor(head, start) if flags & 8 else start + size
         if stop is None or stop > len(head):
-            yield record, start, None
+            yield record_name, start, None
             return
-        yield record, start, head[start:stop]
+        yield record_name, start, head[start:stop]
         position = stop + (_DESCRIPTOR_BYTES if flags & 8 else 0)
 
 
-def _find_described_end(head: bytes, start: int) -> int | None:
-    """Return the end of a record that a data descriptor follows; None if it is incomplete."""
+def _find_end_before_descriptor(head: bytes, start: int) -> int | None:
+    """Return the end of a record whose size is in the data descriptor after it.
+
+    Return None if the descriptor is not in `head`.
+    """
     position = head.find(_DESCRIPTOR, start)
     while position >= 0 and position + _DESCRIPTOR_BYTES <= len(head):
         if int.from_bytes(head[position + 8 : position + 12], "little") == position - start:
@@ -226,22 +230,23 @@ def _read_items(
     tree: FileTree,
     names: Sequence[str],
     items: Sequence[Item],
-    most: int,
-    take: Callable[[int, bytes, ReadableFile], None],
+    max_bytes: int,
+    handle_item: Callable[[int, bytes, ReadableFile], None],
 ) -> None:
-    """Read up to `most` bytes of each item and pass them to `take`; files are read in parallel.
+    """Read the first bytes of each item, and pass them to `handle_item`. Read files in parallel.
 
     Args:
-        take: receives the index of an item, its first bytes, and the open file.
+        max_bytes: the largest number of bytes to read of each item.
+        handle_item: a function of the index of an item, its first bytes, and the open file.
     """
     order = sorted(range(len(items)), key=lambda i: (items[i].file, items[i].offset))
 
     def read_file(group: tuple[str, list[int]]) -> None:
         file = tree.open(group[0])
         try:
-            for indices in _group_into_windows(items, group[1], most):
+            for indices in _group_into_windows(items, group[1], max_bytes):
                 first = items[indices[0]].offset
-                last = max(items[i].offset + min(items[i].length, most) for i in indices)
+                last = max(items[i].offset + min(items[i].length, max_bytes) for i in indices)
                 data = FileRange.whole_file(file, 0, tree.label(group[0])).read(first, last - first)
                 for index in indices:
                     item, position = items[index], items[index].offset - first
@@ -252,7 +257,9 @@ def _read_items(
                             f"{file.size}: it was truncated; copy it again"
                         )
                     try:
-                        take(index, data[position : position + min(item.length, most)], file)
+                        handle_item(
+                            index, data[position : position + min(item.length, max_bytes)], file
+                        )
                     except FormatError as error:
                         raise FormatError(f"{tree.label(item.file)}: {error}") from error
         finally:
@@ -265,14 +272,14 @@ def _read_items(
 
 
 def _group_into_windows(
-    items: Sequence[Item], order: Sequence[int], most: int
+    items: Sequence[Item], order: Sequence[int], max_bytes: int
 ) -> Iterator[list[int]]:
     """Group adjacent items of a file, to read each group in one request."""
     window: list[int] = []
     first = end = 0
     for index in order:
-        start, stop = items[index].offset, items[index].offset + min(items[index].length, most)
-        if window and (start - end > _GAP or stop - first > _WINDOW):
+        start, stop = items[index].offset, items[index].offset + min(items[index].length, max_bytes)
+        if window and (start - end > _LARGEST_GAP or stop - first > _LARGEST_WINDOW):
             yield window
             window = []
         if not window:

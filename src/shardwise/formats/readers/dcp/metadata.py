@@ -164,16 +164,16 @@ _PARSED_FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}
 def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
     tensors: dict[str, ChunkedTensor] = {}
     values: list[str] = []
-    chunks = 0
+    chunk_count = 0
     for name, entry in root["state_dict_metadata"].items():
-        _check(isinstance(name, str) and name != "", "the name of a tensor or value is not text")
+        _require(isinstance(name, str) and name != "", "the name of a tensor or value is not text")
         if _is_instance_of(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
             fields = _fields_of(entry, "TensorStorageMetadata")
             # Many tensors may refer to one list.
-            chunks += len(fields["chunks"])
-            if chunks > MOST_PIECES:
+            chunk_count += len(fields["chunks"])
+            if chunk_count > MOST_PIECES:
                 raise FormatError(
                     f"the tensors have more than {MOST_PIECES} chunks, which is not supported: "
                     "save the checkpoint again from fewer ranks"
@@ -182,10 +182,12 @@ def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
     pairs = list(_parse_items(root["storage_data"] or {}))
     check_keys(key for key, _ in pairs)
     items = dict(pairs)
-    planned = root.get("planner_data") or {}
-    _check(isinstance(planned, dict), "planner_data is not a dict")
+    planned_paths = root.get("planner_data") or {}
+    _require(isinstance(planned_paths, dict), "planner_data is not a dict")
     paths = {
-        name: _parse_path(name, planned[name]) for name in (*tensors, *values) if name in planned
+        name: _parse_path(name, planned_paths[name])
+        for name in (*tensors, *values)
+        if name in planned_paths
     }
     extra = {key: value for key, value in root.items() if key not in _PARSED_FIELDS}
     return Metadata(tensors, tuple(values), items, paths, extra)
@@ -200,7 +202,7 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     for instance in fields["chunks"]:
         chunk = _fields_of(instance, "ChunkStorageMetadata")
         offset, sizes = _require_ints(chunk["offsets"], name), _require_ints(chunk["sizes"], name)
-        _check(
+        _require(
             len(offset) == len(sizes) == len(shape),
             f"{name}: a chunk has {len(offset)} offsets and {len(sizes)} sizes, but the tensor has "
             f"{len(shape)} dimensions",
@@ -211,7 +213,7 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
-def parse_index(instance: object) -> tuple[str, Ints | None]:
+def parse_item_key(instance: object) -> tuple[str, Ints | None]:
     """Return the key of an item: the name and offset in a `MetadataIndex`.
 
     Raises:
@@ -226,7 +228,7 @@ def parse_index(instance: object) -> tuple[str, Ints | None]:
 
 def _parse_items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
     for instance, info in storage.items():
-        (name, offset), fields = parse_index(instance), _fields_of(info, "_StorageInfo")
+        (name, offset), fields = parse_item_key(instance), _fields_of(info, "_StorageInfo")
         transforms = fields.get("transform_descriptors")
         if transforms:
             raise FormatError(
@@ -236,13 +238,13 @@ def _parse_items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]
         file = fields["relative_path"]
         label = f"the offset and length of {name}"
         start, length = _require_ints((fields["offset"], fields["length"]), label)
-        _check(isinstance(file, str), f"the item of {name} has no file name")
+        _require(isinstance(file, str), f"the item of {name} has no file name")
         yield (name, offset), Item(file, start, length)
 
 
 def _parse_path(name: str, path: Any) -> Path:
     parts = path if isinstance(path, (tuple, list)) else ()
-    _check(
+    _require(
         0 < len(parts) <= MOST_PARTS and all(isinstance(part, (str, int)) for part in parts),
         f"the path of {name} is not a list of 1 to {MOST_PARTS} strings and integers",
     )
@@ -250,7 +252,7 @@ def _parse_path(name: str, path: Any) -> Path:
 
 
 def _fields_of(value: object, class_name: str) -> Mapping[str, Any]:
-    _check(
+    _require(
         _is_instance_of(value, class_name) and isinstance(value, PickledInstance),
         f"expected a {class_name}, found {type(value).__name__}",
     )
@@ -262,7 +264,7 @@ def _is_instance_of(value: object, class_name: str) -> bool:
 
 
 def _require_ints(values: Any, label: str) -> Ints:
-    _check(
+    _require(
         isinstance(values, (tuple, list))
         and len(values) <= MOST_DIMENSIONS
         and all(type(n) is int and 0 <= n <= LARGEST for n in values),
@@ -271,6 +273,6 @@ def _require_ints(values: Any, label: str) -> Ints:
     return tuple(values)
 
 
-def _check(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise FormatError(f"{message}; {_COPY_AGAIN}")

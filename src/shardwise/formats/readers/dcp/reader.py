@@ -37,7 +37,7 @@ def read(tree: FileTree) -> Foreign:
 
     Raises:
         CheckpointNotFoundError: the save was never finished, or the tree is a single file.
-        FormatError: it is malformed, or compressed.
+        FormatError: the checkpoint is malformed, or compressed.
     """
     if tree.single_file is not None:
         raise CheckpointNotFoundError(
@@ -88,17 +88,18 @@ def read_content(
     metadata: Metadata,
     *,
     folder: str = "",
-    first: int = 0,
+    first_file_index: int = 0,
     also_allowed: AllowedNames | None = None,
-    find: Callable[[FileTree, Chunks], ItemArrays] | None = None,
+    array_finder: Callable[[FileTree, Chunks], ItemArrays] | None = None,
 ) -> DcpContent:
     """Find the bytes of all tensors, and read all values.
 
     Args:
         folder: the folder of the files below the tree; empty, or ends in `/`.
-        first: the index of the first file.
+        first_file_index: the index of the first file.
         also_allowed: names that are allowed in pickles, in addition to torch's.
-        find: finds the arrays of chunks, for formats whose items are not files of torch.save.
+        array_finder: a function that finds the arrays of chunks. By default, the items are files
+            of torch.save.
 
     Raises:
         FormatError: a file or item is missing, or contradicts the metadata.
@@ -109,13 +110,17 @@ def read_content(
     names = sorted({item.file for item in (*chunks.items, *values.values())})
     tree.require(names, f"{METADATA} names")
     files = tuple(tree.file(name) for name in names)
-    indices = {name: i for i, name in enumerate(names, first)}
-    arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)
+    file_indices_by_name = {name: i for i, name in enumerate(names, first_file_index)}
+    arrays = (
+        find_arrays(tree, chunks.names, chunks.items)
+        if array_finder is None
+        else array_finder(tree, chunks)
+    )
     chunks.check_arrays(metadata, arrays)
     strides = padded_rows([each.stride for each in arrays.distinct], chunks.offset.shape[1], 0)
-    file = np.array([indices[item.file] for item in chunks.items], np.int64)
+    file = np.array([file_indices_by_name[item.file] for item in chunks.items], np.int64)
     pieces = Pieces(chunks.tensor, file, arrays.start, chunks.offset, chunks.shape)
-    file_indices = [indices[item.file] for item in values.values()]
+    file_indices = [file_indices_by_name[item.file] for item in values.values()]
     contents = read_values(tree, list(values), list(values.values()), file_indices, also_allowed)
     return DcpContent(
         files,
@@ -129,7 +134,7 @@ def read_content(
 
 
 def count_ranks(files: Sequence[ForeignFile]) -> int:
-    """Return the number of ranks that wrote the files, judging by their names."""
+    """Return the number of ranks that wrote the files, according to the names of the files."""
     ranks = [int(match[1]) for file in files if (match := _RANK.fullmatch(file.name))]
     return max(ranks, default=0) + 1
 
@@ -140,7 +145,7 @@ class Chunks:
     Attributes:
         names: the name of the tensor of each chunk.
         items: the item of each chunk.
-        offsets: the offset of each chunk.
+        offset_tuples: the offset of each chunk, not padded.
         tensor: `(n,)`, the index of the tensor of each chunk.
         offset, shape: `(n, D)`, padded on the right with 0 and 1.
     """
@@ -148,7 +153,7 @@ class Chunks:
     def __init__(self, metadata: Metadata, folder: str, path: str) -> None:
         self.names: list[str] = []
         self.items: list[Item] = []
-        self.offsets: list[tuple[int, ...]] = []
+        self.offset_tuples: list[tuple[int, ...]] = []
         self._path = path
         shape: list[tuple[int, ...]] = []
         tensor: list[int] = []
@@ -159,12 +164,12 @@ class Chunks:
                 self.names.append(name)
                 self.items.append(_find_item(metadata, folder, name, chunk.offset, path))
                 tensor.append(index)
-                self.offsets.append(chunk.offset)
+                self.offset_tuples.append(chunk.offset)
                 shape.append(chunk.shape)
         dims = max((len(chunked.shape) for chunked in metadata.tensors.values()), default=0)
         check_table_size(len(tensor), dims)
         self.tensor: Int = np.array(tensor, np.int64)
-        self.offset = padded_rows(self.offsets, dims, 0)
+        self.offset = padded_rows(self.offset_tuples, dims, 0)
         self.shape = padded_rows(shape, dims, 1)
 
     def check_arrays(self, metadata: Metadata, arrays: ItemArrays) -> None:
@@ -196,8 +201,8 @@ class Chunks:
                 f"{self._path}: {name}: the chunk at {self.offset[row].tolist()} in "
                 f"{self.items[row].file} is {array.dtype} of shape {list(array.shape)}, but "
                 f".metadata says {metadata.tensors[name].dtype} of shape "
-                f"{self.shape[row].tolist()}: the files are from different saves"
-                ": copy all files of one save"
+                f"{self.shape[row].tolist()}: the files are from different saves: copy all files "
+                "of one save"
             )
 
 
@@ -209,15 +214,14 @@ def _find_item(
         chunk = "" if offset is None else f" at {list(offset)}"
         raise FormatError(
             f"{path}: {name}{chunk}: the metadata does not say where it is: the file "
-            "is damaged, or from an incomplete save"
-            ": copy all files of one save"
+            "is damaged, or from an incomplete save: copy all files of one save"
         )
     return Item(folder + item.file, item.offset, item.length) if folder else item
 
 
 def _describe_unused_items(metadata: Metadata) -> list[str]:
-    known = {*metadata.tensors, *metadata.values}
-    names = dict.fromkeys(name for name, _ in metadata.items if name not in known)
+    known_names = {*metadata.tensors, *metadata.values}
+    names = dict.fromkeys(name for name, _ in metadata.items if name not in known_names)
     return [f"{name}: it has an item, but no shape" for name in names]
 
 
@@ -226,10 +230,12 @@ def leaves_of(
     metadata: Metadata,
     rename: Callable[[Path], Path] = lambda path: path,
 ) -> NestedLeaves:
-    """Return the content by its path in the state. A name without a known path is its only part.
+    """Return the tensors and values by their paths in the state.
+
+    If the metadata has no path for a name, the path consists of this name.
 
     Args:
-        rename: maps each path to the path to use.
+        rename: a function that maps each path to the path to use.
     """
     paths = [rename(metadata.paths.get(name, (name,))) for name in content.names]
     values = {
@@ -245,24 +251,26 @@ def leaves_of(
 
 
 def fold_values(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]:
-    """Join values that DCP flattened: dicts and lists without tensors become one value each.
+    """Join the values that DCP flattened: each dict or list without tensors becomes one value.
 
-    The state of a scheduler or data loader is one value again, as its `load_state_dict` expects.
-    Values of optimizers stay flattened.
+    So the state of a scheduler is one value, as its `load_state_dict` expects. Values of
+    optimizers stay flattened.
 
     Args:
         values: the values by path.
         tensors: the paths of all tensors.
     """
-    above_tensors = {path[:n] for path in tensors for n in range(1, len(path) + 1)}
+    tensor_prefixes = {path[:n] for path in tensors for n in range(1, len(path) + 1)}
     folded: dict[Path, Any] = {}
     for path, value in values.items():
-        cut = next((n for n in range(1, len(path)) if path[:n] not in above_tensors), len(path))
-        if cut == len(path) or is_in_optimizer(path):
+        value_depth = next(
+            (n for n in range(1, len(path)) if path[:n] not in tensor_prefixes), len(path)
+        )
+        if value_depth == len(path) or is_in_optimizer(path):
             folded[path] = value
             continue
-        parent = folded.setdefault(path[:cut], {})
-        for part in path[cut:-1]:
+        parent = folded.setdefault(path[:value_depth], {})
+        for part in path[value_depth:-1]:
             parent = parent.setdefault(part, {})
         parent[path[-1]] = value
     return {

@@ -13,7 +13,7 @@ from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState
 
-MOST_SHOWN = 4
+MOST_FILES_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 STEP = "step"
 
@@ -131,12 +131,12 @@ def _require_equal(
     if len(by_value) < 2:
         return
     listed = [
-        f"{value[:200]} in {', '.join(files[:MOST_SHOWN])}"
-        + (f" and {len(files) - MOST_SHOWN} more" if len(files) > MOST_SHOWN else "")
+        f"{value[:200]} in {', '.join(files[:MOST_FILES_SHOWN])}"
+        + (f" and {len(files) - MOST_FILES_SHOWN} more" if len(files) > MOST_FILES_SHOWN else "")
         for value, files in by_value.items()
     ]
     raise FormatError(
         f"{tree}: the files of its ranks are {problem}: {subject} "
-        f"{'; '.join(listed[:MOST_SHOWN])}. Copy all files of one save from a complete copy of the "
-        "checkpoint, or open another checkpoint"
+        f"{'; '.join(listed[:MOST_FILES_SHOWN])}. Copy all files of one save from a complete copy "
+        "of the checkpoint, or open another checkpoint"
     )

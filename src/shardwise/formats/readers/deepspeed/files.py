@@ -95,14 +95,14 @@ def folder_of_tag(tree: FileTree, tag: str | None = None, *, universal: bool = F
 
     The folder is "" if the tree itself is the folder of a tag, and None if the tag has no files.
     """
-    tag = _latest_tag(tree, universal=universal) if tag is None else tag
+    tag = _read_latest_tag(tree, universal=universal) if tag is None else tag
     if tag is None:
         return ""
     folder = f"{tag.strip('/')}/"
     return folder if any(name.startswith(folder) for name in tree.sizes) else None
 
 
-def _latest_tag(tree: FileTree, *, universal: bool) -> str | None:
+def _read_latest_tag(tree: FileTree, *, universal: bool) -> str | None:
     name = LATEST_UNIVERSAL if universal else LATEST
     if tree.sizes.get(name, LARGEST_TAG + 1) > LARGEST_TAG:
         return None
@@ -131,7 +131,7 @@ def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> T
         CheckpointNotFoundError: the path is a single file of a checkpoint of several files.
         FormatError: the tag or files of ranks are missing.
     """
-    folder = _existing_folder(tree, tag, universal=universal)
+    folder = _require_folder(tree, tag, universal=universal)
     model: dict[RankKey, str] = {}
     optimizer: dict[RankKey, str] = {}
     layers: dict[tuple[int, int], str] = {}
@@ -178,7 +178,7 @@ def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> T
     return files
 
 
-def _existing_folder(tree: FileTree, tag: str | None, *, universal: bool) -> str:
+def _require_folder(tree: FileTree, tag: str | None, *, universal: bool) -> str:
     if tree.single_file is not None and not _FIRST_MODEL.fullmatch(tree.single_file):
         raise _single_file_error(tree)
     folder = folder_of_tag(tree, tag, universal=universal)
@@ -187,7 +187,7 @@ def _existing_folder(tree: FileTree, tag: str | None, *, universal: bool) -> str
     requested = repr(tag)
     if tag is None:
         latest = LATEST_UNIVERSAL if universal else LATEST
-        requested = f"{_latest_tag(tree, universal=universal)!r}, which {latest!r} names,"
+        requested = f"{_read_latest_tag(tree, universal=universal)!r}, which {latest!r} names,"
     existing = ", ".join(_list_tags(tree)[:MOST_TAGS_SHOWN])
     raise FormatError(
         f"{tree}: the tag {requested} is missing: copy it from a complete copy of the checkpoint"

@@ -77,8 +77,7 @@ def add_shards(
     if len(kinds) > 1:
         raise FormatError(
             f"{name}: ranks differ in its dtype or shape: {', '.join(sorted(kinds))}. The files "
-            "are from different saves"
-            ": copy all files of one save"
+            "are from different saves: copy all files of one save"
         )
     tensors = ensure_tensor(builder, name, dtype, placement)
     for rank, (array, boxes) in enumerate(zip(arrays, placement.parts, strict=True)):
@@ -115,8 +114,8 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
             example = [*sorted({*group.names} ^ {*first.names}), *first.names, "the weights"][0]
             raise FormatError(
                 "tensor-parallel ranks have different parameters or optimizer state in a group, "
-                f"for example {example[:200]}: their files are from different saves"
-                ": copy all files of one save"
+                f"for example {example[:200]}: their files are from different saves: copy all "
+                "files of one save"
             )
     placements = [
         place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
@@ -168,8 +167,7 @@ def _ensure_tensors(
             raise FormatError(
                 f"{name}: pipeline stages have it in different shapes, "
                 f"{list(builder.entry(name).shape)} and {list(placement.shape)}: their files are "
-                "from different saves"
-                ": copy all files of one save"
+                "from different saves: copy all files of one save"
             )
     return indices, replicated
 
@@ -270,8 +268,7 @@ def add_frozen_slices(
         if list(state.frozen_shapes) != names:
             raise FormatError(
                 f"{state.path}: its frozen parameters differ from those in {states[0].path}: the "
-                "files are from different saves"
-                ": copy all files of one save"
+                "files are from different saves: copy all files of one save"
             )
     for name in names:
         shape = states[0].frozen_shapes[name]
@@ -282,28 +279,29 @@ def add_frozen_slices(
             )
             continue
         ranges = ranges_of_slices(np.array([math.prod(shape)], np.int64), len(states))
-        flat = {MASTER: _frozen_array(name, shape, states)}
+        flat = {MASTER: _join_frozen_slices(name, shape, states)}
         group = FlatGroup((name,), (shape,), ranges, flat, {}, {}, 0, ())
         _add_flat_arrays(builder, [group], place_whole)
 
 
-def _frozen_array(name: str, shape: tuple[int, ...], states: Sequence[ModelState]) -> FlatArray:
+def _join_frozen_slices(
+    name: str, shape: tuple[int, ...], states: Sequence[ModelState]
+) -> FlatArray:
     """Return the array that consists of all ranks' slices of a frozen parameter."""
-    least = -(-math.prod(shape) // len(states))
+    slice_length = -(-math.prod(shape) // len(states))
     slices: list[StoredArray] = []
     for state in states:
         array = state.frozen.get(name)
-        if array is None or len(array.shape) != 1 or array.shape[0] < least:
+        if array is None or len(array.shape) != 1 or array.shape[0] < slice_length:
             raise FormatError(
                 f"{state.path}: {name}: the file lacks the rank's slice of this frozen parameter: "
-                "the files are damaged, or from different saves"
-                ": copy all files of one save"
+                "the files are damaged, or from different saves: copy all files of one save"
             )
         if slices and array.dtype != slices[0].dtype:
             raise FormatError(
                 f"{state.path}: {name}: the slice of this frozen parameter is {array.dtype}, but "
-                f"{slices[0].dtype} in {states[0].path}: the files are from different saves"
-                ": copy all files of one save"
+                f"{slices[0].dtype} in {states[0].path}: the files are from different saves: copy "
+                "all files of one save"
             )
         slices.append(array)
     file: Int = np.array([array.file for array in slices], np.int64)

@@ -88,20 +88,20 @@ class AllRanks:
     left_out: tuple[str, ...]
 
     @property
-    def first(self) -> ModelState:
+    def first_model(self) -> ModelState:
         """The model states of the first rank."""
         return self.models[0, 0]
 
     @property
     def step(self) -> int | None:
         """The number of training steps; None if the checkpoint lacks it."""
-        steps = self.first.values.get("global_steps")
+        steps = self.first_model.values.get("global_steps")
         return steps if type(steps) is int else None
 
     @property
     def world_size(self) -> int:
         """The number of ranks that wrote the checkpoint."""
-        data_parallel = self.first.values.get("dp_world_size")
+        data_parallel = self.first_model.values.get("dp_world_size")
         if type(data_parallel) is not int or not 0 < data_parallel < 2**20:
             data_parallel = self.data_parallel
         return data_parallel * self.tensor_parallel * self.stages
@@ -114,7 +114,9 @@ class AllRanks:
         """
         if self.tensor_parallel == 1:
             return place_whole
-        return parse_placement_rule(self.first.values.get("universal_checkpoint_info"), self.path)
+        return parse_placement_rule(
+            self.first_model.values.get("universal_checkpoint_info"), self.path
+        )
 
     def ranks_of_stage(self, stage: int) -> range:
         """Return the model-parallel ranks of a pipeline stage."""
@@ -142,7 +144,7 @@ class AllRanks:
                 arrays.update(state.module or {})
                 arrays.update(self.experts.get(model_rank, {}))
                 buffers |= state.buffers
-                ties.update(state.tied)
+                ties.update(state.ties)
                 if not self.zero_3:
                     frozen.update(state.frozen)
             arrays.update(self.layers.get(rank, {}))
@@ -170,8 +172,10 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     }
     first = models[0, 0]
     if not universal:
-        _require_recorded_ranks(tree, files, first, optimizers)
-    _require_recorded_modules(tree, files, [state for (d, _), state in models.items() if d == 0])
+        _require_files_of_recorded_ranks(tree, files, first, optimizers)
+    _require_layer_and_expert_files(
+        tree, files, [state for (d, _), state in models.items() if d == 0]
+    )
     values = read_values(tree, [*files.layers.values(), *files.experts.values()], left_out)
     layers: dict[int, dict[str, StoredArray]] = {}
     for (layer, rank), name in sorted(files.layers.items()):
@@ -187,8 +191,10 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     tensor_parallel, stages = _find_parallel_sizes(first, files)
     for stage in range(stages) if optimizers else ():
         ranks = range(stage * tensor_parallel, (stage + 1) * tensor_parallel)
-        of_stage = [state for (_, rank), state in sorted(optimizers.items()) if rank in ranks]
-        left_out += check_optimizers(tree, of_stage)
+        states_of_stage = [
+            state for (_, rank), state in sorted(optimizers.items()) if rank in ranks
+        ]
+        left_out += check_optimizers(tree, states_of_stage)
     return AllRanks(
         path=str(tree),
         models=models,
@@ -235,27 +241,29 @@ def _read_model_states(
     tree: FileTree, files: TagFiles, left_out: list[str]
 ) -> dict[RankKey, ModelState]:
     """Read the model states of all ranks; equal pickles of later ranks are parsed once."""
-    first = {key: name for key, name in files.model.items() if key[0] == 0}
-    values = read_values(tree, first.values(), left_out)
-    states = {key: parse_model_state(values[name], tree.label(name)) for key, name in first.items()}
-    others = {key: name for key, name in files.model.items() if key[0]}
+    first_files = {key: name for key, name in files.model.items() if key[0] == 0}
+    values = read_values(tree, first_files.values(), left_out)
+    states = {
+        key: parse_model_state(values[name], tree.label(name)) for key, name in first_files.items()
+    }
+    other_files = {key: name for key, name in files.model.items() if key[0]}
     indices = {name: index for index, name in enumerate(tree.sizes)}
-    contents = _read_contents(tree, others.values(), left_out, ParseCache())
-    parsed: dict[int, ModelState] = {}
-    for key, name in others.items():
+    contents = _read_contents(tree, other_files.values(), left_out, ParseCache())
+    model_by_file_index: dict[int, ModelState] = {}
+    for key, name in other_files.items():
         file, path = contents[name], tree.label(name)
-        if file.file_index not in parsed:
-            parsed[file.file_index] = parse_model_state(file.value, path)
-        states[key] = parsed[file.file_index].for_rank(indices[name], path)
-    if others:
+        if file.file_index not in model_by_file_index:
+            model_by_file_index[file.file_index] = parse_model_state(file.value, path)
+        states[key] = model_by_file_index[file.file_index].for_rank(indices[name], path)
+    if other_files:
         left_out.append(
-            f"buffers of {len(others)} other ranks: under ZeRO 3 each rank has its own; the first "
-            "rank's are taken, as DeepSpeed's converters do"
+            f"buffers of {len(other_files)} other ranks: under ZeRO 3 each rank has its own; the "
+            "first rank's are taken, as DeepSpeed's converters do"
         )
     return states
 
 
-def _require_recorded_ranks(
+def _require_files_of_recorded_ranks(
     tree: FileTree,
     files: TagFiles,
     model: ModelState,
@@ -280,7 +288,7 @@ def _require_recorded_ranks(
     )
 
 
-def _require_recorded_modules(
+def _require_layer_and_expert_files(
     tree: FileTree, files: TagFiles, models: Iterable[ModelState]
 ) -> None:
     """Require a file for each pipeline layer with weights, and for each expert."""

@@ -71,7 +71,7 @@ def read(
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
     add_modules(builder, modules, place, zero_3=ranks.zero_3)
     add_values(builder, ranks)
-    if tree.single_file is not None and ranks.first.shapes:
+    if tree.single_file is not None and ranks.first_model.shapes:
         builder.left_out.append(
             "optimizer.*, and weights in full precision: they are in files of other ranks: open "
             f"{tree.parent}"
@@ -87,7 +87,7 @@ def read(
 def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule) -> None:
     """Add the weights and the optimizer state that ZeRO divided, of all pipeline stages."""
     param_groups: list[ParamGroup] = []
-    values = ranks.first.values.get("ds_config")
+    values = ranks.first_model.values.get("ds_config")
     config = values if isinstance(values, Mapping) else {}
     zero = config.get("zero_optimization")
     round_robin = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
@@ -160,8 +160,8 @@ def add_modules(
             names = [*({*module.arrays} ^ {*first.arrays}), "their order"]
             raise FormatError(
                 f"the modules of tensor-parallel ranks 0 and {rank} have different names "
-                f"({names[0][:200]}): their files are from different saves"
-                ": copy all files of one save"
+                f"({names[0][:200]}): their files are from different saves: copy all files of one "
+                "save"
             )
     ties = first.find_ties()
     has_lower_precision = False
@@ -210,7 +210,7 @@ def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
 
 def add_values(builder: Builder, ranks: AllRanks) -> None:
     """Add the first rank's plain values, and lines about other ranks' values that differ."""
-    values = dict(ranks.first.values)
+    values = dict(ranks.first_model.values)
     scheduler = values.pop("lr_scheduler", None)
     if scheduler is not None:
         builder.add_value("scheduler", scheduler)

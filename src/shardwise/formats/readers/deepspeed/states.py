@@ -58,7 +58,7 @@ class ModelState:
         shapes: shapes of trained parameters, by group, in the order in which they were flattened.
         frozen_shapes: the shapes of frozen parameters.
         frozen: under ZeRO 3, this rank's slices of frozen parameters; else second copies of them.
-        tied: names of tied parameters, and the names that they are tied to.
+        ties: names of tied parameters, and the names that they are tied to.
         optimizer: the state of an optimizer without ZeRO.
         values: the plain values of all other keys.
     """
@@ -69,7 +69,7 @@ class ModelState:
     shapes: tuple[Shapes, ...]
     frozen_shapes: Shapes
     frozen: Mapping[str, StoredArray]
-    tied: Mapping[str, str]
+    ties: Mapping[str, str]
     optimizer: Mapping[Any, Any] | None
     values: Mapping[str, Any]
 
@@ -259,7 +259,7 @@ def _parse_zero_1_2(
         ),
         paddings=state.param_alignment_paddings,
         slices=None if slices is None else [_parse_slices(each, path) for each in slices],
-        values=loss_scaling_values(value),
+        values=select_loss_scaling_values(value),
     )
 
 
@@ -284,7 +284,7 @@ def _parse_zero_3(
         hyperparameters=optimizer.hyperparameters,
         param_groups=optimizer.param_groups,
         partition_counts=(count if type(count) is int and count > 0 else 0,) * len(masters),
-        values=loss_scaling_values(value),
+        values=select_loss_scaling_values(value),
     )
 
 
@@ -296,17 +296,17 @@ def parse_torch_optimizer(value: object, path: str) -> TorchOptimizer:
     """
     optimizer = _convert(value, _TorchOptimizerFile, path, "state of an optimizer")
     states, hyperparameters, param_groups = [], [], []
-    for index, group in enumerate(optimizer.param_groups):
-        for number in _convert(group, _ParamGroup, path, "param group of an optimizer").params:
-            states.append(_flatten_state(optimizer.state.get(number, {}), path))
-            param_groups.append(index)
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index in _convert(group, _ParamGroup, path, "param group of an optimizer").params:
+            states.append(_flatten_state(optimizer.state.get(index, {}), path))
+            param_groups.append(group_index)
         hyperparameters.append(
             {key: each for key, each in group.items() if key not in ("params", "param_names")}
         )
     return TorchOptimizer(tuple(states), tuple(hyperparameters), tuple(param_groups))
 
 
-def loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, Any]:
+def select_loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the loss scaler and gradient clipping of an optimizer state."""
     keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
     return {key: optimizer_state[key] for key in keys if key in optimizer_state}
@@ -389,9 +389,9 @@ def _require_count(
     return tuple(items)
 
 
-def _convert(value: object, form: type[T], path: str, contents: str) -> T:
+def _convert(value: object, target_type: type[T], path: str, contents: str) -> T:
     try:
-        return msgspec.convert(value, form)
+        return msgspec.convert(value, target_type)
     except msgspec.ValidationError as error:
         raise FormatError(
             f"{path}: not a valid {contents}: {error}; copy the file again, or save it with a "

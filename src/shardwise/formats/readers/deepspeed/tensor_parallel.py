@@ -76,34 +76,38 @@ def place_side_by_side(
     Raises:
         FormatError: the shards do not fit together.
     """
-    others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-    if len(others) != 1 or any(not dim < len(shape) == len(shapes[0]) for shape in shapes):
+    other_dims = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(other_dims) != 1 or any(not dim < len(shape) == len(shapes[0]) for shape in shapes):
         raise FormatError(
             f"{name}: shards of {_join_shapes(shapes)} do not join along dimension {dim}"
         )
-    totals = [shape[dim] for shape in shapes]
-    widths = [totals] if widths is None else widths
-    if [sum(row[rank] for row in widths) for rank in range(len(shapes))] != totals:
+    shard_widths = [shape[dim] for shape in shapes]
+    widths = [shard_widths] if widths is None else widths
+    if [
+        sum(part_widths[rank] for part_widths in widths) for rank in range(len(shapes))
+    ] != shard_widths:
         raise FormatError(
             f"{name}: shards of {_join_shapes(shapes)} do not have the widths {widths}"
         )
-    starts = list(itertools.accumulate([width for row in widths for width in row], initial=0))
+    starts = list(
+        itertools.accumulate([width for part_widths in widths for width in part_widths], initial=0)
+    )
     parts = []
     for rank, shape in enumerate(shapes):
         boxes, local_start = [], 0
-        for index, row in enumerate(widths):
+        for index, part_widths in enumerate(widths):
             zeros = [0] * len(shape)
             offset, extent, global_offset = list(zeros), list(shape), list(zeros)
-            offset[dim], extent[dim] = local_start, row[rank]
+            offset[dim], extent[dim] = local_start, part_widths[rank]
             global_offset[dim] = starts[index * len(shapes) + rank]
-            local_start += row[rank]
+            local_start += part_widths[rank]
             boxes.append((Box(tuple(offset), tuple(extent)), tuple(global_offset)))
         parts.append(tuple(boxes))
     shape = (*shapes[0][:dim], starts[-1], *shapes[0][dim + 1 :])
     return Placement(shape, tuple(parts))
 
 
-def without_padding_rows(name: str, placement: Placement, rows: int) -> Placement:
+def drop_padding_rows(name: str, placement: Placement, rows: int) -> Placement:
     """Return the placement without the rows after the first `rows`, which pad a vocabulary.
 
     Raises:
@@ -187,31 +191,32 @@ class _Patterns:
         Raises:
             FormatError: its shards do not fit together.
         """
-        if _matches(self.unsupported, name):
+        if _matches_any(self.unsupported, name):
             raise FormatError(
                 f"{name}: the checkpoint says that its shards cannot be joined "
                 "(autotp_unsupported_parameter_patterns)"
             )
-        if _matches(self.replicated, name):
+        if _matches_any(self.replicated, name):
             placement = place_whole(name, shapes)
-        elif _matches(self.averaged, name):
+        elif _matches_any(self.averaged, name):
             placement = place_whole(name, shapes, averaged=True)
-        elif _matches(self.in_halves, name):
+        elif _matches_any(self.in_halves, name):
             halves = [_half_of_rows(shape, name) for shape in shapes]
             placement = place_side_by_side(name, shapes, 0, [halves, halves])
         elif rule := next((rule for rule in self.fused if rule.pattern.match(name)), None):
-            placement = place_side_by_side(name, shapes, rule.dim, rule.widths(name, shapes))
+            widths = rule.compute_widths(name, shapes)
+            placement = place_side_by_side(name, shapes, rule.dim, widths)
         else:
-            dim = 1 if _matches(self.row_parallel, name) else 0
+            dim = 1 if _matches_any(self.row_parallel, name) else 0
             placement = place_side_by_side(name, shapes, dim)
-        if not _matches(self.vocabulary, name):
+        if not _matches_any(self.vocabulary, name):
             return placement
         if type(self.vocabulary_size) is not int or self.vocabulary_size < 0:
             raise FormatError(
                 f"{name}: the vocabulary is padded, and original_vocab_size is missing from "
                 "universal_checkpoint_info"
             )
-        return without_padding_rows(name, placement, self.vocabulary_size)
+        return drop_padding_rows(name, placement, self.vocabulary_size)
 
 
 def _parse_info(info: Mapping[Any, Any], path: str) -> _Patterns:
@@ -243,7 +248,7 @@ class _FusedRule:
     sizes: tuple[int, ...] | int
     shard_widths: tuple[tuple[int, ...], ...] | None
 
-    def widths(self, name: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
+    def compute_widths(self, name: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
         """Return, for each fused parameter, its width on each rank.
 
         Raises:
@@ -280,7 +285,7 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
     all_widths = recorded if isinstance(recorded, Mapping) else {}
     rules = []
     label = f"{path}: parameter_with_sub_params"
-    for entry in _list_at(info, "parameter_with_sub_params", path):
+    for entry in _require_list(info, "parameter_with_sub_params", path):
         fields = entry if isinstance(entry, Mapping) else getattr(entry, "fields", {})
         dim, shape = fields.get("partition_dim"), fields.get("shape")
         if (
@@ -289,30 +294,30 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
             or not 0 <= dim < len(shape)
         ):
             raise FormatError(
-                f"{path}: parameter_with_sub_params: an entry has no valid shape and partition_dim"
-                ": copy the file again from an intact source"
+                f"{path}: parameter_with_sub_params: an entry has no valid shape and "
+                "partition_dim: copy the file again from an intact source"
             )
         sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], label)
-        for pattern in _list_at(fields, "patterns", path):
+        for pattern in _require_list(fields, "patterns", path):
             widths = None
             if pattern in all_widths:
-                rows = _list_at(all_widths, pattern, path)
+                rows = _require_list(all_widths, pattern, path)
                 widths = tuple(_require_widths(row, label) for row in rows)
             rules.append(_FusedRule(_compile(pattern, label), dim, sizes, widths))
     return rules
 
 
 def _parse_patterns(info: Mapping[Any, Any], key: str, path: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(_compile(pattern, f"{path}: {key}") for pattern in _list_at(info, key, path))
+    return tuple(_compile(pattern, f"{path}: {key}") for pattern in _require_list(info, key, path))
 
 
-def _list_at(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
+def _require_list(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
     """Return the list at a key; it is empty if the key is missing."""
     listed = values.get(key) or ()
     if not isinstance(listed, (list, tuple)):
         raise FormatError(
-            f"{path}: universal_checkpoint_info: {key} is not a list, but {type(listed).__name__}"
-            ": copy the file again from an intact source"
+            f"{path}: universal_checkpoint_info: {key} is not a list, but {type(listed).__name__}: "
+            "copy the file again from an intact source"
         )
     return listed
 
@@ -326,15 +331,15 @@ def _compile(pattern: object, label: str) -> re.Pattern[str]:
     # Matching a hostile pattern could take forever.
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
         raise FormatError(
-            f"{label}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
-            ": load the checkpoint with DeepSpeed, and save it again"
+            f"{label}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely: "
+            "load the checkpoint with DeepSpeed, and save it again"
         )
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise FormatError(
-            f"{label}: {pattern[:80]!r} is not a valid pattern: {error}"
-            "; copy the file again from an intact source"
+            f"{label}: {pattern[:80]!r} is not a valid pattern: {error}; copy the file again from "
+            "an intact source"
         ) from error
 
 
@@ -347,7 +352,7 @@ def _require_widths(values: object, label: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
     return any(pattern.match(name) for pattern in patterns)
 
 

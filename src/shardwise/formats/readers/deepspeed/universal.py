@@ -32,8 +32,8 @@ from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks, read
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
 from shardwise.formats.readers.deepspeed.states import (
     Shape,
-    loss_scaling_values,
     parse_torch_optimizer,
+    select_loss_scaling_values,
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.zero import MASTER
@@ -90,7 +90,7 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
     if ranks.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
     add_modules(builder, ranks.modules(), place, zero_3=ranks.zero_3)
-    _add_untrained(builder, parameter_files, values, trained)
+    _add_untrained_weights(builder, parameter_files, values, trained)
     add_values(builder, ranks)
     return builder.build(FORMAT, step=ranks.step, world_size=ranks.world_size)
 
@@ -115,18 +115,20 @@ def _require_parameter_files(
         FormatError: files are missing; the message names them.
     """
     param_groups = settings.get("param_groups") if isinstance(settings, Mapping) else None
-    listed = param_groups if isinstance(param_groups, (list, tuple)) else ()
-    hyperparameters = [group for group in listed if isinstance(group, Mapping)]
+    saved_groups = param_groups if isinstance(param_groups, (list, tuple)) else ()
+    hyperparameters = [group for group in saved_groups if isinstance(group, Mapping)]
     keys_by_name: dict[str, set[str]] = {}
     for name, key in files:
         keys_by_name.setdefault(name, set()).add(key)
     for stage in range(ranks.stages):
         for index, group in enumerate(ranks.models[0, ranks.ranks_of_stage(stage)[0]].shapes):
-            known = hyperparameters[index] if index < len(hyperparameters) else {}
+            group_hyperparameters = hyperparameters[index] if index < len(hyperparameters) else {}
             required = {WEIGHTS_KEY}.union(*(keys_by_name.get(name, set()) for name in group))
-            if "betas" in known and ("amsgrad" in known or "bias_correction" in known):
+            if "betas" in group_hyperparameters and (
+                "amsgrad" in group_hyperparameters or "bias_correction" in group_hyperparameters
+            ):
                 required |= {"exp_avg", "exp_avg_sq"}  # Adam, of torch or of DeepSpeed
-            elif "betas" in known and required <= {WEIGHTS_KEY, STEP}:
+            elif "betas" in group_hyperparameters and required <= {WEIGHTS_KEY, STEP}:
                 required |= {"exp_avg"}
             paths = (f"{folder}/{name}/{key}.pt" for name in group for key in sorted(required))
             tree.require(paths, "hold parameters and their states")
@@ -160,8 +162,8 @@ def _add_parameters(
             if array.shape != shapes[name] and (array.shape or key in KEYS_OF_PARAMETER_SHAPE):
                 raise FormatError(
                     f"{path}: its shape is {list(array.shape)}, but its parameter has shape "
-                    f"{list(shapes[name])}: the file is of another model, or damaged"
-                    ": copy all files of one save"
+                    f"{list(shapes[name])}: the file is of another model, or damaged: copy all "
+                    "files of one save"
                 )
             tensor = tensor_name(name, MASTER if key == WEIGHTS_KEY else key)
             add_shards(builder, tensor, [array], place_whole(tensor, [array.shape]))
@@ -187,13 +189,13 @@ def _unflatten(array: StoredArray, shapes: Sequence[Shape], path: str) -> Stored
 def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -> None:
     """Add hyperparameters, the loss scaler, and the steps of parameters without a step file."""
     settings = dict(value) if isinstance(value, Mapping) else {}
-    listed = settings.get("param_groups")
-    if not isinstance(listed, (list, tuple)):
+    saved_groups = settings.get("param_groups")
+    if not isinstance(saved_groups, (list, tuple)):
         raise FormatError(
-            f"{path}: not a file of hyperparameters: it has no list param_groups"
-            "; copy the file again from an intact source"
+            f"{path}: not a file of hyperparameters: it has no list param_groups; copy the file "
+            "again from an intact source"
         )
-    state = settings.get("optimizer_state_dict", {"state": {}, "param_groups": list(listed)})
+    state = settings.get("optimizer_state_dict", {"state": {}, "param_groups": list(saved_groups)})
     optimizer = parse_torch_optimizer(state, path)
     param_groups: list[ParamGroup] = []
     for stage in range(ranks.stages):
@@ -201,8 +203,7 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
         if len(optimizer.states) != len(shapes):
             raise FormatError(
                 f"{path}: it has {len(optimizer.states)} groups, but the model has {len(shapes)}: "
-                "the file is of another model"
-                ": copy all files of one save"
+                "the file is of another model: copy all files of one save"
             )
         rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
         for group, group_state, index in rows:
@@ -213,7 +214,7 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
                 add_number(builder, list(group), STEP, step)
             param_groups.append(ParamGroup(tuple(group), optimizer.hyperparameters[index]))
     add_param_groups(builder, param_groups)
-    for key, item in loss_scaling_values(settings).items():
+    for key, item in select_loss_scaling_values(settings).items():
         if item is not None:
             builder.add_value(f"deepspeed.{key}", item)
     if "fp32_flat_groups" in settings:
@@ -223,7 +224,7 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
         )
 
 
-def _add_untrained(
+def _add_untrained_weights(
     builder: Builder,
     files: ParameterFiles,
     values: Mapping[str, Any],

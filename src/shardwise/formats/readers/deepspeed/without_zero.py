@@ -110,8 +110,8 @@ class _UndividedOptimizer:
         if len(self.masters) not in (0, len(self.states)):
             raise FormatError(
                 f"{path}: the optimizer has {len(self.masters)} weights and {len(self.states)} "
-                "states: the file is damaged, or of an unsupported version of DeepSpeed"
-                ": copy it again from an intact source, or save again with a supported version"
+                "states: the file is damaged, or of an unsupported version of DeepSpeed: copy it "
+                "again from an intact source, or save again with a supported version"
             )
 
     def infer_group_names(self, parameters: Mapping[str, Shape]) -> list[list[str]] | None:
@@ -184,8 +184,7 @@ def _add_parameters(
                 missing = next(r for r, each in lacking if not isinstance(each, StoredArray))
                 raise FormatError(
                     f"{missing.path}: {tensor} is missing, which {first.path} has: the files are "
-                    "from different saves"
-                    ": copy all files of one save"
+                    "from different saves: copy all files of one save"
                 )
             if value.shape == ():
                 add_scalars(builder, [name], key, arrays if key == STEP else arrays[:1])

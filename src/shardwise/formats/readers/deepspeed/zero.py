@@ -112,8 +112,7 @@ def ranges_of_partitions(sizes: Int, paddings: Int, ranks: int, partition: int) 
     if len(sizes) and end[-1] > ranks * partition:
         raise FormatError(
             f"{ranks} partitions of {partition} elements are too short for parameters of {end[-1]} "
-            "elements: the files are from different saves"
-            ": copy all files of one save"
+            "elements: the files are from different saves: copy all files of one save"
         )
     parameter = np.flatnonzero(sizes)
     begin, end = begin[parameter], end[parameter]
@@ -137,12 +136,12 @@ def ranges_of_slices(sizes: Int, ranks: int) -> FlatRanges:
         ranks: the number of ranks.
     """
     lengths = -(-sizes // ranks)
-    before = np.cumsum(lengths) - lengths
+    slice_starts = np.cumsum(lengths) - lengths
     parameter = np.repeat(np.arange(len(sizes)), ranks)
     rank = np.tile(np.arange(ranks), len(sizes))
     start = np.minimum(rank * lengths[parameter], sizes[parameter])
     stop = np.minimum(start + lengths[parameter], sizes[parameter])
-    columns = (parameter, rank, start, stop, before[parameter])
+    columns = (parameter, rank, start, stop, slice_starts[parameter])
     return FlatRanges(*(column[start < stop] for column in columns))
 
 
@@ -158,11 +157,11 @@ def boxes_of_flat_ranges(ranges: FlatRanges, shapes: Int) -> FlatBoxes:
     return FlatBoxes(ranges.parameter[row], ranges.rank[row], flat_start, boxes.offset, boxes.shape)
 
 
-def least_lengths(ranges: FlatRanges, ranks: int) -> Int:
+def compute_minimum_lengths(ranges: FlatRanges, ranks: int) -> Int:
     """Return, for each rank, the least number of elements that its flat array must have."""
-    least = np.zeros(ranks, np.int64)
-    np.maximum.at(least, ranges.rank, ranges.flat_start + ranges.stop - ranges.start)
-    return least
+    minimum_lengths = np.zeros(ranks, np.int64)
+    np.maximum.at(minimum_lengths, ranges.rank, ranges.flat_start + ranges.stop - ranges.start)
+    return minimum_lengths
 
 
 def find_flat_groups(
@@ -180,12 +179,11 @@ def find_flat_groups(
     """
     first = states[0]
     for state in states:
-        same = (state.zero_3, len(state.masters)) == (first.zero_3, len(first.masters))
-        if not same or len(state.masters) != len(shapes):
+        is_consistent = (state.zero_3, len(state.masters)) == (first.zero_3, len(first.masters))
+        if not is_consistent or len(state.masters) != len(shapes):
             raise FormatError(
                 f"{state.path}: the file has {len(state.masters)} parameter groups, and the model "
-                f"has {len(shapes)}: the files are from different saves"
-                ": copy all files of one save"
+                f"has {len(shapes)}: the files are from different saves: copy all files of one save"
             )
     for index, group_shapes in enumerate(shapes):
         count = first.partition_counts[index] or len(states)
@@ -194,15 +192,15 @@ def find_flat_groups(
                 f"{first.path}: parameter group {index} is divided among {count} ranks, but there "
                 f"are files of {len(states)} ranks: copy the files of all ranks from one save"
             )
-        parallel = len(states) // count
-        experts = _count_experts(group_shapes, first.path) if parallel > 1 else {}
-        for rank in range(parallel):
+        expert_rank_count = len(states) // count
+        experts = _count_experts(group_shapes, first.path) if expert_rank_count > 1 else {}
+        for expert_rank in range(expert_rank_count):
             if data_before_experts:
-                sharing = states[rank * count : (rank + 1) * count]
+                states_of_group = states[expert_rank * count : (expert_rank + 1) * count]
             else:
-                sharing = states[rank::parallel]
-            group = _build_flat_group(index, group_shapes, sharing)
-            names = tuple(_global_name(name, rank, experts) for name in group.names)
+                states_of_group = states[expert_rank::expert_rank_count]
+            group = _build_flat_group(index, group_shapes, states_of_group)
+            names = tuple(_global_name(name, expert_rank, experts) for name in group.names)
             yield replace(group, names=names)
 
 
@@ -214,23 +212,23 @@ def _count_experts(shapes: Shapes, path: str) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     for name in shapes:
-        found = _EXPERT.fullmatch(name)
-        if found is None:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
             raise FormatError(
                 f"{path}: {name}: this parameter is divided among only a part of the ranks, and "
-                "does not belong to one of DeepSpeed's experts: such checkpoints are not supported"
-                "; load it with DeepSpeed, and save it with sw.save"
+                "does not belong to one of DeepSpeed's experts: such checkpoints are not "
+                "supported; load it with DeepSpeed, and save it with sw.save"
             )
-        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
     return counts
 
 
 def _global_name(name: str, rank: int, experts: Mapping[str, int]) -> str:
     """Return the name with the global number of the expert instead of its number on the rank."""
-    found = _EXPERT.fullmatch(name) if experts else None
-    if found is None:
+    match = _EXPERT.fullmatch(name) if experts else None
+    if match is None:
         return name
-    return f"{found[1]}{rank * experts[found[1]] + int(found[2])}{found[3]}"
+    return f"{match[1]}{rank * experts[match[1]] + int(match[2])}{match[3]}"
 
 
 def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) -> FlatGroup:
@@ -243,21 +241,21 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
         for state in states
     ]
     ranges = _find_ranges(index, shapes, states, arrays_of_ranks)
-    least = least_lengths(ranges, len(states)).tolist()
+    minimum_lengths = compute_minimum_lengths(ranges, len(states)).tolist()
     flat, scalars, left_out = {}, {}, []
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
         parts = [arrays[key] for arrays in arrays_of_ranks if key in arrays]
         complete = len(parts) == len(states)
         if complete and all(len(part.shape) == 0 for part in parts):
             scalars[key] = tuple(parts)
-        elif complete and all(map(_is_flat, parts, least)):
+        elif complete and all(map(_is_flat_array, parts, minimum_lengths)):
             label = f"{key or 'weights'} of parameter group {index}"
             flat[key] = _join_flat_parts(parts, f"{first.path}: {label}")
         elif key == MASTER:
             raise FormatError(
                 f"{first.path}: the weights of parameter group {index} have fewer elements than "
-                "its parameters: the files are damaged, or from different saves"
-                ": copy all files of one save"
+                "its parameters: the files are damaged, or from different saves: copy all files of "
+                "one save"
             )
         else:
             left_out.append(
@@ -292,8 +290,7 @@ def _find_ranges(
     if len(paddings) != len(sizes):
         raise FormatError(
             f"{first.path}: parameter group {index} has {len(paddings)} paddings of {len(sizes)} "
-            "parameters: the files are from different saves"
-            ": copy all files of one save"
+            "parameters: the files are from different saves: copy all files of one save"
         )
     # DeepSpeed cuts a rank's partition short where only padding follows. The longest array of any
     # rank and key has the full length, unless the whole group lies in the first partition.
@@ -311,8 +308,8 @@ def _find_ranges(
     return ranges
 
 
-def _is_flat(array: StoredArray, least: int) -> bool:
-    return len(array.shape) == 1 and array.stride == (1,) and array.shape[0] >= least
+def _is_flat_array(array: StoredArray, minimum_length: int) -> bool:
+    return len(array.shape) == 1 and array.stride == (1,) and array.shape[0] >= minimum_length
 
 
 def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
@@ -320,8 +317,7 @@ def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
     if len(dtypes) != 1:
         raise FormatError(
             f"{label}: the ranks have different dtypes, {', '.join(sorted(dtypes))}: the files are "
-            "from different saves"
-            ": copy all files of one save"
+            "from different saves: copy all files of one save"
         )
     file: Int = np.array([part.file for part in parts], np.int64)
     return FlatArray(dtypes.pop(), file, np.array([part.start for part in parts], np.int64))
@@ -347,6 +343,6 @@ def _check_recorded_slices(
     if not np.array_equal(computed[order], expected):
         raise FormatError(
             f"{states[0].path}: its param_slice_mappings of group {index} contradict its "
-            "param_shapes: files of ranks were renamed, or are from different saves"
-            ": copy all files of one save"
+            "param_shapes: files of ranks were renamed, or are from different saves: copy all "
+            "files of one save"
         )

@@ -33,7 +33,7 @@ _UNSUPPORTED = (
 )
 _MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
-Settings: TypeAlias = Mapping[str, Any]
+SavedParamGroup: TypeAlias = Mapping[str, Any]
 """A param group as it was saved: hyperparameters, and numbers of parameters if it has them."""
 
 
@@ -43,14 +43,14 @@ class RankOptimizer:
 
     Attributes:
         arrays: for each parameter, its arrays by key. The key `MASTER` has the master weight.
-        numbers: for each parameter, its numbers by key.
+        scalars: for each parameter, its numbers by key.
         groups: members and hyperparameters of each param group.
         values: other values, such as the gradient scaler.
         reason_unassigned: the reason why the state cannot be assigned to parameters, or "".
     """
 
     arrays: dict[Parameter, dict[str, StoredArray]] = field(default_factory=dict)
-    numbers: dict[Parameter, dict[str, float]] = field(default_factory=dict)
+    scalars: dict[Parameter, dict[str, float]] = field(default_factory=dict)
     groups: list[tuple[list[Parameter], dict[str, Any]]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     reason_unassigned: str = ""
@@ -62,11 +62,11 @@ class Bucketing:
 
     Attributes:
         size: the number of elements after which a bucket is full; None if there is one bucket.
-        alone: names of parameters that have a separate bucket.
+        with_own_bucket: names of parameters that have a separate bucket.
     """
 
     size: int | None
-    alone: frozenset[str]
+    with_own_bucket: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class _OptimizerPart:
     """
 
     state: Mapping[Any, Any]
-    groups: Sequence[Settings]
+    groups: Sequence[SavedParamGroup]
     masters: Sequence[Any]
     values: Mapping[str, Any]
 
-    def state_of(self, number: object) -> Mapping[Any, Any]:
+    def state_at(self, index: object) -> Mapping[Any, Any]:
         """Return the state of the parameter with a number; it is empty if there is none."""
-        state = self.state.get(number) if type(number) is int else None
+        state = self.state.get(index) if type(index) is int else None
         return state if isinstance(state, dict) else {}
 
 
@@ -123,7 +123,7 @@ def find_optimizer_state(
             return optimizer
         for group_members, group in zip(grouped, part.groups, strict=True):
             _take_hyperparameters(optimizer, group_members, group)
-        _take_numbered_state(optimizer, part, grouped)
+        _take_indexed_state(optimizer, part, grouped)
         buffers = buffers_of_parts[index] if index < len(buffers_of_parts) else None
         if buffers is not None:
             optimizer.arrays |= _arrays_in_buffers(buffers, members, bucketings, rank.path)
@@ -147,8 +147,8 @@ def _parse_part(saved: Any, path: str) -> _OptimizerPart:
         raise FormatError(
             f"{path}: the master weights of its optimizer are not in groups: {_UNSUPPORTED}"
         )
-    known = {_TORCH_OPTIMIZER, GROUPS, STATE, *_MASTERS_KEYS}
-    values = {str(key): value for key, value in outer.items() if key not in known}
+    known_keys = {_TORCH_OPTIMIZER, GROUPS, STATE, *_MASTERS_KEYS}
+    values = {str(key): value for key, value in outer.items() if key not in known_keys}
     return _OptimizerPart(state, groups, masters, values)
 
 
@@ -160,20 +160,20 @@ def _assign_to_parts(
     A model with experts has one optimizer for them and one for the rest; interleaved stages can
     have one for the first chunk.
     """
-    for_experts = [
-        bool(part.groups) and all(_is_true(group, "is_expert_parallel") for group in part.groups)
+    are_for_experts = [
+        bool(part.groups) and all(_has_true(group, "is_expert_parallel") for group in part.groups)
         for part in parts
     ]
-    dense = len(parts) - sum(for_experts)
-    if dense not in (1, 2) or sum(for_experts) > 1:
+    dense_count = len(parts) - sum(are_for_experts)
+    if dense_count not in (1, 2) or sum(are_for_experts) > 1:
         return None
-    shared = [p for p in parameters if not (p.belongs_to_expert and any(for_experts))]
+    shared = [p for p in parameters if not (p.belongs_to_expert and any(are_for_experts))]
     dense_parameters: list[list[Parameter]] = [shared]
-    if dense == 2:
+    if dense_count == 2:
         dense_parameters = [[p for p in shared if p.chunk == 0], [p for p in shared if p.chunk]]
     expert_parameters = [p for p in parameters if p.belongs_to_expert]
     remaining = iter(dense_parameters)
-    return [expert_parameters if is_expert else next(remaining) for is_expert in for_experts]
+    return [expert_parameters if is_expert else next(remaining) for is_expert in are_for_experts]
 
 
 def _assign_to_groups(
@@ -195,26 +195,26 @@ def _assign_to_groups(
             [p for p in parameters if (p.decays, separate_rates and p.is_embedding) == kind]
             for kind in candidate
         ]
-        if sum(map(len, grouped)) == len(parameters) and _fits(grouped, part):
+        if sum(map(len, grouped)) == len(parameters) and _fit_groups(grouped, part):
             return grouped
-    return [list(parameters)] if len(kinds) == 1 and _fits([parameters], part) else None
+    return [list(parameters)] if len(kinds) == 1 and _fit_groups([parameters], part) else None
 
 
-def _kind_of_group(group: Settings) -> tuple[bool, bool]:
+def _kind_of_group(group: SavedParamGroup) -> tuple[bool, bool]:
     """Return whether the weights of a group decay, and whether their learning rate is separate."""
     factor = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay")))
-    separate = _is_true(group, "is_decoupled_lr") or group.get("default_config") is False
+    separate = _has_true(group, "is_decoupled_lr") or group.get("default_config") is False
     return factor != 0.0, separate
 
 
-def _is_true(group: Settings, key: str) -> bool:
+def _has_true(group: SavedParamGroup, key: str) -> bool:
     return group.get(key) is True
 
 
-def _fits(grouped: Sequence[Sequence[Parameter]], part: _OptimizerPart) -> bool:
+def _fit_groups(grouped: Sequence[Sequence[Parameter]], part: _OptimizerPart) -> bool:
     """Return whether parameters can be the members of a part's groups, by count and shapes."""
     return all(
-        _fits_group(members, group, part)
+        _fit_group(members, group, part)
         for members, group in zip(grouped, part.groups, strict=True)
     ) and all(
         [p.array.shape for p in members if p.array.dtype in _HALF_DTYPES]
@@ -223,47 +223,47 @@ def _fits(grouped: Sequence[Sequence[Parameter]], part: _OptimizerPart) -> bool:
     )
 
 
-def _fits_group(members: Sequence[Parameter], group: Settings, part: _OptimizerPart) -> bool:
-    numbers = group.get(PARAMS)
-    if numbers is None:
+def _fit_group(members: Sequence[Parameter], group: SavedParamGroup, part: _OptimizerPart) -> bool:
+    indices = group.get(PARAMS)
+    if indices is None:
         return True  # the distributed optimizer does not number them
-    if not isinstance(numbers, list) or len(numbers) != len(members):
+    if not isinstance(indices, list) or len(indices) != len(members):
         return False
     return all(
         array.shape in ((), parameter.array.shape)
-        for number, parameter in zip(numbers, members, strict=True)
-        for array in part.state_of(number).values()
+        for index, parameter in zip(indices, members, strict=True)
+        for array in part.state_at(index).values()
         if isinstance(array, StoredArray)
     )
 
 
 def _take_hyperparameters(
-    optimizer: RankOptimizer, members: list[Parameter], group: Settings
+    optimizer: RankOptimizer, members: list[Parameter], group: SavedParamGroup
 ) -> None:
     hyperparameters = {key: value for key, value in group.items() if key not in (PARAMS, STEP)}
     step = group.get(STEP)
     if isinstance(step, (int, float)):
         for parameter in members:
-            optimizer.numbers.setdefault(parameter, {})[STEP] = step
+            optimizer.scalars.setdefault(parameter, {})[STEP] = step
     elif step is not None:
         hyperparameters[STEP] = step
     optimizer.groups.append((members, hyperparameters))
 
 
-def _take_numbered_state(
+def _take_indexed_state(
     optimizer: RankOptimizer, part: _OptimizerPart, grouped: Sequence[Sequence[Parameter]]
 ) -> None:
     """Take the state of a torch optimizer, which numbers parameters, and the master weights."""
-    for index, (members, group) in enumerate(zip(grouped, part.groups, strict=True)):
-        for parameter, number in zip(members, group.get(PARAMS, ()), strict=False):
-            for key, value in part.state_of(number).items():
+    for group_index, (members, group) in enumerate(zip(grouped, part.groups, strict=True)):
+        for parameter, index in zip(members, group.get(PARAMS, ()), strict=False):
+            for key, value in part.state_at(index).items():
                 if isinstance(value, StoredArray):
                     optimizer.arrays.setdefault(parameter, {})[str(key)] = value
                 elif type(value) in (int, float):
-                    optimizer.numbers.setdefault(parameter, {})[str(key)] = value
-        masters = part.masters[index] if index < len(part.masters) else []
-        halves = [p for p in members if p.array.dtype in _HALF_DTYPES]
-        for parameter, master in zip(halves, masters, strict=False):
+                    optimizer.scalars.setdefault(parameter, {})[str(key)] = value
+        masters = part.masters[group_index] if group_index < len(part.masters) else []
+        half_precision = [p for p in members if p.array.dtype in _HALF_DTYPES]
+        for parameter, master in zip(half_precision, masters, strict=False):
             if isinstance(master, StoredArray):
                 optimizer.arrays.setdefault(parameter, {})[MASTER] = master
 
@@ -307,11 +307,11 @@ def _arrays_in_buffers(
                     f"{path}: {key} of the distributed optimizer has {flat.shape[0]} elements, "
                     f"which do not match its {len(members)} parameters: {_UNSUPPORTED}"
                 )
-            for parameter, first in zip(members, starts, strict=True):
+            for parameter, first_element in zip(members, starts, strict=True):
                 shape = parameter.array.shape
                 arrays[parameter][key] = replace(
                     flat,
-                    start=flat.start + first * flat.itemsize,
+                    start=flat.start + first_element * flat.itemsize,
                     shape=shape,
                     stride=row_major_strides(shape),
                 )
@@ -338,16 +338,16 @@ def _iterate_flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, Store
 
 
 def _find_starts(
-    parameters: Sequence[Parameter], bucketings: Sequence[Bucketing], total: int
+    parameters: Sequence[Parameter], bucketings: Sequence[Bucketing], buffer_size: int
 ) -> list[int] | None:
     """Return the first element of each parameter in a buffer, or None if no bucketing fits.
 
     Args:
-        total: the number of elements of the buffer.
+        buffer_size: the number of elements of the buffer.
     """
     for bucketing, alignment in product(bucketings, ALIGNMENTS):
         starts, end = _lay_out_buffer(parameters, bucketing, alignment)
-        if end == total:
+        if end == buffer_size:
             return starts
     return None
 
@@ -359,13 +359,13 @@ def _lay_out_buffer(
     starts = []
     bucket_start = filled = 0
     for parameter in reversed(parameters):
-        alone = parameter.name in bucketing.alone
+        with_own_bucket = parameter.name in bucketing.with_own_bucket
         filled = -(-filled // alignment) * alignment
-        if alone and filled:
+        if with_own_bucket and filled:
             bucket_start, filled = bucket_start + filled, 0
         starts.append(bucket_start + filled)
         filled += math.prod(parameter.array.shape)
-        if alone or (bucketing.size is not None and filled >= bucketing.size):
+        if with_own_bucket or (bucketing.size is not None and filled >= bucketing.size):
             bucket_start, filled = bucket_start + filled, 0
     return starts[::-1], bucket_start + filled
 
@@ -379,10 +379,10 @@ def list_bucketings(args: Mapping[str, Any], stage: int, stages: int) -> list[Bu
         stages: the number of stages.
     """
     tied = args.get(UNTIED) is False
-    alone: list[frozenset[str]] = [frozenset()]
+    with_own_bucket: list[frozenset[str]] = [frozenset()]
     if stages > 1 and stage in (0, stages - 1):
         name = EMBEDDING if stage == 0 else OUTPUT
-        alone.insert(0 if tied else 1, frozenset({name, f"language_model.{name}"}))
+        with_own_bucket.insert(0 if tied else 1, frozenset({name, f"language_model.{name}"}))
     size = args.get("ddp_bucket_size")
     ranks = args.get("data_parallel_size")
     sizes: list[int | None] = [None]
@@ -392,4 +392,4 @@ def list_bucketings(args: Mapping[str, Any], stage: int, stages: int) -> list[Bu
         sizes.append(max(40_000_000, 1_000_000 * ranks))
     if args.get("overlap_grad_reduce") is True and stage == 0:
         sizes.reverse()
-    return [Bucketing(size, names) for names in alone for size in sizes]
+    return [Bucketing(size, names) for names in with_own_bucket for size in sizes]

@@ -13,12 +13,12 @@ from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import ForeignFile, StoredArray
 
-LATEST = "latest_checkpointed_iteration.txt"
-LARGEST_LATEST = 100
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+LARGEST_LATEST_FILE = 100
 MODEL_FILE, BUFFERS_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 OLD_MODEL_FILE, OLD_OPTIMIZER_FILE = "model_rng.pt", "optim.pt"
 FILE_NAMES = (MODEL_FILE, BUFFERS_FILE, OLD_MODEL_FILE, OLD_OPTIMIZER_FILE)
-WROTE = "ranks of Megatron-LM wrote"
+NEEDED_BY = "ranks of Megatron-LM wrote"
 ARGS, OPTIMIZER, RNG, ITERATION = "args", "optimizer", "rng_state", "iteration"
 SIZE_ARGS = {
     "tp": "tensor_model_parallel_size",
@@ -35,9 +35,9 @@ _PATH = re.compile(
 _CHUNK = re.compile(r"model(\d{0,4})")
 _FIRST_LAYERS = ("linear_fc1", "dense_h_to_4h")
 _SECOND_LAYERS = ("linear_fc2", "dense_4h_to_h")
-_BUFFERS = ("_extra_state", "expert_bias", "inv_freq", "local_tokens_per_expert")
+_BUFFER_SUFFIXES = ("_extra_state", "expert_bias", "inv_freq", "local_tokens_per_expert")
 """Endings of the names of a module's buffers, which are not parameters."""
-_MOST_SHOWN = 5
+_MOST_ITERATIONS_SHOWN = 5
 
 DirectoryNumbers: TypeAlias = tuple[int, ...]
 """The numbers in the name of a rank's directory: tensor-parallel, pipeline and expert rank."""
@@ -68,12 +68,11 @@ class IterationFiles:
 def has_rank_files(tree: FileTree) -> bool:
     """Return whether a place has a rank's file where Megatron-LM would have written it.
 
-    Also true if the place is the directory of one rank, or has only the file that names the latest
-    iteration.
+    Also true for the directory of one rank, or if the place has only the file `LATEST_FILE`.
     """
     if tree.single_file is not None:
         return False
-    return tree.sizes.keys() == {LATEST} or any(
+    return tree.sizes.keys() == {LATEST_FILE} or any(
         name in (MODEL_FILE, BUFFERS_FILE, OLD_MODEL_FILE)
         or (match is not None and match[5] in FILE_NAMES)
         for name, match in ((name, _PATH.fullmatch(name)) for name in tree.sizes)
@@ -102,32 +101,32 @@ def find_files(tree: FileTree) -> IterationFiles:
         examples = {len(numbers): min(files.values()) for numbers, files in ranks.items()}
         raise FormatError(
             f"{tree}: the names of the ranks' directories have different counts of numbers: "
-            f"{' and '.join(examples.values())} are from different saves"
-            ": copy all files of one save"
+            f"{' and '.join(examples.values())} are from different saves: copy all files of one "
+            "save"
         )
     folder = f"{iteration}/" if iteration else ""
     others = [name for name in tree.sizes if name.startswith(folder) and name not in matches]
     return IterationFiles(
-        folder, dict(sorted(ranks.items())), tuple(name for name in others if name != LATEST)
+        folder, dict(sorted(ranks.items())), tuple(name for name in others if name != LATEST_FILE)
     )
 
 
 def _choose_iteration(tree: FileTree, iterations: list[str]) -> str:
-    if LATEST in tree.sizes:
-        text = tree.read(LATEST, limit=LARGEST_LATEST).decode(errors="replace").strip()
+    if LATEST_FILE in tree.sizes:
+        text = tree.read(LATEST_FILE, limit=LARGEST_LATEST_FILE).decode(errors="replace").strip()
         iteration = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
         if iteration not in iterations:
-            existing = ", ".join(iterations[:_MOST_SHOWN])
+            existing = ", ".join(iterations[:_MOST_ITERATIONS_SHOWN])
             raise FormatError(
-                f"{tree}: {LATEST} says {text!r}, and {iteration[:40]} is missing: copy it from a "
-                "complete copy of the checkpoint"
+                f"{tree}: {LATEST_FILE} says {text!r}, and {iteration[:40]} is missing: copy it "
+                "from a complete copy of the checkpoint"
                 + (f", or open one of the iterations that exist: {existing}" if existing else "")
             )
         return iteration
     if len(iterations) > 1:
         raise FormatError(
-            f"{tree}: {LATEST} is missing, so that the latest of "
-            f"{', '.join(iterations[:_MOST_SHOWN])} is unknown: open one of them"
+            f"{tree}: {LATEST_FILE} is missing, so that the latest of "
+            f"{', '.join(iterations[:_MOST_ITERATIONS_SHOWN])} is unknown: open one of them"
         )
     return iterations[0] if iterations else ""
 
@@ -144,9 +143,12 @@ def require_files(tree: FileTree, files: IterationFiles) -> None:
             f"{tree} is the directory of one rank: open {tree.parent}, which has all of them"
         )
     found = {name for paths in files.ranks.values() for name in paths}
-    main = OLD_MODEL_FILE if OLD_MODEL_FILE in found and MODEL_FILE not in found else MODEL_FILE
-    names = (main, *(name for name in (BUFFERS_FILE, OLD_OPTIMIZER_FILE) if name in found))
-    tree.require((files.path_of(rank, name) for rank in files.ranks for name in names), WROTE)
+    is_old = OLD_MODEL_FILE in found and MODEL_FILE not in found
+    names = (
+        OLD_MODEL_FILE if is_old else MODEL_FILE,
+        *(name for name in (BUFFERS_FILE, OLD_OPTIMIZER_FILE) if name in found),
+    )
+    tree.require((files.path_of(rank, name) for rank in files.ranks for name in names), NEEDED_BY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ def parameters_of(rank: Rank) -> list[Parameter]:
         Parameter(chunk, name, array)
         for chunk, arrays in enumerate(rank.chunks)
         for name, array in arrays.items()
-        if not name.endswith(_BUFFERS)
+        if not name.endswith(_BUFFER_SUFFIXES)
     ]
 
 
@@ -261,9 +263,8 @@ def _parse_rank(
     arrays = [{n: v for n, v in chunk.items() if isinstance(v, StoredArray)} for chunk in leaves]
     unread = [n for chunk in leaves for n, v in chunk.items() if not isinstance(v, StoredArray)]
     args = state.get(ARGS)
-    fields = (
-        args.fields if isinstance(args, PickledInstance) else args if isinstance(args, dict) else {}
-    )
+    args = args.fields if isinstance(args, PickledInstance) else args
+    fields = args if isinstance(args, dict) else {}
     values = {
         str(key): value
         for key, value in state.items()
@@ -317,7 +318,7 @@ class Geometry:
     directory_axes: tuple[str, ...]
     gates: int
 
-    def coordinate(self, rank: Rank, chunk: int) -> tuple[int, ...]:
+    def coordinate_of(self, rank: Rank, chunk: int) -> tuple[int, ...]:
         """Return the coordinate of a chunk of a rank along the axes."""
         return (*_position_of(rank, self.directory_axes), chunk)
 
@@ -326,7 +327,7 @@ class Geometry:
         tensor, stage, _ = _position_of(rank, self.directory_axes)
         return tensor, stage, chunk
 
-    def stage(self, rank: Rank) -> int:
+    def stage_of(self, rank: Rank) -> int:
         """Return the pipeline stage of a rank."""
         return _position_of(rank, self.directory_axes)[1]
 
@@ -358,13 +359,12 @@ def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
                 f"{path}: {SIZE_ARGS[axis]} was {recorded}, but there are directories of {size} "
                 "ranks: copy all directories from a complete copy of the checkpoint"
             )
-    chunks = {len(rank.chunks): rank.path for rank in ranks}
-    if len(chunks) > 1:
-        examples = " and ".join(f"{count} in {example}" for count, example in chunks.items())
+    path_by_count = {len(rank.chunks): rank.path for rank in ranks}
+    if len(path_by_count) > 1:
+        examples = " and ".join(f"{count} in {example}" for count, example in path_by_count.items())
         raise FormatError(
-            f"{path}: ranks have different numbers of chunks of the model: {examples}: their files "
-            "are from different saves"
-            ": copy all files of one save"
+            f"{path}: ranks have different numbers of chunks of the model ({examples}): copy all "
+            "files of one save"
         )
     gates = {count for rank in ranks for count in _count_gates(rank)} or {1}
     if len(gates) > 1:
@@ -393,8 +393,8 @@ def _count_gates(rank: Rank) -> set[int]:
                 if len(array.shape) != 2 or len(other.shape) != 2 or not other.shape[1]:
                     raise FormatError(
                         f"{rank.path}: {name}: expected matrices, found the shapes "
-                        f"{list(array.shape)} and {list(other.shape)}: the file is damaged"
-                        ": copy it again from an intact source"
+                        f"{list(array.shape)} and {list(other.shape)}: the file is damaged: copy "
+                        "it again from an intact source"
                     )
                 counts.add(array.shape[0] // other.shape[1])
     return counts

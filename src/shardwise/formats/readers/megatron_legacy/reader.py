@@ -36,13 +36,13 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     EMBEDDING,
     ITERATION,
     MODEL_FILE,
+    NEEDED_BY,
     OLD_MODEL_FILE,
     OPTIMIZER,
     OUTPUT,
     RNG,
     SIZE_ARGS,
     UNTIED,
-    WROTE,
     DirectoryNumbers,
     Geometry,
     IterationFiles,
@@ -61,7 +61,7 @@ from shardwise.formats.specs import load_builtin
 from shardwise.manifest.pieces import Int
 
 FORMAT = "legacy Megatron-LM"
-SPEC = "megatron"
+SPEC_NAME = "megatron"
 
 MasterDtypes: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
 """For each chunk of the model, the dtypes of master weights by name."""
@@ -85,7 +85,7 @@ def read(tree: FileTree) -> Foreign:
     ranks = read_ranks(tree, files)
     check_ranks(tree, files, ranks)
     geometry = find_geometry(ranks, str(tree))
-    _check_support(ranks[0], geometry)
+    _refuse_unsupported(ranks[0], geometry)
     optimizers = _find_optimizers(ranks, geometry)
     master_dtypes = _find_master_dtypes(ranks, optimizers, geometry)
     rows = [
@@ -95,7 +95,7 @@ def read(tree: FileTree) -> Foreign:
     ]
     catalogue = build_catalogue(list_files(tree, files), geometry.sizes, rows)
     assembled = apply_spec(
-        load_builtin(SPEC), catalogue, sizes={"gates": geometry.gates}, checkpoint=str(tree)
+        load_builtin(SPEC_NAME), catalogue, sizes={"gates": geometry.gates}, checkpoint=str(tree)
     )
     builder = Builder.from_foreign(assembled)
     _add_param_groups(builder, assembled, optimizers)
@@ -117,9 +117,13 @@ def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) ->
         FormatError: a check fails; the message names the files.
     """
     first = ranks[0]
-    found = [max(column) + 1 for column in zip(*(rank.numbers for rank in ranks), strict=True)]
-    recorded = [first.args.get(SIZE_ARGS[axis]) for axis in directory_axes(first)]
-    sizes = [max(n, m) if type(m) is int else n for n, m in zip(found, recorded, strict=True)]
+    sizes_found = [
+        max(column) + 1 for column in zip(*(rank.numbers for rank in ranks), strict=True)
+    ]
+    sizes_recorded = [first.args.get(SIZE_ARGS[axis]) for axis in directory_axes(first)]
+    sizes = [
+        max(n, m) if type(m) is int else n for n, m in zip(sizes_found, sizes_recorded, strict=True)
+    ]
     if math.prod(sizes) > MOST_FILES:
         raise FormatError(
             f"{tree}: directories and saved arguments say that {' × '.join(map(str, sizes))} "
@@ -128,12 +132,12 @@ def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) ->
         )
     model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
     required = (files.path_of(numbers, model_file) for numbers in product(*map(range, sizes)))
-    tree.require(required, WROTE)
+    tree.require(required, NEEDED_BY)
     without_buffers = [
         rank.numbers for rank in ranks if rank.buffers is None and _needs_buffers(rank.optimizer)
     ]
-    tree.require((files.path_of(numbers, BUFFERS_FILE) for numbers in without_buffers), WROTE)
-    _check_order(tree, {rank.numbers: rank for rank in ranks})
+    tree.require((files.path_of(numbers, BUFFERS_FILE) for numbers in without_buffers), NEEDED_BY)
+    _check_rank_order(tree, {rank.numbers: rank for rank in ranks})
     _check_iterations(tree, ranks)
 
 
@@ -166,28 +170,28 @@ def _check_iterations(tree: FileTree, ranks: Sequence[Rank]) -> None:
             )
 
 
-def _check_order(tree: FileTree, ranks: Mapping[DirectoryNumbers, Rank]) -> None:
+def _check_rank_order(tree: FileTree, ranks: Mapping[DirectoryNumbers, Rank]) -> None:
     """Require that the recorded global rank grows with the directory's number along each axis.
 
     This holds for every order of the axes. Tools that convert checkpoints record the same rank in
     all files, or none; then nothing is checked.
     """
-    recorded = {numbers: rank.args.get("rank") for numbers, rank in ranks.items()}
-    if len({*recorded.values()}) < len(recorded):
+    global_ranks = {numbers: rank.args.get("rank") for numbers, rank in ranks.items()}
+    if len({*global_ranks.values()}) < len(global_ranks):
         return
-    for numbers, rank in recorded.items():
+    for numbers, rank in global_ranks.items():
         for axis in range(len(numbers)):
-            before = (*numbers[:axis], numbers[axis] - 1, *numbers[axis + 1 :])
-            other = recorded.get(before)
+            numbers_before = (*numbers[:axis], numbers[axis] - 1, *numbers[axis + 1 :])
+            other = global_ranks.get(numbers_before)
             if type(rank) is int and type(other) is int and rank < other:
                 raise FormatError(
-                    f"{tree}: directories were renamed: {ranks[before].path} was written by rank "
-                    f"{other}, and {ranks[numbers].path}, which comes after it, by rank {rank}. "
-                    "Give them the names that they had"
+                    f"{tree}: directories were renamed: {ranks[numbers_before].path} was written "
+                    f"by rank {other}, and {ranks[numbers].path}, which comes after it, by rank "
+                    f"{rank}. Give them the names that they had"
                 )
 
 
-def _check_support(rank: Rank, geometry: Geometry) -> None:
+def _refuse_unsupported(rank: Rank, geometry: Geometry) -> None:
     expert_size = rank.args.get("expert_tensor_parallel_size")
     has_experts = any(".experts." in name for chunk in rank.chunks for name in chunk)
     if has_experts and type(expert_size) is int and expert_size != geometry.sizes["tp"]:
@@ -213,7 +217,7 @@ def _find_optimizers(ranks: Sequence[Rank], geometry: Geometry) -> list[RankOpti
     """
     optimizers = []
     for rank in ranks:
-        stage, stages = geometry.stage(rank), geometry.sizes["pp"]
+        stage, stages = geometry.stage_of(rank), geometry.sizes["pp"]
         bucketings = list_bucketings(rank.args, stage, stages)
         optimizers.append(find_optimizer_state(rank, parameters_of(rank), bucketings))
     reason = next((each.reason_unassigned for each in optimizers if each.reason_unassigned), "")
@@ -246,14 +250,14 @@ def _rows_of_rank(
     rows: list[CatalogueRow] = []
     ties = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
     for chunk, chunk_arrays in enumerate(rank.chunks):
-        coordinate = geometry.coordinate(rank, chunk)
+        coordinate = geometry.coordinate_of(rank, chunk)
         dtypes = master_dtypes.get(geometry.coordinate_without_expert(rank, chunk), {})
         for name, array in chunk_arrays.items():
             is_trained = dtypes.get(name, array.dtype) == array.dtype
             name = ties.get(name, name)
             rows.append((name if is_trained else f"module.{name}", array, coordinate))
     for parameter, arrays in optimizer.arrays.items():
-        coordinate = geometry.coordinate(rank, parameter.chunk)
+        coordinate = geometry.coordinate_of(rank, parameter.chunk)
         name = ties.get(parameter.name, parameter.name)
         for key, array in arrays.items():
             rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, coordinate))
@@ -266,36 +270,34 @@ def _add_param_groups(
     """Add the param groups of all ranks, and numbers in the state of parameters."""
     names = _names_by_start(assembled)
     groups: list[ParamGroup] = []
-    numbers: dict[str, float] = {}
-    settings_by_name: dict[str, str] = {}
+    scalars: dict[str, float] = {}
+    settings_key_by_name: dict[str, str] = {}
 
     def name_of(parameter: Parameter) -> str | None:
         return names.get((parameter.array.file, parameter.array.start))
 
     for optimizer in optimizers:
         for members, hyperparameters in optimizer.groups:
-            settings = make_hyperparameters_key(hyperparameters)
+            settings_key = make_hyperparameters_key(hyperparameters)
             member_names = [name for each in members if (name := name_of(each)) is not None]
             for name in member_names:
-                if settings_by_name.setdefault(name, settings) != settings:
+                if settings_key_by_name.setdefault(name, settings_key) != settings_key:
                     raise FormatError(
                         f"{name}: ranks have different hyperparameters, "
-                        f"{settings_by_name[name][:200]} and {settings[:200]}: their files are "
-                        "from different saves"
-                        ": copy all files of one save"
+                        f"{settings_key_by_name[name][:200]} and {settings_key[:200]}: their files "
+                        "are from different saves: copy all files of one save"
                     )
             groups.append(ParamGroup(tuple(member_names), hyperparameters))
-        for parameter, values in optimizer.numbers.items():
+        for parameter, values in optimizer.scalars.items():
             parameter_name = name_of(parameter)
             for key, value in values.items() if parameter_name is not None else ():
                 tensor = f"optimizer.{parameter_name}.{key}"
-                if numbers.setdefault(tensor, value) != value:
+                if scalars.setdefault(tensor, value) != value:
                     raise FormatError(
-                        f"{tensor}: {numbers[tensor]} on one rank and {value} on another: their "
-                        "files are from different saves"
-                        ": copy all files of one save"
+                        f"{tensor}: {scalars[tensor]} on one rank and {value} on another: their "
+                        "files are from different saves: copy all files of one save"
                     )
-    for tensor, value in numbers.items():
+    for tensor, value in scalars.items():
         builder.add_number(tensor, value)
     if groups:
         builder.add_groups(merge_param_groups(groups), f"optimizer.{GROUPS}")
@@ -329,7 +331,7 @@ def _add_values(
     first = ranks[0]
     builder.left_out += describe_differing_values([{**rank.values, RNG: None} for rank in ranks])
     if first.args:
-        builder.add_value(ARGS, _plain_args(builder, first.args))
+        builder.add_value(ARGS, _select_plain_args(builder, first.args))
     for name, value in {**first.values, **optimizer_values}.items():
         if name != RNG:
             builder.add_value(name, value)
@@ -344,11 +346,11 @@ def _add_values(
         builder.left_out.append(f"{names[0]} and {len(names) - 1} more: not arrays")
 
 
-def _plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, Any]:
+def _select_plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have a plain form; functions and others are left out by name."""
     plain = {}
     for name, value in args.items():
-        unknown = _find_unknown(value)
+        unknown = _find_unknown_name(value)
         if unknown is None:
             plain[name] = value
         else:
@@ -356,7 +358,7 @@ def _plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _find_unknown(value: object) -> str | None:
+def _find_unknown_name(value: object) -> str | None:
     """Return the name of the first object in a value that is not read from pickles, or None."""
     if isinstance(value, UnknownObject):
         return value.name
@@ -369,4 +371,6 @@ def _find_unknown(value: object) -> str | None:
         parts = [*value.args, *value.fields.values()]
     elif isinstance(value, AllowedCallable):
         return None
-    return next((unknown for part in parts if (unknown := _find_unknown(part)) is not None), None)
+    return next(
+        (unknown for part in parts if (unknown := _find_unknown_name(part)) is not None), None
+    )
