@@ -72,14 +72,15 @@ def copy_verified(
             if file.read_at(low, chunk) < len(chunk):
                 raise CorruptionError(
                     f"{entry.name} in {source} was truncated while it was copied: it has fewer "
-                    f"than {low + len(chunk)} bytes"
+                    f"than {low + len(chunk)} bytes; find out what else writes there"
                 )
             verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
             table_crc32 = crc32(chunk[max(0, entry.checksums_at - low) :], table_crc32)
             copy.write_at(low, pad(chunk, store.traits.alignment))
         if table_crc32 != entry.checksums_crc32:
             raise CorruptionError(
-                f"{entry.name} in {source}: its checksums changed while it was copied"
+                f"{entry.name} in {source}: its checksums changed while it was copied; find out "
+                "what else writes there, and copy again"
             )
 
 

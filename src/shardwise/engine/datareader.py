@@ -58,7 +58,7 @@ class DataReader:
             if not self._has_size(entry.size):
                 raise CorruptionError(
                     f"{self._label} has {self._file.size} bytes, but {entry.size} were saved: "
-                    "the file was truncated or replaced"
+                    "the file was truncated or replaced; copy it again from an intact source"
                 )
             if verify and has_checksums:
                 self._table = self._read_table()
@@ -156,7 +156,7 @@ class DataReader:
         if self.checksum(data) != checksum:
             raise CorruptionError(
                 f"{self._label}: bytes {low}:{high} were changed after they were read, in shared "
-                "memory or between nodes"
+                "memory or between nodes; load again, and test the memory of these nodes"
             )
         return self.verify(low, data)
 
@@ -200,7 +200,8 @@ class DataReader:
                 first, last = low + damaged[0] * BLOCK, min(low + (damaged[-1] + 1) * BLOCK, high)
                 raise CorruptionError(
                     f"{self._label}: bytes {first}:{last} differ from those that were saved "
-                    f"({len(damaged)} block(s) fail their checksum)"
+                    f"({len(damaged)} block(s) fail their checksum); copy the file again from an "
+                    "intact source, or load another checkpoint"
                 )
         return data
 
@@ -225,7 +226,8 @@ class DataReader:
             if error.errno != errno.EIO:
                 raise
             raise CorruptionError(
-                f"{self._label} cannot be read at byte {offset}: the disk reports an error"
+                f"{self._label} cannot be read at byte {offset}, because the disk reports an "
+                "error; load another checkpoint or copy"
             ) from error
 
     def _read_table(self) -> BlockTable:
@@ -238,8 +240,8 @@ class DataReader:
                     table = self._table_in(low, buffer, copy)
         if table is None:
             raise CorruptionError(
-                f"{self._label}: its checksums differ from those in the manifest; the file was "
-                "altered, or belongs to another save"
+                f"{self._label}: its checksums differ from those in the manifest, because the file "
+                "was altered or belongs to another save; copy it again from an intact source"
             )
         return table
 

@@ -223,7 +223,7 @@ class _Receiver(_Stream):
         self.awaits = select.POLLIN
         count = self.link.recv_into(self._parts[0])
         if not count:
-            raise self._lost("its process has ended, or it gave up")
+            raise self._lost("its process has ended, or its load has failed")
         self._parts[0] = self._parts[0][count:]
         if not self._parts[0]:
             del self._parts[0]
@@ -273,7 +273,7 @@ class _Sender(_Stream):
             received = self.link.recv(_FRAME.size)
             if len(received) == _FRAME.size:
                 self._check_failure(received)
-            raise self._lost("its process has ended, or it gave up")
+            raise self._lost("its process has ended, or its load has failed")
 
     def _finish_parts(self) -> None:
         for part in self._parts:

@@ -174,9 +174,11 @@ class NodeRanks:
                 partial(dict, {member.rank: "it has not prepared its memory"}),
             )
             if other_digest != digest:
-                raise RankError(
-                    OPERATION, {member.rank: "it has planned other reads than this rank"}
+                reason = (
+                    "it has planned other reads than this rank; use the same version of shardwise "
+                    "on all ranks"
                 )
+                raise RankError(OPERATION, {member.rank: reason})
             memory.append(map_pages(fd, 0, layout.size(index), writable=True, populate=True))
         return SharedBuffers(reads, self.index, self.ranks, memory, layout, doorbells, self._wait)
 

@@ -263,7 +263,7 @@ def read_per_rank(
         if rank not in files:
             raise CorruptionError(
                 f"{opened.store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
-                "value of this rank"
+                "value of this rank; load another checkpoint"
             )
         reader = DataReader(opened.store, files[rank], verify=verify)
         try:
@@ -279,7 +279,7 @@ def read_per_rank(
             if not isinstance(values, dict) or name not in values:
                 raise CorruptionError(
                     f"{opened.store}: {files[rank].name} has no value of {name}, which the "
-                    "manifest lists"
+                    "manifest lists; copy the file again from an intact source"
                 )
             found[name][rank] = values[name]
     return found

@@ -62,7 +62,7 @@ def check_integer(argument: str, value: object, least: int = 1) -> int:
         ValueError: the value is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{argument}={value!r}): expected an integer")
+        raise TypeError(f"{argument}={value!r}): expected an integer, not {type(value).__name__}")
     integer = operator.index(value)
     if integer < least:
         raise ValueError(f"{argument}={value!r}): expected at least {least}")
@@ -76,7 +76,9 @@ def check_step(step: object) -> int:
         StateError: the step is not an integer from 0, or has more than 18 digits.
     """
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
-        raise StateError(f"step={step!r}: expected an integer, not {type(step).__name__}")
+        raise StateError(
+            f"step={step!r}: expected an integer such as 1000, not {type(step).__name__}"
+        )
     integer = operator.index(step)
     if not 0 <= integer < 10**18:
         raise StateError(f"step={integer}: expected an integer of at least 0, of at most 18 digits")

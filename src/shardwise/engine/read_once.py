@@ -184,7 +184,8 @@ def agree_on_reading_once(
     def connect_nodes() -> tuple[SharedWithNodes, bytes]:
         shared, connected = _connect(group, node_ranks, plan, listener, cleanup)
         if connected.failure is not None and read_once:
-            raise LostRankError(OPERATION, {group.rank: connected.failure})
+            reason = f"{connected.failure}; open the ports, or pass read_once=False"
+            raise LostRankError(OPERATION, {group.rank: reason})
         return shared, msgspec.msgpack.encode(connected)
 
     shared, reply = exchange_with_local_value(group, "connecting", connect_nodes, lead.check)
