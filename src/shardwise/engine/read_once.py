@@ -184,8 +184,7 @@ def agree_on_reading_once(
     def connect_nodes() -> tuple[SharedWithNodes, bytes]:
         shared, connected = _connect(group, node_ranks, plan, listener, cleanup)
         if connected.failure is not None and read_once:
-            reason = f"{connected.failure}; open the ports, or pass read_once=False"
-            raise LostRankError(OPERATION, {group.rank: reason})
+            raise LostRankError(OPERATION, {group.rank: connected.failure})
         return shared, msgspec.msgpack.encode(connected)
 
     shared, reply = exchange_with_local_value(group, "connecting", connect_nodes, lead.check)
@@ -242,7 +241,7 @@ def _connect(
         )
         connected.network = measure_network(outgoing.values(), incoming.values())
     except LostRankError as error:
-        connected.failure = str(error)
+        connected.failure = f"{error}; open the ports between nodes, or pass read_once=False"
     except OSError as error:
         connected.failure = f"a connection broke when it was measured: {error}"
     limit, doorbell = group.timeout.total_seconds(), node_ranks.link_doorbell
