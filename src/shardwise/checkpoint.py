@@ -131,7 +131,10 @@ class Checkpoint(Mapping[str, Any]):
         if key in self:
             value = self[key]
             if not isinstance(value, dict):
-                raise StateError(f"{key}: the value is a {type(value).__name__}, not a dict")
+                raise StateError(
+                    f"{key}: the value is a {type(value).__name__}, not a dict: read it with "
+                    f"checkpoint[{key!r}]"
+                )
             return value
         start = f"{key}."
         names = [name for name in self if name.startswith(start)]
@@ -230,7 +233,7 @@ class Checkpoint(Mapping[str, Any]):
         if tuple(out.shape) != box.shape or str(out.dtype) != f"torch.{entry.dtype}":
             raise StateError(
                 f"{name}: the box {box} has dtype {entry.dtype} and shape {list(box.shape)}, but "
-                f"out has {out.dtype} and {list(out.shape)}"
+                f"out has {out.dtype} and {list(out.shape)}: pass a tensor of that dtype and shape"
             )
         self._read_leaves([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
 
@@ -262,7 +265,8 @@ class Checkpoint(Mapping[str, Any]):
             entry = self._saved.tensor(name)
             if entry is None:
                 raise StateError(
-                    f"{name}: a plain value in {self.path} refers to this tensor, which is missing"
+                    f"{name}: a plain value in {self.path} contains this tensor, which is missing: "
+                    "leave the value out with skip="
                 )
             index = self._saved.stored_index(name)
             if index not in tensors:

@@ -96,7 +96,8 @@ def open_any(
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
         require_equal(
             [each.decode() for each in messages],
-            "ranks do not load the same checkpoint in the same way:",
+            "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
+            "ranks:",
         )
         return _read_description(store, options)
 
@@ -176,7 +177,9 @@ def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
         places = [each.decode() for each in messages]
-        require_equal(places, "ranks do not open the same checkpoint:")
+        require_equal(
+            places, "ranks do not open the same checkpoint; pass the same path and step= on all:"
+        )
         return _step_below(store, parse_choice(choice)).encode()
 
     return exchange_with_local_value(group, "choosing a checkpoint", make_message, make_reply)[

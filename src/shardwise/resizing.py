@@ -86,7 +86,8 @@ class Resizing:
             unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
             if unmatched:
                 raise MismatchError(
-                    "resize= has names or patterns that match no tensor of the state:", unmatched
+                    "resize= has patterns that match no tensor of the state; correct them:",
+                    unmatched,
                 )
             return msgspec.msgpack.encode((found, [*optimizers]))
 

@@ -336,7 +336,10 @@ def choose_step(root: Store, choice: Choice) -> int:
     elif isinstance(choice, Best):
         metrics = {step: info.metrics for step, info in _read_infos(root, steps).items()}
         candidates = choice.rank_steps(metrics)
-        missing = f"checkpoint with the metric {choice.metric!r}"
+        missing = (
+            f"checkpoint with the metric {choice.metric!r}: select a step number or 'newest', or "
+            "pass metrics= to save"
+        )
     else:
         number = check_step(choice)
         candidates = [number] if number in steps else []

@@ -82,7 +82,7 @@ class SavedTensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"{self.name}: a 0-d tensor has no length")
+            raise TypeError(f"{self.name}: a 0-d tensor has no length: read it with .tensor()")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -108,7 +108,10 @@ class SavedTensor:
         """
         parts = index if isinstance(index, tuple) else (index,)
         plain = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in parts)
-        selections = select_positions(plain, self.shape)
+        try:
+            selections = select_positions(plain, self.shape)
+        except IndexError as error:
+            raise IndexError(f"{self.name}: {error}") from None
         out = _read_selected(self._entry, selections, self._read_into)
         return out[
             tuple(
@@ -145,7 +148,8 @@ class SavedTensor:
         """
         if copy is False:
             raise ValueError(
-                f"{self.name}: reading makes a new array, so copy=False is not possible"
+                f"{self.name}: reading makes a new array, so copy=False is not possible: leave out "
+                "copy="
             )
         try:
             torch.empty(0, dtype=self.dtype, device="cpu").numpy()

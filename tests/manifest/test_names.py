@@ -42,7 +42,7 @@ def test_other_directories_are_no_steps(name: str) -> None:
     ],
 )
 def test_a_file_that_is_no_plain_component_is_refused(name: str) -> None:
-    with pytest.raises(FormatError, match="unsafe file"):
+    with pytest.raises(FormatError, match="not safe to open"):
         names.check_file_name(name)
 
 

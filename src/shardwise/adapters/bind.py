@@ -113,7 +113,9 @@ def _bind_dict(
     for key, value in container.items():
         if not isinstance(key, str) or not key:
             where = prefix.removesuffix(".") or "the state"
-            raise StateError(f"{where}: the key {key!r} is not a nonempty string")
+            raise StateError(
+                f"{where}: the key {key!r} is not a nonempty string: use text, for example 'model'"
+            )
         name = f"{prefix}{key}"
         if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
             yield TensorBinding(name, value)  # checked first: a state may have thousands of tensors
@@ -124,7 +126,7 @@ def _bind_dict(
         elif is_deepspeed_optimizer(value):
             torch_optimizers = [require_torch_optimizer(name, value)]
             find_parameters, fill_groups = (
-                _make_parameter_finder(torch_optimizers, bound),
+                _make_parameter_finder(name, torch_optimizers, bound),
                 partial(fill_param_groups, value),
             )
             yield OptimizerBinding(
@@ -136,7 +138,7 @@ def _bind_dict(
             )
         elif is_megatron_optimizer(value):
             bound.megatron_optimizers.append(value)
-            find_parameters = _make_parameter_finder(inner_optimizers(value), bound)
+            find_parameters = _make_parameter_finder(name, inner_optimizers(value), bound)
             yield MegatronOptimizerBinding(
                 name, prefix, value, find_parameters, allow_pickle=allow_pickle
             )
@@ -147,7 +149,7 @@ def _bind_dict(
             yield module
         elif parts and all(isinstance(part, Optimizer) for part in parts):
             optimizers = cast(list[Optimizer], parts)
-            find_parameters = _make_parameter_finder(optimizers, bound)
+            find_parameters = _make_parameter_finder(name, optimizers, bound)
             yield OptimizerBinding(name, optimizers, find_parameters, allow_pickle=allow_pickle)
         else:
             yield from _bind_value(container, key, name, bound, allow_pickle)
@@ -216,7 +218,7 @@ def _list_parts(value: object) -> list[object]:
 
 
 def _make_parameter_finder(
-    optimizers: list[Optimizer], bound: _BoundObjects
+    optimizer_name: str, optimizers: list[Optimizer], bound: _BoundObjects
 ) -> Callable[[], dict[int, Parameter]]:
     """Return a function that finds the parameters of these optimizers in the state's modules.
 
@@ -231,7 +233,7 @@ def _make_parameter_finder(
             for tensor in group["params"]
         }
         if not optimized_ids:
-            _refuse_optimizer_without_parameters(optimizers, bound)
+            _refuse_optimizer_of_engine(optimizer_name, optimizers, bound)
         parameters_by_module: list[tuple[str, dict[int, Parameter]]] = []
         for module in bound.modules:
             found: dict[int, Parameter] = {}
@@ -251,12 +253,14 @@ def _make_parameter_finder(
     return find_parameters
 
 
-def _refuse_optimizer_without_parameters(optimizers: list[Optimizer], bound: _BoundObjects) -> None:
-    for _, engine in bound.engines.values():
+def _refuse_optimizer_of_engine(
+    name: str, optimizers: list[Optimizer], bound: _BoundObjects
+) -> None:
+    for engine_name, engine in bound.engines.values():
         if any(map(engine.owns_optimizer, optimizers)):
             raise StateError(
-                "an optimizer in the state has no parameters, because a DeepSpeed engine holds "
-                "them: put engine.optimizer into the state instead"
+                f"{name}: this optimizer has no parameters, because the DeepSpeed engine "
+                f"{engine_name} holds them: put engine.optimizer into the state instead"
             )
 
 

@@ -167,7 +167,10 @@ class EngineCounters(Binding):
             elif isinstance(value, int):
                 setattr(self._engine, key, value)
             else:
-                raise StateError(f"{name}: expected an integer, found {value!r}")
+                raise StateError(
+                    f"{name}: expected an integer in the checkpoint, found {value!r}: leave it out "
+                    f"with skip=[{name!r}]"
+                )
 
     def _counters(self) -> dict[str, object]:
         counters: dict[str, object] = {key: getattr(self._engine, key) for key in COUNTERS}
@@ -242,7 +245,10 @@ def _loss_scaler(optimizer: object) -> object | None:
 
 def _set_loss_scaler(name: str, scaler: object, value: object) -> None:
     if not isinstance(value, Mapping):
-        raise StateError(f"{name}: expected the state of a loss scaler, found {value!r}")
+        raise StateError(
+            f"{name}: expected the state of a loss scaler in the checkpoint, a dict, found "
+            f"{value!r}: leave it out with skip=[{name!r}]"
+        )
     for key in LOSS_SCALER_KEYS:
         if hasattr(scaler, key) and isinstance(value.get(key), (int, float)):
             setattr(scaler, key, value[key])

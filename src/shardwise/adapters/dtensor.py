@@ -54,7 +54,10 @@ def fragments_of_local_tensor(
             f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
             "are not reduced yet: redistribute it to Replicate() or Shard() first"
         )
-    pairs, size = _boxes(shape, splits)
+    try:
+        pairs, size = _boxes(shape, splits)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
     if size != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "

@@ -318,8 +318,8 @@ def _load_scaler_state(name: str, scaler: Any, value: object) -> None:
     current_state = scaler.state_dict()
     if not isinstance(value, Mapping) or value.keys() != current_state.keys():
         raise StateError(
-            f"{name}: expected a loss scaler's state with keys {', '.join(current_state)}, found "
-            f"{value!r}"
+            f"{name}: expected a loss scaler's state with keys {', '.join(current_state)} in the "
+            f"checkpoint, found {value!r}: leave it out with skip=[{name!r}]"
         )
     scaler.load_state_dict(
         {

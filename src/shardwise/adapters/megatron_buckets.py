@@ -194,7 +194,9 @@ class BucketedState:
         if len(matching) != 1 or not isinstance(matching[0].get(STEP), (int, float)):
             problem = (
                 f"{name}: the checkpoint has no settings and step count for the param group with "
-                f"{dict(zip(_GROUP_IDENTITY_KEYS, _group_identity(group), strict=True))}"
+                f"{dict(zip(_GROUP_IDENTITY_KEYS, _group_identity(group), strict=True))}: make the "
+                "optimizer with the same param groups as in the saved training, or leave it out "
+                "with skip="
             )
             local_state.problems += [problem] if problem not in local_state.problems else []
             return None

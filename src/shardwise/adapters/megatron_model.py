@@ -161,7 +161,7 @@ def _model_tensor(model_name: str, path: str, described: Any) -> ModelTensor:
     if not tensor.is_contiguous():
         raise StateError(
             f"{name}: the tensor is not contiguous, so Megatron-Core's sharded_state_dict() cannot "
-            "describe it: make it contiguous"
+            "describe it: replace it with tensor.contiguous()"
         )
     if hasattr(described, "build_fn"):
         built_parts = described.build_fn(

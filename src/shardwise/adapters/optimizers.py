@@ -106,7 +106,7 @@ class OptimizerBinding(Binding):
         groups_name = f"{self.name}.{GROUPS}"
         local_state.grouped[groups_name] = self._grouped_hyperparameters(parameters)
         if selection.selects(groups_name) and saved.has_object(groups_name):
-            settings = _settings_by_member(saved.object(groups_name))
+            settings = _settings_by_member(groups_name, saved.object(groups_name))
             local_state.problems += _group_problems(
                 groups_name, local_state.grouped[groups_name], settings
             )
@@ -124,7 +124,9 @@ class OptimizerBinding(Binding):
     def _restore(self, values: Mapping[str, JsonValue]) -> None:
         parameters = self._parameters()
         groups_name = f"{self.name}.{GROUPS}"
-        settings = _settings_by_member(values[groups_name]) if groups_name in values else {}
+        settings: dict[str, JsonValue] = {}
+        if groups_name in values:
+            settings = _settings_by_member(groups_name, values[groups_name])
         for optimizer in self._optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 self._restore_state(optimizer, group, parameter, values)
@@ -252,7 +254,8 @@ class OptimizerBinding(Binding):
         if not isinstance(settings, dict):
             raise StateError(
                 f"{name}: expected a dict of hyperparameters in the checkpoint, found a "
-                f"{type(settings).__name__}"
+                f"{type(settings).__name__}: leave the optimizer out with "
+                f"skip=[{f'{self.name}.*'!r}]"
             )
         for key, value in hyperparameters_of(optimizer, settings).items():
             current = group.get(key)
@@ -273,8 +276,8 @@ class OptimizerBinding(Binding):
         tensors = group["params"]
         if not isinstance(tensors, list):
             raise StateError(
-                f"{self.name}: a param group of the optimizer has no list 'params', but a "
-                f"{type(tensors).__name__}"
+                f"{self.name}: the entry 'params' of a param group is a {type(tensors).__name__}: "
+                "expected a list of parameters, as torch's optimizers make it"
             )
         names = (
             name
@@ -305,18 +308,18 @@ def _parameter_of(parameters: ParameterMap, tensor: torch.Tensor, name: str) -> 
     return parameter
 
 
-def _settings_by_member(encoded: object) -> dict[str, JsonValue]:
+def _settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
     """Return the hyperparameters of each parameter, given the saved list of param groups."""
     settings: dict[str, JsonValue] = {}
     if not isinstance(encoded, list):
         raise StateError(
-            f"{GROUPS}: expected a list of groups in the checkpoint, found a "
-            f"{type(encoded).__name__}"
+            f"{name}: expected a list of groups in the checkpoint, found a "
+            f"{type(encoded).__name__}: leave the optimizer out with skip="
         )
     for group in encoded:
         if not isinstance(group, dict) or not isinstance(group.get("members"), list):
             raise StateError(
-                f"{GROUPS}: the checkpoint identifies parameters by position, but this optimizer "
+                f"{name}: the checkpoint identifies parameters by position, but this optimizer "
                 "has other counts or shapes of parameters, or flattened parameters. Save with "
                 "names (use torch's get_optimizer_state_dict, or make the optimizer from "
                 "model.named_parameters()), or load without the optimizer"
@@ -336,7 +339,10 @@ def _group_problems(
     for members in [group.members for group in groups]:
         missing = [member for member in members if member not in settings]
         if missing:
-            yield f"{name}: the checkpoint has no hyperparameters for {_list_first(missing)}"
+            yield (
+                f"{name}: the checkpoint has no hyperparameters for {_list_first(missing)}; to "
+                f"keep the current ones, use skip=[{name!r}]"
+            )
             continue
         for member in members[1:]:
             first, other = settings[members[0]], settings[member]
@@ -344,7 +350,7 @@ def _group_problems(
                 keys = ", ".join(key.lstrip(".") for key in differing_names(first, other, ""))
                 yield (
                     f"{name}: {members[0]} and {member} are in one param group, but were saved "
-                    f"with different {keys}"
+                    f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"
                 )
                 break
 

@@ -105,7 +105,8 @@ class ObjectBinding(Binding):
             entry = saved.tensor(name)
             if entry is None:
                 local_state.problems.append(
-                    f"{name}: the saved value contains this tensor, but the checkpoint lacks it"
+                    f"{name}: the saved value {self.name} contains this tensor, but the checkpoint "
+                    f"lacks it: leave the value out with skip=[{self.name!r}]"
                 )
                 continue
             tensor = self._tensors.get(name)
@@ -131,7 +132,10 @@ class ObjectBinding(Binding):
         if isinstance(tensor, np.ndarray):
             return tensor_of_array(name, tensor)
         if not isinstance(tensor, (torch.Tensor, Shards)):
-            raise StateError(f"{name}: the saved value contains a tensor that was not loaded")
+            raise StateError(
+                f"{name}: the saved value {self.name} contains this tensor, which the load left "
+                "out: load both, or leave out both with skip="
+            )
         return tensor
 
 

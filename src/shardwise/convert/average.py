@@ -71,7 +71,10 @@ def _refuse_unused_patterns(manifest: Manifest, take_first: Sequence[str], path:
     names = [entry.name for entry in manifest.tensors] + [each.name for each in manifest.objects]
     unused = [each for each in take_first if not any(fnmatchcase(name, each) for name in names)]
     if unused:
-        raise MismatchError(f"these patterns of take_first= match nothing in {path}:", unused)
+        raise MismatchError(
+            f"take_first= has patterns that match no name in {path}; correct or remove them:",
+            unused,
+        )
 
 
 def _average_values(

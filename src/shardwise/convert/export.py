@@ -65,9 +65,14 @@ class ExportOptions:
         if self.to not in TARGETS:
             raise StateError(f"to={self.to!r}: unknown format; choose one of {', '.join(TARGETS)}")
         if self.config is not None and self.to != "hf":
-            raise StateError(f"config={os.fspath(self.config)!r}: only used with to='hf'")
+            raise StateError(
+                f"config={os.fspath(self.config)!r}: only to='hf' writes a configuration, not "
+                f"to={self.to!r}: leave out config="
+            )
         if self.config is not None and not open_store(self.config).is_file():
-            raise StateError(f"config={os.fspath(self.config)!r}: not a file")
+            raise StateError(
+                f"config={os.fspath(self.config)!r}: not a file: expected the path of config.json"
+            )
         if self.dtype is not None and self.dtype not in FLOATS:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
         for name, value, minimum in (
@@ -157,8 +162,9 @@ def _select(
     tensors = [each for each in manifest.tensors if selection.selects(each.name)]
     if not tensors:
         raise StateError(
-            "nothing to write: only= and skip= select none of the checkpoint's tensors, whose "
-            f"first one is {manifest.tensors[0].name}; change the patterns"
+            f"nothing to write: only={[*options.only]} and skip={[*options.skip]} select none of "
+            f"the {len(manifest.tensors)} tensors, for example not {manifest.tensors[0].name}: "
+            "change the patterns"
             if manifest.tensors
             else "nothing to write: the checkpoint has no tensors; choose another checkpoint"
         )

@@ -82,7 +82,10 @@ def decode_config(data: bytes, path: str) -> AdapterConfig:
         raw = msgspec.json.decode(data, type=dict[str, Any])
         config = msgspec.convert(raw, AdapterConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{path}: not a valid LoRA configuration of PEFT: {error}") from error
+        raise FormatError(
+            f"{path}: not a valid LoRA configuration of PEFT: {error}; copy it again from an "
+            "intact source, or save the adapter again with PEFT"
+        ) from error
     unsupported = [f"{name}={raw[name]!r:.60}" for name in UNMERGEABLE_SETTINGS if raw.get(name)]
     if config.peft_type != "LORA":
         unsupported.append(f"peft_type={config.peft_type!r}")
@@ -205,7 +208,10 @@ def find_changes(
         changes[target.name] = Replacement(entry.name)
     problems += _tie_problems(changes, base)
     if problems:
-        raise MismatchError("the adapter does not fit the base:", problems)
+        raise MismatchError(
+            "the adapter does not fit the base; merge it into the base that it was trained on:",
+            problems,
+        )
     return changes
 
 
@@ -239,7 +245,9 @@ def _module_changes(
     if factors.bias is not None:
         if bias is None or bias.shape != factors.bias.shape:
             raise MismatchError(
-                "the adapter changes its bias, but the base has no bias of that shape", []
+                f"the adapter has a bias of shape {list(factors.bias.shape)}, but the base has "
+                f"{'no bias' if bias is None else f'one of shape {list(bias.shape)}'}",
+                [],
             )
         changes[bias.name] = BiasUpdate(factors.bias.name, scaling)
     return changes
@@ -283,7 +291,8 @@ def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
         )
     if not found.factors:
         raise StateError(
-            "not a LoRA adapter: no tensor's name ends in lora_A, lora_A.weight or lora_embedding_A"
+            "not a LoRA adapter: no tensor's name ends in lora_A, lora_A.weight or "
+            "lora_embedding_A; pass the directory that PEFT saved"
         )
     return found
 

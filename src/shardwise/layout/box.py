@@ -36,7 +36,7 @@ class Box:
             )
         if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
             raise LayoutError(
-                f"Box: offset {self.offset} and shape {self.shape} must not be negative"
+                f"Box: offset {self.offset} and shape {self.shape} must not have negative numbers"
             )
 
     @classmethod

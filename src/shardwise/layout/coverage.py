@@ -39,13 +39,14 @@ def uncovered_tensors(
     split_dims = np.flatnonzero(is_split).tolist()
     if len(split_dims) > MOST_SPLIT_DIMS:
         raise FormatError(
-            f"the pieces split tensors in {len(split_dims)} dimensions; at most {MOST_SPLIT_DIMS} "
-            "are supported"
+            f"the pieces split tensors in {len(split_dims)} dimensions, but at most "
+            f"{MOST_SPLIT_DIMS} are supported: shard tensors in fewer dimensions"
         )
     if len(tensor) << len(split_dims) > MOST_CORNERS:
         raise FormatError(
             f"{len(tensor)} pieces that split tensors in {len(split_dims)} dimensions are too many "
-            f"to be checked: they have more than {MOST_CORNERS} corners"
+            f"to be checked: they have more than {MOST_CORNERS} corners; shard tensors in fewer "
+            "dimensions, or into fewer parts"
         )
     seeds = np.random.default_rng().integers(2**64, size=dims + 1, dtype=np.uint64)
     sums = np.zeros(len(tensor_shapes), np.uint64)

@@ -67,7 +67,9 @@ def select_positions(index: Any, shape: Sequence[int]) -> tuple[SelectedPosition
     if len(ellipses) > 1:
         raise IndexError("an index can contain only one ellipsis (...)")
     if given > len(shape):
-        raise IndexError(f"{given} indices for a tensor of shape {list(shape)}")
+        raise IndexError(
+            f"{given} indices for a tensor of shape {list(shape)}: pass at most {len(shape)}"
+        )
     first_implied = ellipses[0] if ellipses else len(parts)
     implied = [slice(None)] * (len(shape) - given)
     parts[first_implied : first_implied + len(ellipses)] = implied
@@ -180,8 +182,7 @@ def _select_by_array(part: Any, dim: int, shape: Sequence[int]) -> SelectedPosit
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or part is None or array.ndim == 0:
         raise IndexError(
-            f"{part!r:.60}: a tensor is indexed with integers, slices, arrays of integers, masks "
-            "and ..."
+            f"{part!r:.60} is not an index: pass integers, slices, arrays of integers, masks or ..."
         )
     wrong = array[(array < -n) | (array >= n)]
     if wrong.size:

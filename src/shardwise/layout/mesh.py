@@ -94,7 +94,8 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
     for split in splits:
         if not 0 <= split.dim < len(shape):
             raise LayoutError(
-                f"cannot split dimension {split.dim} of a tensor of shape {list(shape)}"
+                f"cannot split dimension {split.dim} of a tensor of shape {list(shape)}, which has "
+                f"{len(shape)} dimensions"
             )
         runs[split.dim] = _apply_split(runs[split.dim], split)
     located = [_with_local_start(intervals) for intervals in runs]

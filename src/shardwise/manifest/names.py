@@ -74,7 +74,8 @@ def check_file_name(name: str) -> str:
     """
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
         raise FormatError(
-            f"the manifest names an unsafe file {name!r}: expected one plain path component"
+            f"the file name {name!r} is not safe to open: expected letters, digits, '.', '_' and "
+            "'-', without a directory"
         )
     return name
 
@@ -87,15 +88,20 @@ def check_name(name: str) -> str:
     """
     if len(name) > LONGEST_NAME:
         raise StateError(
-            f"{name[:60]}...: this name has {len(name)} characters; the limit is {LONGEST_NAME}"
+            f"{name[:60]}...: this name has {len(name)} characters, but at most {LONGEST_NAME} are "
+            "allowed: shorten the keys of the state"
         )
     if name.startswith(RESERVED) or "\0" in name:
-        raise StateError(f"{name!r}: names cannot contain NUL or begin with {RESERVED}")
+        raise StateError(
+            f"{name!r}: names cannot contain NUL or begin with {RESERVED}: rename the key"
+        )
     if not name.isascii():
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise StateError(f"{name!r}: this name is not valid Unicode: {error}") from error
+            raise StateError(
+                f"{name!r}: this name is not valid Unicode: {error}; rename the key"
+            ) from error
     return name
 
 
@@ -106,8 +112,5 @@ def check_save_id(save_id: str) -> str:
         FormatError: the id is not 16 hexadecimal digits.
     """
     if not _SAVE_ID.fullmatch(save_id):
-        raise FormatError(
-            f"the manifest is damaged: its save_id {save_id[:40]!r} is not 16 hexadecimal digits; "
-            "load another checkpoint"
-        )
+        raise FormatError(f"the id of the save, {save_id[:40]!r}, is not 16 hexadecimal digits")
     return save_id

@@ -31,8 +31,9 @@ def check_table_size(rows: int, dims: int) -> None:
     """
     if rows * dims > MOST_NUMBERS:
         raise FormatError(
-            f"{rows} pieces or tensors of up to {dims} dimensions exceed the limit: rows times "
-            f"dimensions may be at most {MOST_NUMBERS}"
+            f"the checkpoint has {rows} pieces or tensors of up to {dims} dimensions, but their "
+            f"number times the dimensions may be at most {MOST_NUMBERS}: save fewer tensors or "
+            "pieces in one checkpoint"
         )
 
 

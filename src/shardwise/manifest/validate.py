@@ -53,7 +53,7 @@ def validated_pieces_of(store: Store, manifest: Manifest) -> Pieces:
     try:
         return validated_pieces(manifest, size_of)
     except FormatError as error:
-        raise FormatError(f"{store}: {error}") from error
+        raise FormatError(f"{store}: {error}; load another checkpoint") from error
 
 
 def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = None) -> Pieces:
@@ -93,10 +93,13 @@ def _check_names(manifest: Manifest) -> None:
         if name in seen:
             raise FormatError(
                 f"the manifest has the name {name!r} twice, so it is ambiguous which value to "
-                "load: a faulty program wrote it; open another checkpoint"
+                "load: a faulty program wrote it"
             )
         if name.startswith(RESERVED):
-            raise FormatError(f"the manifest uses the reserved name {name!r}")
+            raise FormatError(
+                f"the manifest has the name {name!r}, but names that begin with {RESERVED} are "
+                "reserved: a faulty program wrote it"
+            )
         seen.add(name)
 
 
@@ -130,10 +133,14 @@ def _check_tensors(manifest: Manifest) -> None:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise FormatError(
-                f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}: a newer shardwise may know it"
+                f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}: install a newer version of "
+                "shardwise, which may know it"
             )
         if math.prod(n for n in tensor.shape if n) * dtype.itemsize > LARGEST:
-            raise FormatError(f"{tensor.name}: the shape {list(tensor.shape)} is too large")
+            raise FormatError(
+                f"{tensor.name}: a {tensor.dtype} tensor of shape {list(tensor.shape)} has more "
+                f"than {LARGEST} bytes, so the shape is wrong"
+            )
         if tensor.same_as is None:
             continue
         if tensor.pieces:
@@ -147,8 +154,9 @@ def _check_tensors(manifest: Manifest) -> None:
             )
         if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
             raise FormatError(
-                f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, but they differ in "
-                "dtype or shape"
+                f"{tensor.name}: the tensor has dtype {tensor.dtype} and shape "
+                f"{list(tensor.shape)}, but is tied to {tensor.same_as!r}, which has "
+                f"{other.dtype} and {list(other.shape)}"
             )
 
 
@@ -160,7 +168,7 @@ def _check_amounts(manifest: Manifest, runs: Runs) -> None:
     total = sum(runs.count.tolist())
     if total > MOST_PIECES:
         raise FormatError(
-            f"the manifest claims {total} pieces; at most {MOST_PIECES} are supported"
+            f"the manifest claims {total} pieces, but at most {MOST_PIECES} are supported"
         )
     check_table_size(total, runs.first.offset.shape[1])
     tensors = manifest.tensors
@@ -185,7 +193,8 @@ def _check_file_sizes(manifest: Manifest, size_of: Callable[[str], int]) -> None
         size = size_of(file.name)
         if size != file.size:
             raise FormatError(
-                f"the file {file.name!r} has {size} bytes, but the manifest says {file.size}"
+                f"the file {file.name!r} has {size} bytes, but the manifest says {file.size}: copy "
+                "the file again"
             )
 
 
@@ -203,7 +212,7 @@ def _check_run_ends(manifest: Manifest, runs: Runs) -> None:
         if wrong.any():
             row = int(np.argwhere(wrong)[0, 0])
             name = manifest.tensors[int(runs.first.tensor[row])].name
-            raise FormatError(f"{name}: a repeated piece leaves its tensor or file")
+            raise FormatError(f"{name}: a repeated piece lies outside of its tensor or file")
 
 
 def _check_within_tensors(manifest: Manifest, pieces: Pieces) -> None:

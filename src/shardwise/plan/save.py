@@ -139,7 +139,9 @@ def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
                 )
     if problems:
         raise MismatchError(
-            "ranks have tensors of the same name with different dtypes or shapes:", problems
+            "ranks have tensors of the same name with different dtypes or shapes; pass the parts "
+            "of one tensor as a DTensor or sw.Shards, and give other tensors different names:",
+            problems,
         )
     return list(seen.values())
 

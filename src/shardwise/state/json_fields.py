@@ -169,7 +169,8 @@ def member_of(fields: Fields) -> enum.Enum:
     enum_class = _find_imported(path)
     if not (isinstance(enum_class, type) and issubclass(enum_class, enum.Enum)):
         raise LookupError(
-            f"{path[:200]} is not an enum that this process has imported: import it first"
+            f"{path[:200]} is not an enum that this process has imported (import its module before "
+            "loading)"
         )
     if name not in enum_class.__members__:
         raise LookupError(f"{path[:200]} has no member {name[:200]!r}")

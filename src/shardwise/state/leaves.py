@@ -194,10 +194,12 @@ class Shards:
             ):
                 raise LayoutError(
                     f"Shards: a local {data.dtype} tensor of shape {list(data.shape)} does not "
-                    f"match the box {box} of a {dtype} tensor of shape {list(self.shape)}"
+                    f"match the box {box} of a {dtype} tensor of shape {list(self.shape)}: pass "
+                    "pairs of a box and a local tensor of the same shape and dtype"
                 )
             if not whole.contains(box):
                 raise LayoutError(
-                    f"Shards: the box {box} lies outside of a tensor of shape {list(self.shape)}"
+                    f"Shards: the box {box} lies outside of a tensor of shape {list(self.shape)}: "
+                    "correct its offset, or pass the global shape as shape="
                 )
         self.fragments = tuple(Fragment(box, data) for box, data in parts if box.size)

@@ -74,9 +74,7 @@ def encode(
     try:
         return _encode(value, _Cursor(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
-        raise StateError(
-            f"{name}: the value is nested deeper than Python's recursion limit allows"
-        ) from error
+        raise StateError(f"{name}: nested too deeply for Python: flatten the value") from error
 
 
 def decode(
@@ -100,9 +98,7 @@ def decode(
     try:
         return _decode(encoded, _Cursor(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
-        raise StateError(
-            f"{name}: the value is nested deeper than Python's recursion limit allows"
-        ) from error
+        raise StateError(f"{name}: nested too deeply for Python: skip= leaves it out") from error
 
 
 def differing_names(a: JsonValue, b: JsonValue, name: str) -> list[str]:
@@ -180,7 +176,7 @@ def _encode(value: Any, cursor: _Cursor) -> JsonValue:
 
 def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     if cursor.depth > DEEPEST:
-        raise StateError(f"{cursor.name}: nested more than {DEEPEST} levels deep")
+        raise StateError(f"{cursor.name}: nested deeper than {DEEPEST} levels: skip= leaves it out")
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
@@ -205,17 +201,15 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
 
 
 def _tag_of(value: object) -> str | None:
-    exact = _EXACT.get(type(value))
-    return exact or next(
-        (tag for value_type, tag in _INHERITED if isinstance(value, value_type)), None
-    )
+    inherited = (tag for value_type, tag in _INHERITED if isinstance(value, value_type))
+    return _EXACT.get(type(value)) or next(inherited, None)
 
 
 def _check_text(text: str, cursor: _Cursor) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise StateError(f"{cursor.name}: invalid Unicode text: {error}") from error
+        raise StateError(f"{cursor.name}: invalid Unicode: {error}: save it as bytes") from error
     return text
 
 
@@ -290,7 +284,7 @@ def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
 
 def _named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
     if cursor.get_tensor is None:
-        raise StateError(f"{cursor.name}: the value refers to a tensor, which is not possible here")
+        raise StateError(f"{cursor.name}: this value cannot refer to a tensor: skip= leaves it out")
     return cursor.get_tensor(text_of(encoded["name"]))
 
 
@@ -307,14 +301,17 @@ def _refuse_same_names(on_tensor: OnTensor) -> OnTensor:
 
 
 def _refuse_key(name: str, value: object) -> None:
-    raise StateError(f"{name}: a tensor cannot be a key of a saved value")
+    raise StateError(f"{name}: a tensor cannot be a key: use text or a number as the key")
 
 
 def _pickled(value: object, cursor: _Cursor) -> Fields:
     try:
         return {"v": bytes_text(pickle.dumps(value))}
     except Exception as error:  # pickling runs code of the value
-        raise StateError(f"{cursor.name}: it cannot be pickled either: {error}") from error
+        raise StateError(
+            f"{cursor.name}: a {type(value).__name__} is not a plain value, and pickle cannot save "
+            f"it: {error}: leave it out of the state, or give it state_dict() and load_state_dict()"
+        ) from error
 
 
 def _unpickled(encoded: Fields, cursor: _Cursor) -> object:
@@ -327,7 +324,10 @@ def _unpickled(encoded: Fields, cursor: _Cursor) -> object:
     try:
         return pickle.loads(data)
     except Exception as error:  # unpickling runs code of the value
-        raise StateError(f"{cursor.name}: it cannot be unpickled: {error}") from error
+        raise StateError(
+            f"{cursor.name}: the pickled value cannot be unpickled: {error}: make its class "
+            "importable, or leave the value out with skip="
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

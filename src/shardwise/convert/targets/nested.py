@@ -155,7 +155,9 @@ def decode_with_parts(entry: ObjectEntry, tensors: Mapping[str, TensorPart]) -> 
 
     def tensor(name: str) -> torch.Tensor:
         if name not in tensors:
-            raise StateError(f"{entry.name}: it contains {name}, which only= or skip= leaves out")
+            raise StateError(
+                f"{entry.name}: it contains the tensor {name}, which only= or skip= leaves out"
+            )
         return cast(torch.Tensor, tensors[name])
 
     return decode(_with_tensors(entry.value), entry.name, tensor)
@@ -186,7 +188,10 @@ def _decode_groups(entry: ObjectEntry) -> tuple[ParamGroup, ...]:
     for each in entry.value:
         settings = decode(each["value"], entry.name)
         if not isinstance(settings, dict):
-            raise StateError(f"{entry.name}: the hyperparameters of a group are not a dict")
+            raise StateError(
+                f"{entry.name}: expected a dict with the hyperparameters of a group, found a "
+                f"{type(settings).__name__}: leave the optimizer out with skip="
+            )
         groups.append(ParamGroup(tuple(map(str, each["members"])), settings))
     return tuple(groups)
 
