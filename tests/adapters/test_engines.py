@@ -211,6 +211,7 @@ def test_counts_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
 def test_what_is_no_count_is_refused(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"model": nn.Linear(2, 2), "deepspeed": {"global_steps": "many"}})
     with pytest.raises(
-        sw.StateError, match=r"deepspeed\.global_steps: expected an integer in the checkpoint, found 'many'"
+        sw.StateError,
+        match=r"deepspeed\.global_steps: expected an integer in the checkpoint, found 'many'",
     ):
         sw.load(tmp_path / "c", {"model": DeepSpeedEngine()})

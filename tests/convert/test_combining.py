@@ -133,7 +133,7 @@ def test_what_differs_has_no_average(tmp_path: Path) -> None:
     for weights in ([1.0], [1.0, -1.0], [1.0, math.nan], [1e308, 1e308]):
         with pytest.raises(sw.StateError, match="2 finite numbers"):
             sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", weights=weights)
-    with pytest.raises(sw.MismatchError, match=r"take_first= match nothing .*\n  - epochs"):
+    with pytest.raises(sw.MismatchError, match=r"take_first= has patterns .*\n  - epochs"):
         sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", take_first=["epochs"])
     (tmp_path / "link").symlink_to("a")
     for again in ("a", "link", "../" + tmp_path.name + "/a"):

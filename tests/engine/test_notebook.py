@@ -75,7 +75,7 @@ def test_an_index_that_does_not_fit_is_an_error(checkpoint: sw.Checkpoint, index
     if index == []:
         assert checkpoint["t.table"][index].shape == (0, 40, 3)
         return
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=r"^t\.table: "):
         checkpoint["t.table"][index]
 
 

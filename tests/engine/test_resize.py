@@ -87,7 +87,9 @@ def test_wrong_use_is_said(tmp_path: Path) -> None:
         sw.load(tmp_path, made(9), resize={"model.embed.weight": "pad"})
     with pytest.raises(sw.StateError, match="expected a mapping of names"):
         sw.load(tmp_path, made(9), resize="keep-common")  # type: ignore[arg-type]
-    with pytest.raises(sw.MismatchError, match=r"match no tensor of the state; correct them:\n  - model.embd"):
+    with pytest.raises(
+        sw.MismatchError, match=r"match no tensor of the state; correct them:\n  - model.embd"
+    ):
         sw.load(tmp_path, made(9), resize={"model.embd": "keep-common"})
     with torch.device("meta"):
         empty = made(9)

@@ -201,7 +201,7 @@ def test_a_huge_manifest_is_refused_by_its_size(size: int, small: Path) -> None:
     os.truncate(small / "manifest.json", size)
     tracemalloc.start()
     try:
-        with pytest.raises(sw.FormatError, match=f"has {size} bytes; at most {2**28}"):
+        with pytest.raises(sw.FormatError, match=f"has {size} bytes, but at most {2**28}"):
             sw.open(small)
         assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
     finally:

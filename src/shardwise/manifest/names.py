@@ -112,5 +112,5 @@ def check_save_id(save_id: str) -> str:
         FormatError: the id is not 16 hexadecimal digits.
     """
     if not _SAVE_ID.fullmatch(save_id):
-        raise FormatError(f"the id of the save, {save_id[:40]!r}, is not 16 hexadecimal digits")
+        raise FormatError(f"the save_id {save_id[:40]!r} is not 16 hexadecimal digits")
     return save_id
