@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -92,13 +93,36 @@ def test_a_large_object_is_uploaded_in_parts(
     assert azurite.unfinished_uploads() == []
 
 
-def test_an_upload_that_is_not_committed_is_invisible(url: str) -> None:
+def test_an_upload_that_is_not_committed_leaves_nothing(azurite: AzureServer, url: str) -> None:  # noqa: F811
     store = open_store(url)
     file = store.create(KEY, 20 * CHUNK)
     file.write_at(0, content(12 * CHUNK))
-    file.close()
+    wait_until(lambda: len(azurite.unfinished_uploads()) == 1)
     assert store.list() == []
     assert not store.exists()
+    file.close()
+    assert store.list() == []
+    assert azurite.unfinished_uploads() == []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_failed_upload_keeps_the_object_that_it_would_replace(url: str) -> None:
+    store, data = open_store(url), content(6 * CHUNK)
+    for is_committed in (True, False):
+        file = store.create_atomic(KEY, len(data))
+        try:
+            file.write_at(0, data if is_committed else data[:CHUNK] + 1)
+            if is_committed:
+                file.commit()
+        finally:
+            file.close()
+    assert read_file(store, KEY) == data.tobytes()
 
 
 def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> None:
@@ -154,3 +178,39 @@ def test_wrong_and_missing_credentials_are_told(
     assert open_store(azurite.new_url(account=azurite.account)).list() == []
     with pytest.raises(StoreError, match="account"):
         open_store(azurite.new_url()).list()
+
+
+@pytest.mark.parametrize("permissions", ["racwdl", "rl"])
+def test_a_shared_access_signature_is_enough(
+    azurite: AzureServer,  # noqa: F811
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    permissions: str,
+) -> None:
+    sw.save(url, state_of(1))
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", azurite.access_signature(permissions))
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    target = {"t": torch.zeros(12 << 20, dtype=torch.uint8)}
+    sw.load(url, target)
+    assert torch.equal(target["t"], state_of(1)["t"])
+    if "w" in permissions:
+        sw.save(url, state_of(2), overwrite=True)
+        sw.load(url, target)
+        assert torch.equal(target["t"], state_of(2)["t"])
+    else:
+        assert not open_store(url).is_writable()
+        with pytest.raises(PermissionError, match="denies access"):
+            sw.save(url, state_of(2), overwrite=True)
+
+
+def test_the_endpoint_may_come_from_the_environment(
+    azurite: AzureServer,  # noqa: F811
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sw.save(url, {"a": torch.ones(3)})
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azurite.endpoint)
+    place = url.partition("?")[0]
+    assert "manifest.json" in open_store(f"{place}?allow_http=true").list()
+    with pytest.raises(StoreError, match="the endpoint is not encrypted"):
+        open_store(place).list()

@@ -254,7 +254,7 @@ def _client_options(url: StoreUrl, endpoint: str | None) -> ClientConfig:
             "if you trust the network"
         )
     return {
-        "allow_http": is_plain,
+        "allow_http": is_plain or url.is_set("allow_http"),  # its endpoint may be from elsewhere
         "timeout": timedelta(seconds=_request_seconds(url)),
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
     }

@@ -88,6 +88,11 @@ def _store_error(action: str, place: str, error: Exception) -> StoreError:
             "a setting is missing; for az://, set AZURE_STORAGE_ACCOUNT_NAME, or add account=NAME "
             "to the options of the URL"
         )
+    elif "builder error" in text and " http://" in text:
+        advice = (
+            "the endpoint is not encrypted: use https, or add allow_http=true to the options of "
+            "the URL if you trust the network"
+        )
     elif "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text:
         advice = "the bucket is in another region: add region=NAME to the options of the URL"
     elif status == 501:

@@ -20,7 +20,11 @@ from shardwise.store.object_errors import http_status, translate_errors
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
-from shardwise.store.unfinished_uploads import abort_idle_uploads, abort_uploads_of
+from shardwise.store.unfinished_uploads import (
+    abort_failed_upload,
+    abort_idle_uploads,
+    abort_uploads_of,
+)
 from shardwise.store.uploads import MultipartUpload, SmallUpload, UploadShare
 
 if TYPE_CHECKING:
@@ -159,19 +163,17 @@ class ObjectStore:
         if size <= part:
             return SmallUpload(place, size, lambda content: self._put(path, content))
 
-        def abort() -> None:
-            client = self._client.boto3_client()
-            if client is not None:
-                abort_uploads_of(client, self.url.host, path)
-
         def put(chunks: Iterator[memoryview]) -> None:
-            abort()  # the uploads of a process that was killed: nobody else uses this name
+            abort_uploads_of(self._client, path)  # those of a process that was killed
             with self._share.reserve(self._requests) as requests:
                 _obstore().put(
                     self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
                 )
 
-        return MultipartUpload(place, size, put, abort, window=max(2 * part, SMALLEST_WINDOW))
+        window = max(2 * part, SMALLEST_WINDOW)
+        return MultipartUpload(
+            place, size, put, lambda: abort_failed_upload(self._client, path), window=window
+        )
 
     def open(self, key: str) -> ObjectReader:
         """Open an object."""
@@ -313,12 +315,9 @@ class ObjectStore:
             idle_seconds: how long an upload got no part. The longest time of a request and its
                 retries is added, because a live upload can be idle for this time.
         """
-        client = self._client.boto3_client()
-        if client is None:
-            return 0
         prefix = f"{self.url.path}/" if self.url.path else ""
         seconds = idle_seconds + longest_request(self.url)
-        return abort_idle_uploads(client, self.url.host, prefix, idle_seconds=seconds)
+        return abort_idle_uploads(self._client, prefix, idle_seconds=seconds)
 
     def _at(self, url: StoreUrl) -> ObjectStore:
         return ObjectStore(url, self._client, self._times, self._share)
