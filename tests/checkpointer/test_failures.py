@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpointer.restoring import _first_few
+from shardwise.checkpointer.restoring import _describe_first_nodes
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import shm
@@ -154,4 +154,4 @@ def test_all_ranks_go_on_or_none_does(gang: Gang, tmp_path: Path) -> None:
     ],
 )
 def test_only_the_first_unanswered_nodes_are_listed(count: int, shown: str) -> None:
-    assert _first_few({f"n{i}": "off" for i in range(count)}) == shown
+    assert _describe_first_nodes({f"n{i}": "off" for i in range(count)}) == shown

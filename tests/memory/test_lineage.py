@@ -141,7 +141,7 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
         for node, by_step in enumerate(nodes)
     ]
     infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}
-    found = Search(held, infos, read, lineage).choose(None)
+    found = Search(held, infos, read, lineage).choose_snapshot(None)
     return found.step, str(found.skipped)
 
 

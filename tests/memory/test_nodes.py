@@ -42,7 +42,7 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> StageOutcome:
     bound.start()
     try:
         with closing(Nodes(place, infos, "here", WAIT)) as nodes:
-            return nodes.wait_for_record("there", DONE, StageOutcome, request=asked)
+            return nodes.wait_for_record("there", DONE, StageOutcome, request_name=asked)
     finally:
         bound.cancel()
 

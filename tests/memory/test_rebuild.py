@@ -26,7 +26,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_name,
     parity_file_size,
 )
-from shardwise.memory.redundancy.rebuild import Rebuilder, unreadable_files
+from shardwise.memory.redundancy.rebuild import Rebuilder, find_unreadable_files
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
 from tests.breadth import examples
@@ -135,7 +135,7 @@ def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -
     for count in range(1, m + 1):
         for lost in combinations(cluster.files, count):
             cluster.lost = set(lost)
-            assert unreadable_files(cluster.protection, cluster.held()) == set()
+            assert find_unreadable_files(cluster.protection, cluster.held()) == set()
             for (node, name), data in cluster.data.items():
                 if node in lost:
                     assert np.array_equal(cluster.rebuilt(node, name), data)
@@ -151,7 +151,7 @@ def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
         for name in list(cluster.files[node]):
             if random.random() < 0.4:
                 del cluster.files[node][name]
-    missing = unreadable_files(cluster.protection, cluster.held())
+    missing = find_unreadable_files(cluster.protection, cluster.held())
     for (node, name), data in cluster.data.items():
         if name in cluster.files[node]:
             assert name not in missing
@@ -207,7 +207,7 @@ def test_no_more_is_read_than_a_range_needs() -> None:
 def test_one_loss_too_many_is_an_error_that_says_so(m: int) -> None:
     cluster = Cluster([[500_000]] * 5, m)
     cluster.lost = {f"n{i}" for i in range(m + 1)}
-    assert unreadable_files(cluster.protection, cluster.held()) == {
+    assert find_unreadable_files(cluster.protection, cluster.held()) == {
         f"r{i:05d}-{SAVE}.safetensors" for i in range(m + 1)
     }
     with pytest.raises(StoreError) as failure:
@@ -333,9 +333,9 @@ def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
 def test_copies_are_found_wherever_they_lie() -> None:
     members = [Member(f"n{i}", "", ((f"f{i}", 10),)) for i in range(3)]
     protection = form_groups(members, SAVE, copies=1)
-    assert unreadable_files(protection, {"n1": {"f1", "f0"}, "n2": {"f2"}}) == set()
-    assert unreadable_files(protection, {"n1": {"f1"}, "n2": {"f2"}}) == {"f0"}
-    assert unreadable_files(protection, {}) == {"f0", "f1", "f2"}
+    assert find_unreadable_files(protection, {"n1": {"f1", "f0"}, "n2": {"f2"}}) == set()
+    assert find_unreadable_files(protection, {"n1": {"f1"}, "n2": {"f2"}}) == {"f0"}
+    assert find_unreadable_files(protection, {}) == {"f0", "f1", "f2"}
     with pytest.raises(StoreError, match="f0 of node n0 is not protected by parity"):
         rebuild_file(protection, "n0", "f0", RANGES.read, np.empty(10, np.uint8))
 
@@ -345,10 +345,10 @@ def test_a_rebuilt_file_protects_others_again() -> None:
     lost = [f"r{i:05d}-{SAVE}.safetensors" for i in range(2)]
     cluster.lost = {"n0", "n1"}
     held = cluster.held()
-    assert unreadable_files(cluster.protection, held) == set(lost)
+    assert find_unreadable_files(cluster.protection, held) == set(lost)
     held["n2"] |= {lost[0]}  # wherever it came from
     parity = parity_file_name(SAVE, cluster.protection.groups[0], 0)
-    assert unreadable_files(cluster.protection, {**held, "n0": {parity}}) == set()
+    assert find_unreadable_files(cluster.protection, {**held, "n0": {parity}}) == set()
 
 
 @needs_pyeclib
@@ -359,7 +359,7 @@ def test_losses_in_different_places_of_a_stripe_are_survived() -> None:
     lost["n4"] = f"r00024-{SAVE}.safetensors"
     for node, name in lost.items():
         del cluster.files[node][name]
-    assert unreadable_files(cluster.protection, cluster.held()) == set()
+    assert find_unreadable_files(cluster.protection, cluster.held()) == set()
     for node, name in lost.items():
         assert np.array_equal(cluster.rebuilt(node, name), cluster.data[node, name])
 

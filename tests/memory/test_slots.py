@@ -18,7 +18,7 @@ from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_fo
 from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run_id
 from shardwise.memory.reclaim import discard, discard_all
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
-from shardwise.memory.trainer.slots import PAGE, Slots
+from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from tests.memory.reconciling import free_decided
 
 
@@ -93,9 +93,9 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) ->
 
 def full(fd: int, offset: int, length: int) -> None:
     """There are pages for the first bytes only."""
-    if offset + length > PAGE:
+    if offset + length > PAGE_SIZE:
         raise OSError(errno.ENOSPC, "No space left on device")
-    os.pwrite(fd, bytes(PAGE), 0)
+    os.pwrite(fd, bytes(PAGE_SIZE), 0)
 
 
 def test_a_slot_that_cannot_be_allocated_is_as_it_was(

@@ -35,7 +35,7 @@ from shardwise.memory.records import StagedFile
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.trainer import device as device_module
-from shardwise.memory.trainer.copying import Copying, Slack
+from shardwise.memory.trainer.copying import CopyProgress, Slack
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
@@ -167,7 +167,7 @@ class Trial:
         accelerator: Any = self.accelerator
         self.staging = Staging(home, self.run, 0, options, lambda: None, accelerator)
 
-    def begin(self, content: FileSource, step: int = 1) -> Copying:
+    def begin(self, content: FileSource, step: int = 1) -> CopyProgress:
         """Begin a part that holds this."""
         nothing: Any = None
         planned = PlannedSave(
@@ -396,7 +396,7 @@ def test_closing_waits_for_no_pauses(trial: Trial) -> None:
 def test_whoever_waits_ends_the_pauses(by: str) -> None:
     slack = Slack()
     slack.add(1000.0, has_waited=False)
-    copying = Copying(3, slack)
+    copying = CopyProgress(3, slack)
     seen: list[int] = []
     fill = copying.pace_fill(lambda low, high, out: seen.append(low))
 
@@ -543,7 +543,7 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     place = Place(trial.run, 1)
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
-        place.wait_for(name, Deadline(BOUND), failed=records.staging_failure_record(name))
+        place.wait_for(name, Deadline(BOUND), failure_name=records.staging_failure_record(name))
     with (
         closing(Nodes(place, [], "here", BOUND)) as nodes,
         pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
@@ -552,7 +552,7 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
             "here",
             records.entry_record(name),
             FileEntry,
-            failed=records.staging_failure_record(name),
+            failure_name=records.staging_failure_record(name),
         )
 
 

@@ -19,7 +19,7 @@ from shardwise.memory.redundancy.stripes import (
     chunk_size,
     index_of_data_stripe,
     index_of_parity_stripe,
-    make_code,
+    make_erasure_code,
     stripes_of_group,
 )
 from shardwise.store.store import Buffer
@@ -42,7 +42,7 @@ def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int
     """The missing blocks, from those present."""
     size = len(next(iter(present.values()), b""))
     found = {number: np.empty(size, np.uint8) for number in missing}
-    with closing(make_code(k, m)) as code:
+    with closing(make_erasure_code(k, m)) as code:
         usable = {number: block for number, block in present.items() if number not in found}
         code.recover(usable.items(), found)
     return list(found.values())
@@ -188,11 +188,11 @@ def test_too_few_pieces_are_refused(m: int) -> None:
 
 def test_large_groups_are_refused() -> None:
     with pytest.raises(StoreError, match="use smaller groups"):
-        make_code(31, 2)
+        make_erasure_code(31, 2)
 
 
 def test_without_pyeclib_two_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyeclib.ec_iface", None)
     with pytest.raises(StoreError, match=r"pip install 'shardwise\[parity\]'"):
-        make_code(4, 2)
-    make_code(4, 1).close()
+        make_erasure_code(4, 2)
+    make_erasure_code(4, 1).close()

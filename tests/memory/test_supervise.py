@@ -25,7 +25,7 @@ from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import ensure_agent, running_agent
 from shardwise.memory.trainer import agents
-from shardwise.memory.trainer.agents import Supervisor
+from shardwise.memory.trainer.agents import AgentSupervisor
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
 
@@ -38,9 +38,9 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 @contextmanager
-def kept(home: Home, options: Memory) -> Iterator[Supervisor]:
+def kept(home: Home, options: Memory) -> Iterator[AgentSupervisor]:
     """A supervisor that is stopped afterwards."""
-    supervisor = Supervisor(home, options)
+    supervisor = AgentSupervisor(home, options)
     try:
         yield supervisor
     finally:
@@ -212,7 +212,7 @@ def test_a_home_that_disappears_is_no_harm(
 
 def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
-    supervisor = Supervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
+    supervisor = AgentSupervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
     until(lambda: is_training(home))
     with home.agent_lock():
         del supervisor

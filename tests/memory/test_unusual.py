@@ -27,7 +27,7 @@ from shardwise.memory.rank_locks import is_training, training_lock
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.remote.search import list_own_files
-from shardwise.memory.trainer.copying import Copying
+from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.save_handle import PendingSave
 from tests.memory.test_snapshots import end_agents, shm
 from tests.memory.test_sweep import forked
@@ -206,7 +206,7 @@ def test_a_checkpointer_is_refused_in_a_forked_child_and_stays_the_parents(
 
 
 def test_a_forked_child_waits_for_no_copy_and_keeps_no_lock(tmp_path: Path) -> None:
-    copying = Copying(1, None)
+    copying = CopyProgress(1, None)
     home = Home(tmp_path)
 
     def child() -> None:

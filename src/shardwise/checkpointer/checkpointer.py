@@ -18,7 +18,7 @@ from shardwise.checkpointer.restoring import (
     RestoreReport,
     Restoring,
     StartFrom,
-    load_start,
+    load_start_from,
     resolve_choice,
 )
 from shardwise.checkpointer.saving import Saving
@@ -29,7 +29,7 @@ from shardwise.checkpointer.settings import (
     install_signals,
     open_mirror,
     open_root_store,
-    prepare_root,
+    prepare_root_and_check_memory,
 )
 from shardwise.checkpointer.signals import AfterSignal
 from shardwise.engine.compile_and_gc import skip_compile
@@ -114,11 +114,11 @@ class Checkpointer:
         on_event: Sink | None = None,
     ) -> None:
         check_options(keep, memory, start_from, save_on_signals, after_signal, on_failure)
-        self._root = open_root_store(root, for_agents=memory is not None)
+        self._root = open_root_store(root, opened_by_agents=memory is not None)
         self._settings = settings = Settings(
             root=self._root,
             keep=keep or Keep(),
-            mirror=open_mirror(mirror, self._root, for_agents=memory is not None),
+            mirror=open_mirror(mirror, self._root, opened_by_agents=memory is not None),
             save_every=check_integer("Checkpointer(save_every", save_every),
             memory=memory,
             check_replicas=check_replicas,
@@ -139,7 +139,9 @@ class Checkpointer:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()
             has_start = start_from is not None
-            if not prepare_root(settings, self._signals, self._group, has_start=has_start):
+            if not prepare_root_and_check_memory(
+                settings, self._signals, self._group, has_start=has_start
+            ):
                 memory = None
             self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
         except BaseException:
@@ -271,12 +273,14 @@ class Checkpointer:
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
-        signal_number = 0 if self._signals is None else self._signals.any_received(self._group)
+        signal_number = (
+            0 if self._signals is None else self._signals.find_received_signal(self._group)
+        )
         durable = force or signal_number > 0 or self._settings.is_durable_step(step)
         handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
         if signal_number and self._signals is not None:
             self._saving.wait_until_durable(handle)
-            self._signals.act_on(signal_number, self._group)
+            self._signals.act_on_signal(signal_number, self._group)
         return handle
 
     def prepare(self, state: State) -> int:
@@ -339,14 +343,14 @@ class Checkpointer:
         def load(place: api.Place) -> LoadReport:
             return bound(place, state, spec=spec, read_once=read_once)
 
-        self._saving.forget_last()
+        self._saving.forget_last_call()
         recorder = Recorder(self._settings.on_event)
         tiers, suspect = self._settings.store_to_read(), self._saving.suspect
         restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder, suspect)
         report = restoring.restore(step, self._settings.keep.best, load)
         restored_step = start_step = report.step if report else None
         if report is None and self._start_from is not None:
-            report, start_step = load_start(self._start_from, state, load, self._group)
+            report, start_step = load_start_from(self._start_from, state, load, self._group)
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
                 self._snapshots.resume_from(restored_step)

@@ -73,7 +73,7 @@ class RunMirror:
             log.error("the agent of this node cannot mirror %s yet: %s", root, error)
         snapshots.home.wake()
 
-    def saved(self, step: int) -> None:
+    def report_saved(self, step: int) -> None:
         """Say that a step was saved to the root. With agents, the agent learns it by itself."""
         self._newest = step
         self._tell_worker()
@@ -93,13 +93,13 @@ class RunMirror:
             damaged = frozenset(self._damaged)
             self._worker.set_saved(Saved(self._newest, damaged, self._suspected))
 
-    def follow(self, handle: SaveHandle, recorder: Recorder) -> SaveHandle:
+    def with_mirror_progress(self, handle: SaveHandle, recorder: Recorder) -> SaveHandle:
         """Return a handle that can wait for the mirror. On rank 0, report copies and failures."""
         if self._leads:
             self._watch.report(recorder)
         return handle.with_mirror(self._watch)
 
-    def explain(self, error: OSError) -> None:
+    def note_mirror_failure(self, error: OSError) -> None:
         """Add to a failure of the root that the mirror fails, which can be why the root is full."""
         if self._leads and (problem := self._watch.problem()):
             add_note(error, problem)

@@ -44,11 +44,11 @@ StartFrom = api.Place | Callable[[State], LoadReport]
 """`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""
 
 log = logging.getLogger("shardwise")
-_DAMAGE = (CorruptionError, CheckpointNotFoundError)
+_DAMAGE_ERRORS = (CorruptionError, CheckpointNotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
-class _Skipped:
+class _SkippedStep:
     """A step that was not restored.
 
     Attributes:
@@ -116,7 +116,7 @@ def resolve_choice(step: object, best: Best | None) -> Choice:
     return parse_choice(best if step == "best" else step)
 
 
-def load_start(
+def load_start_from(
     start_from: StartFrom, state: State, load: Callable[[api.Place], LoadReport], group: Group
 ) -> tuple[RestoreReport, int | None]:
     """Load `start_from`. All ranks call this together.
@@ -223,14 +223,16 @@ class Restoring:
             choice, reply = exchange_with_local_value(
                 self._group, "listing steps", encode_choice, list_steps
             )
-        stored = msgspec.msgpack.decode(reply, type=list[int])
+        stored_steps = msgspec.msgpack.decode(reply, type=list[int])
         if choice == "newest":
-            return self._restore_newest(stored, load)
-        selected = stored[0] if isinstance(choice, Best) else operator.index(choice)
-        return self._restore_step(selected, [each for each in stored if each == selected], load)
+            return self._restore_newest(stored_steps, load)
+        selected = stored_steps[0] if isinstance(choice, Best) else operator.index(choice)
+        return self._restore_step(
+            selected, [each for each in stored_steps if each == selected], load
+        )
 
-    def _restore_newest(self, stored: list[int], load: Load) -> RestoreReport | None:
-        report, skipped = self._load_first_intact(stored, None, load)
+    def _restore_newest(self, stored_steps: list[int], load: Load) -> RestoreReport | None:
+        report, skipped = self._load_first_intact(stored_steps, None, load)
         if report is None and any(each.was_tried for each in skipped):
             raise self._none_is_intact(skipped)
         if report is None and skipped:
@@ -238,9 +240,9 @@ class Restoring:
             warnings.warn(f"nothing can be restored: {reasons}", RuntimeWarning, stacklevel=4)
         return report
 
-    def _restore_step(self, step: int, stored: list[int], load: Load) -> RestoreReport:
-        is_stored = bool(stored)
-        report, skipped = self._load_first_intact(stored, step, load)
+    def _restore_step(self, step: int, stored_steps: list[int], load: Load) -> RestoreReport:
+        is_stored = bool(stored_steps)
+        report, skipped = self._load_first_intact(stored_steps, step, load)
         if report is None and not is_stored:
             reasons = "".join(f"; {each.reason}" for each in skipped)
             raise CheckpointNotFoundError(
@@ -252,12 +254,13 @@ class Restoring:
         return report
 
     def _load_first_intact(
-        self, stored: list[int], step: int | None, load: Load
-    ) -> tuple[RestoreReport | None, list[_Skipped]]:
+        self, stored_steps: list[int], step: int | None, load: Load
+    ) -> tuple[RestoreReport | None, list[_SkippedStep]]:
         """Load the newest step that is intact, from memory or storage.
 
         Args:
-            stored: the steps in storage that may be loaded, ascending; emptied as they are tried.
+            stored_steps: the steps in storage that may be loaded, ascending. Each step that is
+                tried is removed from the list.
             step: load only this step.
             load: loads a checkpoint from a store.
 
@@ -265,17 +268,17 @@ class Restoring:
             The report, None if no step is intact; and the steps that were skipped.
         """
         found = self._find_snapshot(step)
-        skipped = [_Skipped(number, reason) for number, reason in found.skipped]
-        while stored or found.store is not None:
+        skipped = [_SkippedStep(number, reason) for number, reason in found.skipped]
+        while stored_steps or found.store is not None:
             store: Store
-            if found.store is not None and (not stored or found.step >= stored[-1]):
+            if found.store is not None and (not stored_steps or found.step >= stored_steps[-1]):
                 number, store, source = found.step, found.store, "memory"
             else:
-                number = stored.pop()
+                number = stored_steps.pop()
                 store, source = self._root.at(step_directory(number)), "storage"
             report, damage = self._try(load, store, number)
             if report is None and isinstance(store, TieredStore) and self._has_other_save(store):
-                skipped.append(_Skipped(number, f"{source}: {damage}", was_tried=True))
+                skipped.append(_SkippedStep(number, f"{source}: {damage}", was_tried=True))
                 self._damaged.add(number)
                 store = store.without_root()
                 if self._group.rank == 0:
@@ -287,7 +290,7 @@ class Restoring:
                 origins = bytes_by_origin(report, store)
                 restored = RestoreReport(number, source, report, newer, origins)
                 return replace(restored, unanswered=found.unanswered), skipped
-            skipped.append(_Skipped(number, f"{source}: {damage}", was_tried=True))
+            skipped.append(_SkippedStep(number, f"{source}: {damage}", was_tried=True))
             if source == "storage":
                 self._damaged.add(number)
             else:
@@ -333,21 +336,21 @@ class Restoring:
 
         def encode_failure() -> bytes:
             damage = other = ""
-            if isinstance(failure, _DAMAGE):
+            if isinstance(failure, _DAMAGE_ERRORS):
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
                 other = describe_error(failure)
             mirrored = store.origins()[MIRROR] if isinstance(store, TieredStore) else 0
             return msgspec.msgpack.encode((damage, other, mirrored > 0))
 
-        def judge(encoded: list[bytes]) -> bytes:
+        def combine_failures(encoded: list[bytes]) -> bytes:
             ranks = [msgspec.msgpack.decode(each, type=tuple[str, str, bool]) for each in encoded]
             others = {rank: other for rank, (_, other, _) in enumerate(ranks) if other}
             damage = next((damage for damage, _, _ in ranks if damage), "")
             is_mirrored = any(each for _, _, each in ranks)
             return msgspec.msgpack.encode(("" if others else damage, others, is_mirrored))
 
-        reply = exchange(self._group, "restoring", encode_failure, judge)
+        reply = exchange(self._group, "restoring", encode_failure, combine_failures)
         reply_type = tuple[str, dict[int, str], bool]
         damage, others, is_mirrored = msgspec.msgpack.decode(reply, type=reply_type)
         if failure is not None and not damage:
@@ -368,13 +371,15 @@ class Restoring:
                 "%d nodes of this run did not say which snapshots they hold (%s). Steps there "
                 "that are newer than the step restored now will be discarded",
                 len(found.unanswered),
-                _first_few(found.unanswered),
+                _describe_first_nodes(found.unanswered),
             )
         self._recorder.add("choosing", found.choosing_seconds)
         self._recorder.add("asking", time.perf_counter() - start - found.choosing_seconds)
         return found
 
-    def _none_is_intact(self, skipped: Sequence[_Skipped], of_step: str = "") -> CorruptionError:
+    def _none_is_intact(
+        self, skipped: Sequence[_SkippedStep], of_step: str = ""
+    ) -> CorruptionError:
         reasons = "\n".join(f"  - step {each.step}: {each.reason}" for each in skipped)
         advice = "restore another step" if of_step else "restore from a mirror or another copy"
         return CorruptionError(
@@ -382,7 +387,7 @@ class Restoring:
         )
 
 
-def _first_few(reasons: Mapping[str, str]) -> str:
+def _describe_first_nodes(reasons: Mapping[str, str]) -> str:
     """Return the first few nodes with their reasons, and the number of the others."""
     shown = [f"{node}: {reason}" for node, reason in islice(reasons.items(), MOST_NODES_SHOWN)]
     if len(reasons) > len(shown):

@@ -139,7 +139,7 @@ class Saving:
             if snapshots.take_failure() is None:  # no further failure: the agent is gone
                 return
 
-    def forget_last(self) -> None:
+    def forget_last_call(self) -> None:
         """Forget the last call of `save`, so that `save_last` does not save its step."""
         self._unsaved_call = None
 
@@ -157,7 +157,7 @@ class Saving:
             call.step, removes_old=removes_old
         ):
             if self._mirror is not None:
-                self._mirror.saved(call.step)
+                self._mirror.report_saved(call.step)
             return
         has_stepped = b"1" if self._has_stepped else b""
         if exchange(self._group, "saving the last step", lambda: has_stepped, max):
@@ -238,7 +238,7 @@ class Saving:
                     handle = SaveHandle(save_all(make_save, self._group, self.plan_cache, recorder))
         except OSError as error:
             if self._mirror is not None:
-                self._mirror.explain(error)
+                self._mirror.note_mirror_failure(error)
             raise
         if handle is None:
             return None
@@ -246,8 +246,10 @@ class Saving:
         if self._mirror is None and self._snapshots is None:
             self._remove_old_checkpoints(call.step)
         if self._mirror is not None and durable:
-            self._mirror.saved(call.step)
-        return handle if self._mirror is None else self._mirror.follow(handle, recorder)
+            self._mirror.report_saved(call.step)
+        return (
+            handle if self._mirror is None else self._mirror.with_mirror_progress(handle, recorder)
+        )
 
     def prepare(self, state: State) -> int:
         """Allocate memory for snapshots of this state, and return the bytes for this rank."""

@@ -30,7 +30,7 @@ from shardwise.tiers.store import TieredStore
 
 log = logging.getLogger("shardwise")
 
-_SAME_ON_ALL_RANKS = (
+_EQUAL_ON_ALL_RANKS = (
     "keep",
     "save_every",
     "check_replicas",
@@ -60,7 +60,7 @@ class Settings:
 
     def shared_options(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks: name and value as text."""
-        options = {name: repr(getattr(self, name)) for name in _SAME_ON_ALL_RANKS}
+        options = {name: repr(getattr(self, name)) for name in _EQUAL_ON_ALL_RANKS}
         if self.mirror is not None:
             options["mirror"] = f"{self.mirror.place} {self.mirror.keep!r}"
         if self.memory is None:
@@ -132,18 +132,18 @@ def check_options(
         raise ValueError(f"on_failure={on_failure!r}: expected 'raise' or 'warn'")
 
 
-def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
+def open_root_store(place: api.Place, *, opened_by_agents: bool) -> Store:
     """Return the store of a root.
 
     Args:
         place: the root.
-        for_agents: whether agents must be able to open the root by its name, too.
+        opened_by_agents: whether agents must be able to open the root by its name, too.
 
     Raises:
         StoreError: agents cannot open the root.
     """
     store = open_absolute(place)
-    if for_agents and not can_be_reopened(store):
+    if opened_by_agents and not can_be_reopened(store):
         raise StoreError(
             f"{place}: the agents that write checkpoints to storage cannot open this root: pass "
             "a path or URL, or save synchronously with memory=None"
@@ -152,14 +152,14 @@ def open_root_store(place: api.Place, *, for_agents: bool) -> Store:
 
 
 def open_mirror(
-    mirror: Mirror | api.Place | None, root: Store, *, for_agents: bool
+    mirror: Mirror | api.Place | None, root: Store, *, opened_by_agents: bool
 ) -> Mirror | None:
     """Return the mirror of a root, with its place as an opened store.
 
     Args:
         mirror: the user's `mirror=`.
         root: the root.
-        for_agents: whether agents must be able to open the mirror by its name, too.
+        opened_by_agents: whether agents must be able to open the mirror by its name, too.
 
     Raises:
         TypeError: the mirror has the wrong type.
@@ -169,7 +169,7 @@ def open_mirror(
     if mirror is None:
         return None
     options = Mirror.of(mirror)
-    store = open_root_store(options.place, for_agents=for_agents)
+    store = open_root_store(options.place, opened_by_agents=opened_by_agents)
     if str(store) == str(root):
         raise StateError(
             f"mirror={str(store)!r}: this is the root itself; pass another path or URL"
@@ -195,7 +195,7 @@ def install_signals(save_on_signals: Iterable[int], after_signal: AfterSignal) -
     return Signals(numbers, after_signal, job)
 
 
-def prepare_root(
+def prepare_root_and_check_memory(
     settings: Settings, signals: Signals | None, group: Group, *, has_start: bool
 ) -> bool:
     """Check the options and the root, and remove leftovers of unfinished saves from the root.
@@ -220,13 +220,13 @@ def prepare_root(
     root, in_memory = settings.root, settings.memory is not None
 
     def encode_options() -> bytes:
-        of_signals = {"save_on_signals": "[]"}
+        signal_options = {"save_on_signals": "[]"}
         if signals is not None:
-            of_signals = {
+            signal_options = {
                 "save_on_signals": str(signals.numbers),
                 "after_signal": repr(signals.after_signal),
             }
-        return msgspec.msgpack.encode({**settings.shared_options(), **of_signals})
+        return msgspec.msgpack.encode({**settings.shared_options(), **signal_options})
 
     def check_and_clean(options: list[bytes]) -> bytes:
         _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in options])
@@ -237,14 +237,14 @@ def prepare_root(
         remove_leftovers_below(root, names)
         return b"1" if in_memory and root.is_writable() else b""
 
-    usable = bool(exchange(group, "opening a root", encode_options, check_and_clean))
-    if in_memory and not usable and group.rank == 0:
+    can_use_memory = bool(exchange(group, "opening a root", encode_options, check_and_clean))
+    if in_memory and not can_use_memory and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "
             "memory are ignored",
             root,
         )
-    return usable
+    return can_use_memory
 
 
 def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:

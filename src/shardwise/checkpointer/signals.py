@@ -50,7 +50,7 @@ class Signals:
         self._pending = 0
         self._process = os.getpid()
         self._stopped = False
-        self._handler = self._record  # one bound method, to compare with signal.getsignal()
+        self._handler = self._record_signal  # one bound method, to compare with signal.getsignal()
         self._previous_handlers = {}
         try:
             for number in numbers:
@@ -68,7 +68,7 @@ class Signals:
         """The signals that are handled, ascending."""
         return sorted(map(int, self._previous_handlers))
 
-    def any_received(self, group: Group) -> int:
+    def find_received_signal(self, group: Group) -> int:
         """Return a signal that any rank has received, or 0. All ranks call this together."""
 
         def largest(numbers: list[bytes]) -> bytes:
@@ -76,7 +76,7 @@ class Signals:
 
         return int(exchange(group, "asking for signals", lambda: b"%d" % self._pending, largest))
 
-    def act_on(self, number: int, group: Group) -> None:
+    def act_on_signal(self, number: int, group: Group) -> None:
         """Act on a signal after its save. All ranks call this together."""
         self.has_acted = True
         if self.after_signal == "deliver":
@@ -103,7 +103,7 @@ class Signals:
         elif self._pending:
             self._deliver(self._pending)
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self._pending = number
         # A forked child does not save. After `stop`, another library may have reinstalled this.
         if os.getpid() != self._process or self._stopped:

@@ -1,4 +1,4 @@
-"""Files that processes of a node share: records, locks and bells. Also `Deadline`, for waits."""
+"""Records, locks and bells, through which the processes of a node communicate; and `Deadline`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def replace_atomically(
 ) -> Iterator[BinaryIO]:
     """Open a file that atomically replaces `path` at the end of the block, unless the block raises.
 
-    Only its owner can read it.
+    Only the owner can read the file.
 
     Args:
         dir_fd: an open directory that a relative path refers to.
@@ -138,7 +138,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 def lock_directory(directory: Path, *, shared: bool) -> Iterator[bool]:
     """Lock a directory while the block runs, without waiting; yield whether it is locked.
 
-    A shared lock keeps others from removing the directory.
+    While a process holds a shared lock, no other process removes the directory.
     """
     fd = -1
     with suppress(FileNotFoundError):

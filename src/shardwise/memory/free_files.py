@@ -1,4 +1,4 @@
-"""The pool of a run's free files: free slots of ranks, and spare files that the agent reuses."""
+"""The free files of a run: free slots of ranks, and spare files that the agent reuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
 
 
 def add_spare(run: Run, path: Path) -> None:
-    """Move a file that the agent made into the pool of spare files, which it reuses."""
+    """Keep a file that the agent made, so that the agent can reuse its memory."""
     path.rename(run.free_directory / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
 
 
@@ -43,8 +43,8 @@ def list_spares(run: Run) -> list[tuple[int, Path]]:
 def reuse_spare(run: Run, size: int, path: Path) -> None:
     """Move a spare file to `path`, where the agent will write a file of `size` bytes.
 
-    Take the smallest spare file that is large enough, or else the largest. Do nothing if the pool
-    is empty or `path` exists.
+    Choose the smallest spare file that is large enough, or else the largest. Do nothing if there is
+    no spare file, or `path` exists.
     """
     spares = list_spares(run)
     large = [spare for nbytes, spare in spares if nbytes >= size]

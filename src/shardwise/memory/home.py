@@ -194,7 +194,7 @@ class SnapshotInUse(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Place:
-    """The directory of one snapshot on this node, which may not exist yet, or no longer."""
+    """The directory of one snapshot on this node. It need not exist."""
 
     run: Run
     step: int
@@ -237,7 +237,7 @@ class Place:
         return self._read_all(names, PendingManifest)
 
     def staged_files(self) -> list[StagedFile]:
-        """Return the records of staged files; a record without its file does not count."""
+        """Return the records of staged files. Records without a file are left out."""
         found = self._read_all(self.list_names(".staged.json"), StagedFile)
         return [each for each in found if self.has(each.file.name)]
 
@@ -260,13 +260,13 @@ class Place:
         return found
 
     def log_damage(self, name: str, error: StoreError) -> None:
-        """Log a damaged record, unless a marker file says that it was logged before."""
+        """Log a damaged record once: a marker file says that it was logged."""
         with suppress(OSError):
             self.temporary_path(f"{name}.damaged").touch(exist_ok=False)
             log.error("ignored a damaged record: %s", error)
 
     def abandon(self) -> None:
-        """Mark the snapshot as abandoned, so that nothing waits for its stages any longer."""
+        """Mark the snapshot as abandoned, which ends all waits for its stages."""
         with suppress(FileNotFoundError):
             (self.path / ABANDONED_MARKER).touch()
 
@@ -301,11 +301,12 @@ class Place:
             )
         return manifest
 
-    def wait_for(self, name: str, deadline: Deadline, *, failed: str = "") -> None:
-        """Wait until a file of this name exists.
+    def wait_for(self, name: str, deadline: Deadline, *, failure_name: str = "") -> None:
+        """Wait until the snapshot has a file of this name.
 
         Args:
-            failed: the name of a `StageOutcome` record. If it exists, the file will never appear.
+            failure_name: the name of a `StageOutcome` record. If this record exists, the file will
+                never appear.
 
         Raises:
             StoreError: the file did not appear in time or will never appear, or the snapshot is
@@ -315,7 +316,10 @@ class Place:
             if self.has(name):
                 return
             self.refuse_abandoned()
-            if failed and (why := read_record(self.path / failed, StageOutcome)) is not None:
+            if (
+                failure_name
+                and (why := read_record(self.path / failure_name, StageOutcome)) is not None
+            ):
                 raise StoreError(why.failure)
         raise StoreError(
             f"timed out waiting for {self.path / name}: the process that writes it has ended, or "

@@ -4,8 +4,8 @@ An epoch is the time between two resumptions of a run: the first epoch is 0, and
 begins the next epoch. Each save records its epoch. A run that resumes from step 20 supersedes the
 steps after 20 of all earlier epochs, because it will compute these steps again.
 
-The lineage of a run is the list of its resumptions. For the step and epoch of any save, it tells
-whether the run has superseded the save.
+The lineage of a run is the list of its resumptions. The step and the epoch of a save, compared with
+the lineage, show whether the run has superseded the save.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
         return Lineage(self.run, (*kept, Resumption(self.epoch + 1, first)))
 
     def last_resumption_before(self, step: int) -> Resumption | None:
-        """Return the last resumption that superseded a step of earlier epochs, or None."""
+        """Return the last resumption that superseded this step of earlier epochs, or None."""
         return next((each for each in reversed(self.resumptions) if each.step < step), None)
 
     def supersedes(self, step: int, epoch: int) -> bool:
@@ -79,10 +79,10 @@ class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
 
 
 def read_or_create_lineage(root: Store) -> Lineage:
-    """Return the lineage of the run that saves to a root; begin a new run if there is none.
+    """Return the lineage of the run that saves to a root; begin a new run if the root has none.
 
-    The root stores the id of the run. If the root is emptied, a new run begins, which never uses
-    the snapshots of the previous run.
+    The root stores the id of the run. After a root was emptied, a new run begins. It never uses the
+    snapshots of the previous run.
 
     Raises:
         StoreError: the file in the root is damaged.

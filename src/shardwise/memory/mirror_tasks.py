@@ -3,8 +3,8 @@
 <home>/mirrors/<run>.json
 
 Trainers and agents write a task. The agent removes the task when the run has ended and the mirror
-has all checkpoints to copy. So the agent continues after the training has ended, and after a
-restart of the agent.
+has all checkpoints. So the copying continues after the training has ended, and after the agent was
+restarted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The records that trainers and agents write next to the files of a snapshot, and their names.
 
 A record is a small JSON file. One process writes it, once and atomically. The records on a node
-determine what its agent does next, so that another agent can take over from one that was killed.
+determine what the agent does next. So if an agent is killed, the next agent continues the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,
 DATA_SUFFIXES = (".safetensors", ".bin")
 """The suffixes of data files, copies and parity."""
 REMOVE_OLD = "retain"
-"""The stage after persisting, which removes old checkpoints. Only closing a run waits for it."""
+"""The stage that follows `persist` and removes old checkpoints. Only closing a run waits for it."""
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
 STAGED_SUFFIX = ".staged.json"
@@ -59,11 +59,12 @@ class AgentInfo(msgspec.Struct, frozen=True):
 class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
     """A rank's data file is in memory, complete except for its checksums.
 
-    The record is written before the file is moved next to it. It is valid once the file is there.
+    The rank writes the record before it moves the file next to the record. Until then, the record
+    has no effect.
 
     Attributes:
         file: the file's entry in the manifest, without checksums.
-        slot: the file's name among the free slots, before and after the snapshot.
+        slot: the name that the file has while it is a free slot.
         snapshots_to_keep: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
         epoch: the epoch of the run at the save; None if an older version wrote the record.
@@ -81,19 +82,19 @@ class RingFile(
     frozen=True,
     rename={"parity_index": "block", "ranges": "of", "checksums": "sums"},
 ):
-    """A copy or parity that a rank has made for other nodes from its own replicas.
+    """A copy or parity that a rank has made for other nodes from its replicas.
 
-    The file may be incomplete: the agent adds the data that the rank did not have. The record is
-    written before the file is moved next to it.
+    The file may be incomplete: the agent adds the data that the rank did not have. The rank writes
+    the record before it moves the file next to the record.
 
     Attributes:
         ring: the ranks that protect each other, with their data files.
         file: the name of the copy or parity, in the same directory.
-        slot: the file's name among the free slots, before and after the snapshot.
+        slot: the name that the file has while it is a free slot.
         parity_index: the index of the parity chunk in its stripe; None for a copy.
-        ranges: the byte range of each data file that is included, in whole blocks.
-        checksums: for parity, the checksums of the included blocks as this rank read them, 4 bytes
-            each.
+        ranges: for each data file, the byte range that this copy or parity includes. It consists
+            of whole blocks.
+        checksums: for parity, the checksums of these blocks as this rank read them, 4 bytes each.
     """
 
     ring: ProtectionGroup
@@ -117,7 +118,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         root: the root to which the checkpoint is persisted.
         epoch: the epoch of the run at the save.
         durable: whether to persist the save in any case.
-        rescue: whether to persist the save if a trainer is lost.
+        rescue: whether to persist the save if a trainer is lost, although it is not `durable`.
         overwrite: whether to replace a checkpoint of the same step.
         keep: the retention rules of the root.
         mirror: the mirror of the root; None if there is none.
@@ -178,7 +179,7 @@ class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
         protection: the groups of nodes that protect each other's files.
         nodes: the agents of all nodes of the save.
         wait: seconds to wait for a node that does not answer.
-        rings: the number of rings. The first groups in `protection` are rings.
+        rings: the number of rings: the first `rings` groups in `protection`.
     """
 
     save_id: str
@@ -192,12 +193,12 @@ class RemoveOldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to remove old checkpoints from storage.
 
     Attributes:
-        step: the step that was published. Newer steps are not removed.
+        step: the step that was saved last. Newer steps are not removed.
         root: the directory of the checkpoints.
         keep: the retention rules.
         damaged: steps that are known to be damaged. They do not count as kept, and are not removed.
-        mirror: the mirror of the root. Then checkpoints are removed only once they are mirrored,
-            so the threads that mirror the root remove them. None if there is none.
+        mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
+            remove checkpoints, and only those that they have copied.
     """
 
     save_id: str
@@ -231,7 +232,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage has ended, on one node or for the cluster.
+    """How a stage ended, on one node or for the cluster.
 
     Attributes:
         seconds: the duration of the stage.
@@ -282,7 +283,7 @@ def staged_record(data_file: str) -> str:
 
 
 def staging_failure_record(data_file: str) -> str:
-    """Return the name of the `StageOutcome` record that says why a file is never staged."""
+    """Return the name of the `StageOutcome` record that says why a file could not be staged."""
     return f"{data_file.removesuffix('.safetensors')}.failed.json"
 
 
@@ -307,7 +308,7 @@ def ring_record(data_file: str, index: int) -> str:
 
 
 def ring_file_name(record: str) -> str:
-    """Return the name that a copy or parity has until the agent claims it, from its record."""
+    """Return the name of a rank's copy or parity until the agent renames it, given its record."""
     return f"{record.removesuffix('.json')}.bin"
 
 
@@ -332,7 +333,7 @@ def request_record(stage: str, save_id: str) -> str:
 
 
 def node_outcome_record(stage: str, save_id: str) -> str:
-    """Return the name of the `StageOutcome` record that a stage has ended on this node."""
+    """Return the name of the `StageOutcome` record of a stage on this node."""
     return f"{stage}-done-{save_id}.json"
 
 
@@ -342,7 +343,7 @@ def retry_record(stage: str, save_id: str) -> str:
 
 
 def cluster_outcome_record(stage: str, save_id: str) -> str:
-    """Return the name of the `StageOutcome` record that a stage has ended for the cluster."""
+    """Return the name of the `StageOutcome` record of a stage for the cluster."""
     return f"{stage}-all-{save_id}.json"
 
 
@@ -365,5 +366,5 @@ def is_ring_record(name: str) -> bool:
 
 
 def is_cluster_outcome_record(name: str) -> bool:
-    """Return whether this is the name of a record that a stage has ended for the cluster."""
+    """Return whether a record with this name has the outcome of a stage for the cluster."""
     return "-all-" in name and name.endswith(".json")

@@ -153,7 +153,7 @@ class Follower:
         def copy(name: str, store: Store) -> int:
             deadline = Deadline(request.wait)
             # The record of a staged file is valid only once the file exists.
-            place.wait_for(name, deadline, failed=records.staging_failure_record(name))
+            place.wait_for(name, deadline, failure_name=records.staging_failure_record(name))
             entry = _read_existing(place.path / records.staged_record(name), StagedFile).file
             data = self.mapped_files.map(place.path / name, entry.size)
 

@@ -126,7 +126,7 @@ class _LeaderSave:
                     node,
                     records.entry_record(name),
                     FileEntry,
-                    failed=records.staging_failure_record(name),
+                    failure_name=records.staging_failure_record(name),
                 )
                 for name in files_of[node]
             }
@@ -247,7 +247,7 @@ class _LeaderSave:
             records.node_outcome_record(stage, save_id),
             records.request_record(stage, save_id),
         )
-        return self.nodes.wait_for_record(node, done, StageOutcome, request=request)
+        return self.nodes.wait_for_record(node, done, StageOutcome, request_name=request)
 
     def _files_by_node(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}

@@ -94,7 +94,7 @@ def copy_files_of_lost_nodes(
     others = [info for info in infos if info.node != node]
     node_files = [list_own_files(place.run, node), *ask_nodes(others, place.run.name, tls)]
     read = make_reader(info_of, place.run, node, tls)
-    assembly = Search(node_files, info_of, read).choose(place.step)
+    assembly = Search(node_files, info_of, read).choose_snapshot(place.step)
     if assembly.step is None:
         reasons = "; ".join(reason for _, reason in assembly.skipped)
         raise StoreError(

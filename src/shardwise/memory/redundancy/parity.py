@@ -21,7 +21,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_name,
     parity_file_size,
 )
-from shardwise.memory.redundancy.stripes import Stripe, index_of_parity_stripe, make_code
+from shardwise.memory.redundancy.stripes import Stripe, index_of_parity_stripe, make_erasure_code
 from shardwise.store.store import Buffer
 
 SECTION = 16 * BLOCK
@@ -97,24 +97,31 @@ def write_parity(
     for table in tables:
         table[:] = 0
 
-    def write_section(q: int, low: int, section: Buffer) -> None:
+    def write_section(parity_index: int, low: int, section: Buffer) -> None:
         checksums = block_checksums(section)
-        tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(checksums)] = checksums
-        write_range(parity_file_name(save_id, group, q), low, section)
+        tables[parity_index].view("<u4")[low // BLOCK : low // BLOCK + len(checksums)] = checksums
+        write_range(parity_file_name(save_id, group, parity_index), low, section)
 
     size = bytes_per_read(len(group.members) - group.parity, group.parity)
-    sections = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, size))
+    sections = (
+        (parity_index, low)
+        for parity_index in range(group.parity)
+        for low in range(0, group.chunk, size)
+    )
     encode_parity(
         group, index, sections, read_range, write_section, section_size=size, threads=threads
     )
-    for q, table in enumerate(tables):
-        write_range(parity_file_name(save_id, group, q), group.chunk, table)
+    for parity_index, table in enumerate(tables):
+        write_range(parity_file_name(save_id, group, parity_index), group.chunk, table)
 
 
 def parity_stripes(group: ProtectionGroup, index: int) -> list[Stripe]:
     """Return, for the number of each parity chunk that a member stores, its stripe."""
     stripes = group.stripes()
-    return [stripes[index_of_parity_stripe(index, q, len(stripes))] for q in range(group.parity)]
+    return [
+        stripes[index_of_parity_stripe(index, parity_index, len(stripes))]
+        for parity_index in range(group.parity)
+    ]
 
 
 def encode_parity(
@@ -135,7 +142,8 @@ def encode_parity(
     Args:
         group: the group.
         index: the index of the member in the group.
-        sections: the number `q` of the parity chunk, and the offset in the chunk, of each section.
+        sections: for each section, the index of the parity chunk in its stripe, and the offset of
+            the section in the chunk, in bytes.
         read_range: reads the data files of the other members.
         write_section: receives the number of the chunk, the offset of the section, and its bytes.
         section_size: size of a section in bytes; a multiple of `SECTION`.
@@ -150,22 +158,22 @@ def encode_parity(
     stripes = parity_stripes(group, index)
 
     def encode(section: tuple[int, int], buffers: list[Buffer]) -> None:
-        q, low = section
+        parity_index, low = section
         high = min(low + section_size, group.chunk)
         *inputs, parity = (buffer[: high - low] for buffer in buffers)
 
         def data_chunks() -> Iterator[tuple[int, Buffer]]:
-            for f, member in enumerate(stripes[q].data):
+            for f, member in enumerate(stripes[parity_index].data):
                 out = inputs[f % code.window]
-                yield f, read_member(read_range, group, member, f * group.chunk + low, out)
+                yield f, read_member_data(read_range, group, member, f * group.chunk + low, out)
 
-        code.recover(data_chunks(), {k + q: parity})
-        write_section(q, low, parity)
+        code.recover(data_chunks(), {k + parity_index: parity})
+        write_section(parity_index, low, parity)
 
     def lend_buffers() -> AbstractContextManager[list[Buffer]]:
         return nullcontext(make_buffers(section_size, code.window + 1))
 
-    code = make_code(k, group.parity)
+    code = make_erasure_code(k, group.parity)
     try:
         for_each_in_threads(sections, encode, lend_buffers, threads)
     except UnreadableFileError as error:
@@ -185,8 +193,8 @@ def bytes_per_read(k: int, m: int) -> int:
         k: the number of data chunks in a stripe.
         m: the number of parity chunks in a stripe.
     """
-    most = MOST_BYTES_PER_THREAD // (2 if m == 1 else k)
-    return max(SECTION, 1 << most.bit_length() - 1)
+    max_bytes = MOST_BYTES_PER_THREAD // (2 if m == 1 else k)
+    return max(SECTION, 1 << max_bytes.bit_length() - 1)
 
 
 def make_buffers(size: int, count: int) -> list[Buffer]:
@@ -194,7 +202,7 @@ def make_buffers(size: int, count: int) -> list[Buffer]:
     return [aligned_buffer(size) for _ in range(count)]
 
 
-def read_member(
+def read_member_data(
     read_range: ReadRange, group: ProtectionGroup, index: int, low: int, out: Buffer
 ) -> Buffer:
     """Return `len(out)` bytes of a member's data from offset `low`.

@@ -23,7 +23,7 @@ from shardwise.memory.redundancy.parity import (
     bytes_per_read,
     for_each_in_threads,
     make_buffers,
-    read_member,
+    read_member_data,
 )
 from shardwise.memory.redundancy.placement import (
     TABLE_ALIGNMENT,
@@ -33,7 +33,12 @@ from shardwise.memory.redundancy.placement import (
     group_of_file,
     parity_file_name,
 )
-from shardwise.memory.redundancy.stripes import Code, Stripe, index_of_data_stripe, make_code
+from shardwise.memory.redundancy.stripes import (
+    ErasureCode,
+    Stripe,
+    index_of_data_stripe,
+    make_erasure_code,
+)
 from shardwise.store.store import Buffer
 
 
@@ -93,7 +98,7 @@ class Rebuilder:
                 f"{file} of node {member.node} is not protected by parity, so it cannot be "
                 "rebuilt: restore another step"
             )
-        decoder = self._decoder(len(group.members) - group.parity, group.parity)
+        decoder = self._get_decoder(len(group.members) - group.parity, group.parity)
 
         def decode(part: StripePart, buffers: list[Buffer]) -> None:
             first = part.lost_chunk * group.chunk + part.low - start
@@ -105,7 +110,7 @@ class Rebuilder:
 
     def _decode(
         self,
-        code: Code,
+        code: ErasureCode,
         group: ProtectionGroup,
         part: StripePart,
         buffers: list[Buffer],
@@ -141,13 +146,13 @@ class Rebuilder:
         k = len(part.stripe.data)
         if len(usable) < k:
             owner = group.members[part.stripe.data[part.lost_chunk]]
-            raise self._too_many_lost(group, owner, missing, len(usable))
+            raise self._make_error_of_too_many_lost(group, owner, missing, len(usable))
         return usable[:k]
 
     def _is_lost(self, file: NodeFile) -> bool:
         return file.node in self._lost_nodes or file in self._lost_files
 
-    def _too_many_lost(
+    def _make_error_of_too_many_lost(
         self, group: ProtectionGroup, owner: Member, missing: list[NodeFile], usable: int
     ) -> Exception:
         reasons = [f"{file}: {self._lost_files.get(file, 'the node is lost')}" for file in missing]
@@ -170,7 +175,7 @@ class Rebuilder:
         if number < k:
             out = buffer[: part.high - part.low]
             low = number * group.chunk + part.low
-            return read_member(self._read_range, group, part.stripe.data[number], low, out)
+            return read_member_data(self._read_range, group, part.stripe.data[number], low, out)
         file = parity_file(self._protection.save_id, group, part.stripe, number - k)
         try:
             return self._read_parity(group, file, part, buffer)
@@ -184,14 +189,14 @@ class Rebuilder:
         high = min(block_count(part.high) * BLOCK, group.chunk)
         data = self._read_range(file.node, file.name, low, buffer[: high - low])
         page, first = divmod(low // BLOCK, TABLE_ALIGNMENT // 4)
-        damaged = self._table_page(group, file, page).damaged(first, data)
+        damaged = self._read_table_page(group, file, page).damaged(first, data)
         if damaged:
             raise CorruptionError(
                 f"parity is damaged: the bytes at {low + damaged[0] * BLOCK} fail their checksum"
             )
         return data[part.low - low : part.high - low]
 
-    def _table_page(self, group: ProtectionGroup, file: NodeFile, page: int) -> BlockTable:
+    def _read_table_page(self, group: ProtectionGroup, file: NodeFile, page: int) -> BlockTable:
         """Return a page of the checksum table of a parity file."""
         key = (file, page)
         if key not in self._table_pages:
@@ -201,10 +206,10 @@ class Rebuilder:
             self._table_pages[key] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
         return self._table_pages[key]
 
-    def _decoder(self, k: int, m: int) -> _Decoder:
+    def _get_decoder(self, k: int, m: int) -> _Decoder:
         with self._lock:
             if (k, m) not in self._decoders:
-                self._decoders[k, m] = _Decoder(make_code(k, m), bytes_per_read(k, m))
+                self._decoders[k, m] = _Decoder(make_erasure_code(k, m), bytes_per_read(k, m))
             return self._decoders[k, m]
 
 
@@ -212,7 +217,7 @@ class Rebuilder:
 class _Decoder:
     """An erasure code, and a pool of buffers of `size` bytes."""
 
-    code: Code
+    code: ErasureCode
     size: int
     _free: SimpleQueue[list[Buffer]] = field(default_factory=SimpleQueue)
 
@@ -229,7 +234,9 @@ class _Decoder:
             self._free.put(buffers)
 
 
-def unreadable_files(protection: Protection, stored: Mapping[str, Collection[str]]) -> set[str]:
+def find_unreadable_files(
+    protection: Protection, stored: Mapping[str, Collection[str]]
+) -> set[str]:
     """Return the data files that can neither be read from a node nor decoded.
 
     Args:

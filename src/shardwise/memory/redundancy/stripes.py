@@ -34,8 +34,10 @@ CHUNK_MULTIPLE = BLOCK
 MOST_NODES = 32
 """The largest group with two or more parity chunks in a stripe: the limit of liberasurecode."""
 
-_SLICE = 64 * 1024  # bytes of each chunk that pyeclib gets at a time: several fit into the L2 cache
-_ALIGNMENT = 16  # pyeclib pads its fragments to a multiple of this many bytes
+_SLICE_SIZE = (
+    64 * 1024
+)  # bytes of each chunk that pyeclib gets at a time: several fit into the L2 cache
+_FRAGMENT_ALIGNMENT = 16  # pyeclib pads its fragments to a multiple of this many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def chunk_size(sizes: Sequence[int], n: int, m: int) -> int:
     return max(CHUNK_MULTIPLE, -(-max(sizes) // ((n - m) * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
 
 
-class Code(Protocol):
+class ErasureCode(Protocol):
     """An erasure code for stripes with `k` data chunks.
 
     Attributes:
@@ -119,7 +121,7 @@ class Code(Protocol):
         ...
 
 
-def make_code(k: int, m: int) -> Code:
+def make_erasure_code(k: int, m: int) -> ErasureCode:
     """Return the code for `k` data chunks and `m` parity chunks. The caller closes it.
 
     Raises:
@@ -185,8 +187,8 @@ class _ReedSolomon:
         size = len(out[missing[0]])
         used = list(islice(chunks, self._k))
         _require_chunks(len(used), self._k)
-        for low in range(0, size, _SLICE):
-            high = min(low + _SLICE, size)
+        for low in range(0, size, _SLICE_SIZE):
+            high = min(low + _SLICE_SIZE, size)
             fragments = [self._make_fragment(number, chunk[low:high]) for number, chunk in used]
             # It accepts only bytes objects: any other type crashes the process.
             recovered = self._driver.reconstruct(fragments, list(missing))
@@ -207,7 +209,7 @@ class _ReedSolomon:
 
 
 def _padded_size(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // _FRAGMENT_ALIGNMENT) * _FRAGMENT_ALIGNMENT
 
 
 def _require_chunks(count: int, needed: int) -> None:

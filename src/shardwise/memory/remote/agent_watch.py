@@ -17,7 +17,7 @@ from shardwise.memory.spawn import running_agent
 
 # All in seconds.
 CHECK_PERIOD = 0.5
-AGENT_GONE = 10.0
+GONE_TIMEOUT = 10.0
 REQUEST_PERIOD = 5.0
 REQUEST_TIMEOUT = 5.0
 SHORTEST_TIMEOUT = 0.1
@@ -66,8 +66,8 @@ class AgentWatch:
         self._start = now
         self._last_check = now
         self._last_request = now
-        self._agent_alive = now  # when this node had an agent
-        self._leader_has_save = now  # when the leader had a record of the save
+        self._agent_seen_at = now  # when this node had an agent
+        self._save_seen_at = now  # when the leader had a record of the save
         self._last_answers: dict[str, float] = {}
         self._request_period = min(REQUEST_PERIOD, agents.patience / 4)
 
@@ -87,8 +87,8 @@ class AgentWatch:
         self._last_check = now
         home = self._agents.home
         if home.has_agent():
-            self._agent_alive = now
-        elif now - self._agent_alive > AGENT_GONE:
+            self._agent_seen_at = now
+        elif now - self._agent_seen_at > GONE_TIMEOUT:
             raise StoreError(
                 f"the agent of {home} is gone; the next save starts another, which resumes its "
                 f"work (its log: {home.log_path})"
@@ -108,7 +108,7 @@ class AgentWatch:
             if info is None:
                 continue
             last_answer = self._last_answers.setdefault(info.node, self._last_request)
-            failure = why_silent(info, agents.tls, timeout)
+            failure = why_no_answer(info, agents.tls, timeout)
             now = self._clock()
             if not failure:
                 self._last_answers[info.node] = now
@@ -138,11 +138,11 @@ class AgentWatch:
         if any(record in names for record in requests) or (
             is_copying and now - self._start < LONGEST_COPY
         ):
-            self._leader_has_save = now
-        elif now - self._leader_has_save > 2 * self._agents.patience + 1:
+            self._save_seen_at = now
+        elif now - self._save_seen_at > 2 * self._agents.patience + 1:
             raise StoreError(
                 f"rank 0 has not passed this save to its agent for "
-                f"{now - self._leader_has_save:.0f} s: it could not copy its data, or has ended, "
+                f"{now - self._save_seen_at:.0f} s: it could not copy its data, or has ended, "
                 "or the snapshot was removed; see the log of rank 0, and save again"
             )
 
@@ -152,23 +152,23 @@ class AgentWatch:
         if leader is None:
             return place.list_names("")
         try:
-            with closing(_client(leader, self._agents.tls, timeout)) as client:
+            with closing(_make_client(leader, self._agents.tls, timeout)) as client:
                 listed = client.list(place.run.name)
         except StoreError:
             return None
         return [file.name for step in listed if step.step == place.step for file in step.files]
 
 
-def why_silent(info: AgentInfo, tls: Tls | None, timeout: float) -> str:
+def why_no_answer(info: AgentInfo, tls: Tls | None, timeout: float) -> str:
     """Return why an agent does not answer within `timeout` seconds, or "" if it does."""
     try:
-        with closing(_client(info, tls, timeout)) as client:
+        with closing(_make_client(info, tls, timeout)) as client:
             client.health()
     except StoreError as error:
         return str(error)
     return ""
 
 
-def _client(info: AgentInfo, tls: Tls | None, timeout: float) -> AgentClient:
+def _make_client(info: AgentInfo, tls: Tls | None, timeout: float) -> AgentClient:
     context = None if tls is None else tls.for_client()
     return AgentClient(info, connect_timeout=timeout, read_timeout=timeout, tls=context)

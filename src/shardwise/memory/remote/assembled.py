@@ -22,11 +22,11 @@ from shardwise.store import FileStatus, LocalStore, ReadableFile, ReadOnlyStore,
 from shardwise.store.local import LOCAL_TRAITS
 from shardwise.store.store import Buffer
 
-WAIT = 10.0
+NODE_TIMEOUT = 10.0
 MEMORY_ORIGINS = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
 CountBytes = Callable[[str, int], None]
 """`count_bytes(origin, nbytes)` adds to the statistics of an origin."""
-Source = tuple[str, Callable[[int, Buffer], None]]
+ReadSource = tuple[str, Callable[[int, Buffer], None]]
 """An origin, and a function `read(offset, out)` that reads a range of a file from there."""
 
 
@@ -86,12 +86,12 @@ class AssembledStore(ReadOnlyStore):
         self._node = node
         self._local = LocalStore(run.step_path(assembly.step))
         infos = list(assembly.nodes.values())
-        self._nodes = Nodes(Place(run, assembly.step), infos, node, WAIT, tls)
+        self._nodes = Nodes(Place(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
-        self._counting = threading.Lock()
-        self._decoding = _BusyTime()
-        self._mapped: dict[str, Buffer] = {}
+        self._count_lock = threading.Lock()
+        self._decoding_time = _BusyStopwatch()
+        self._mapped_files: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner_of: dict[str, str] = {}
         if assembly.protection:
@@ -114,13 +114,13 @@ class AssembledStore(ReadOnlyStore):
 
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, by origin."""
-        with self._counting:
+        with self._count_lock:
             return dict(self._bytes_by_origin)
 
     def seconds_decoding(self) -> float:
         """Return the seconds in which at least one thread was decoding so far."""
-        with self._counting:
-            return self._decoding.seconds
+        with self._count_lock:
+            return self._decoding_time.seconds
 
     def close(self) -> None:
         """Close the connections to other nodes."""
@@ -135,8 +135,10 @@ class AssembledStore(ReadOnlyStore):
             raise FileNotFoundError(f"{self} has no {key}")
         size = self._assembly.sizes[key]
         if self._node in nodes:
-            return _LocalFile(map_file(self._local.path / key, size), self._count)
-        return _RemoteFile(size, f"{key} of {self}", self._sources(key, nodes), self._count)
+            return _LocalFile(map_file(self._local.path / key, size), self._count_bytes)
+        return _RemoteFile(
+            size, f"{key} of {self}", self._list_sources(key, nodes), self._count_bytes
+        )
 
     def is_mapped(self, key: str) -> bool:
         """Return whether a file is in this node's memory."""
@@ -197,10 +199,10 @@ class AssembledStore(ReadOnlyStore):
         """Refuse: a snapshot has no subdirectories."""
         raise self.refusal()
 
-    def _sources(self, key: str, nodes: Sequence[str]) -> Sequence[Source]:
+    def _list_sources(self, key: str, nodes: Sequence[str]) -> Sequence[ReadSource]:
         """Return the sources of a file: each node that has the file, and decoding."""
 
-        def node_source(node: str) -> Source:
+        def node_source(node: str) -> ReadSource:
             return OTHERS, lambda offset, out: self._read_range(node, key, offset, out)
 
         sources = [node_source(node) for node in nodes]
@@ -208,19 +210,19 @@ class AssembledStore(ReadOnlyStore):
         if rebuilder is not None and key in self._owner_of:
 
             def decode(offset: int, out: Buffer) -> None:
-                with self._counting:
-                    self._decoding.begin()
+                with self._count_lock:
+                    self._decoding_time.begin()
                 try:
                     rebuilder.read(key, offset, out)
                 finally:
-                    with self._counting:
-                        self._decoding.end()
+                    with self._count_lock:
+                        self._decoding_time.end()
 
             sources.append((DECODED, decode))
         return sources
 
-    def _count(self, origin: str, nbytes: int) -> None:
-        with self._counting:
+    def _count_bytes(self, origin: str, nbytes: int) -> None:
+        with self._count_lock:
             self._bytes_by_origin[origin] += nbytes
 
     def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
@@ -238,10 +240,10 @@ class AssembledStore(ReadOnlyStore):
         if node != self._node:
             self._read_range(node, key, offset, out)
             return out
-        if key not in self._mapped:
+        if key not in self._mapped_files:
             path = self._local.path / key
-            self._mapped[key] = map_file(path, path.stat().st_size)
-        part = self._mapped[key][offset : offset + len(out)]
+            self._mapped_files[key] = map_file(path, path.stat().st_size)
+        part = self._mapped_files[key][offset : offset + len(out)]
         if len(part) < len(out):
             raise StoreError(
                 f"{self._local.path / key} was cut off: it ends at byte {offset + len(part)}; "
@@ -251,7 +253,7 @@ class AssembledStore(ReadOnlyStore):
 
 
 @dataclass(slots=True)
-class _BusyTime:
+class _BusyStopwatch:
     """A stopwatch that runs while at least one thread is busy.
 
     Attributes:
@@ -306,7 +308,7 @@ class _RemoteFile:
 
     size: int
     name: str
-    sources: Sequence[Source]
+    sources: Sequence[ReadSource]
     count_bytes: CountBytes
 
     @property

@@ -31,7 +31,7 @@ PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
-SYN_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
+CONNECT_RETRY_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class AgentClient:
         """
         wait = min(max(wait, 0.0), LONGEST_WAIT)
         path = _url_path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
-        return self._request("GET", path, lambda r: self._body(r, path, limit), wait=wait)
+        return self._request("GET", path, lambda r: self._read_body(r, path, limit), wait=wait)
 
     def read_range_into(self, run: str, step: int, name: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset`.
@@ -165,8 +165,8 @@ class AgentClient:
                     raise StoreError(f"{request}: the agent closed it after {done} bytes")
                 remaining = remaining[count:]
 
-        path = _url_path(run, step, name)
-        self._request("GET", path, fill, headers={"Range": f"bytes={requested}"})
+        headers = {"Range": f"bytes={requested}"}
+        self._request("GET", _url_path(run, step, name), fill, headers=headers)
 
     def size(self, run: str, step: int, name: str) -> int:
         """Return the size of a file in bytes.
@@ -225,14 +225,13 @@ class AgentClient:
                 connection = self._connect()
                 response = _send(connection, method, path, all_headers, body, timeout)
             if response.status not in (200, 204, 206):
-                raise _error_of(request, response)
+                raise _make_error(request, response)
             return read_response(response)
         except (StoreError, FileNotFoundError):
             raise
         except TimeoutError as error:
             seconds = self._connect_timeout if connection is None else self._read_timeout + wait
-            text = f"timed out after {seconds:g} s; the node is lost or overloaded"
-            raise StoreError(f"{request}: {text}") from error
+            raise StoreError(f"{request}: no answer in {seconds:g} s; its node is lost") from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
@@ -289,7 +288,7 @@ class AgentClient:
                 response.close()
             connection.close()
 
-    def _body(self, response: HTTPResponse, path: str, limit: int) -> bytes:
+    def _read_body(self, response: HTTPResponse, path: str, limit: int) -> bytes:
         if response.length is None:
             raise StoreError(f"{self}: GET {path}: no Content-Length; {NO_AGENT}")
         if response.length > limit:
@@ -298,7 +297,8 @@ class AgentClient:
 
     def _decode(self, response: HTTPResponse, path: str, response_type: type[T]) -> T:
         try:
-            return msgspec.json.decode(self._body(response, path, LARGEST_LIST), type=response_type)
+            body = self._read_body(response, path, LARGEST_LIST)
+            return msgspec.json.decode(body, type=response_type)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(f"{self}: GET {path}: {error}; {NO_AGENT}") from error
 
@@ -327,7 +327,7 @@ def _dial(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) 
                 unused.callback(sock.close)
                 sock.setblocking(False)
                 code = sock.connect_ex(address)
-                attempts, next_attempt = attempts + 1, now + SYN_PERIOD
+                attempts, next_attempt = attempts + 1, now + CONNECT_RETRY_PERIOD
                 if code in (0, EINPROGRESS):
                     pending.register(sock, selectors.EVENT_WRITE, sock)
                 else:
@@ -362,7 +362,7 @@ def _send(
         raise
 
 
-def _error_of(request: str, response: HTTPResponse) -> OSError:
+def _make_error(request: str, response: HTTPResponse) -> OSError:
     body = response.read(LONGEST_EXPLANATION).decode(errors="replace")
     explanation = "".join(char for char in body if char.isprintable()) or response.reason
     if response.status == 404:

@@ -20,7 +20,9 @@ from shardwise.memory.remote.client import AgentClient
 from shardwise.store.store import Buffer
 
 LOCAL_PAUSE = 0.005
-LONGEST_REQUEST = 5.0  # an agent waits this long for a record before it replies that it has none
+LONGEST_RECORD_WAIT = (
+    5.0  # an agent waits this long for a record before it replies that it has none
+)
 RETRY_PAUSE = 0.2
 ABANDONED_PERIOD = 0.05
 MOST_THREADS = 32
@@ -68,14 +70,14 @@ class Nodes:
         self,
         place: Place,
         infos: Sequence[AgentInfo],
-        here: str,
+        this_node: str,
         wait: float,
         tls: Tls | None = None,
     ) -> None:
         self._place = place
-        self._here = here
+        self._this_node = this_node
         self._wait = wait
-        others = [info for info in infos if info.node != here]
+        others = [info for info in infos if info.node != this_node]
         context = None if tls is None or not others else tls.for_client()
         self._clients = {
             info.node: AgentClient(
@@ -118,7 +120,13 @@ class Nodes:
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
     def wait_for_record(
-        self, node: str, name: str, record_type: type[T], *, request: str = "", failed: str = ""
+        self,
+        node: str,
+        name: str,
+        record_type: type[T],
+        *,
+        request_name: str = "",
+        failure_name: str = "",
     ) -> T:
         """Wait until a node has a record, and return the record.
 
@@ -126,10 +134,10 @@ class Nodes:
             node: the node.
             name: the name of the record.
             record_type: the type of the record.
-            request: the name of the record that requested this one. While the node has the
+            request_name: the name of the record that requested this one. While the node has the
                 request, the wait continues.
-            failed: the name of a `StageOutcome` record. If it exists, the awaited record will never
-                appear; the `StageOutcome` says why.
+            failure_name: the name of a `StageOutcome` record. If this record exists, the awaited
+                record will never appear.
 
         Raises:
             StoreError: the node does not answer, the record does not appear, or the snapshot was
@@ -142,10 +150,12 @@ class Nodes:
                 record = self._poll_record(node, name, record_type, deadline.seconds_left())
                 if record is not None:
                     return record
-                if failed and (failure := self._poll_record(node, failed, StageOutcome, 0.0)):
+                if failure_name and (
+                    failure := self._poll_record(node, failure_name, StageOutcome, 0.0)
+                ):
                     raise _NoRetryError(f"node {node}: {failure.failure}")
-                if request:
-                    if not self._has(node, request):
+                if request_name:
+                    if not self._has_record(node, request_name):
                         raise _NoRetryError(
                             f"node {node} has discarded step {self._place.step}, so it will not "
                             f"provide {name}; use a newer snapshot"
@@ -154,7 +164,7 @@ class Nodes:
             except _NoRetryError:
                 raise
             except StoreError:
-                self._refuse_left_behind([node])
+                self._raise_if_run_continued_without([node])
                 self._abandoned.wait(RETRY_PAUSE)
             if deadline.has_passed():
                 raise StoreError(
@@ -170,11 +180,11 @@ class Nodes:
         """
         self.retry(lambda: self._write_once(node, name, record))
 
-    def write_to_others(self, *named: tuple[str, object]) -> None:
+    def write_to_others(self, *named_records: tuple[str, object]) -> None:
         """Write records on all other nodes.
 
         Args:
-            named: names and records. Each node gets them in this order.
+            named_records: names and records. Each node gets them in this order.
 
         Raises:
             StoreError: some nodes do not answer (the others have the records), or the snapshot was
@@ -184,9 +194,9 @@ class Nodes:
 
         def write_to_remaining() -> None:
             nonlocal remaining
-            failures = run_on_nodes(remaining, lambda node: self._try_to_write(node, named))
+            failures = run_on_nodes(remaining, lambda node: self._try_to_write(node, named_records))
             remaining = [node for node in remaining if failures[node]]
-            self._refuse_left_behind(remaining)
+            self._raise_if_run_continued_without(remaining)
             if remaining:
                 raise StoreError("; ".join(failures[node] for node in remaining))
 
@@ -202,7 +212,7 @@ class Nodes:
         try:
             self.write_to_others((name, record))
         finally:
-            self._write_once(self._here, name, record)
+            self._write_once(self._this_node, name, record)
 
     def retry(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Call it again while other nodes do not answer.
@@ -231,7 +241,7 @@ class Nodes:
             StoreError: the node does not answer, or the file ends earlier.
             FileNotFoundError: the node does not have the file.
         """
-        if node != self._here:
+        if node != self._this_node:
             self._client(node).read_range_into(
                 self._place.run.name, self._place.step, name, offset, out
             )
@@ -253,7 +263,7 @@ class Nodes:
             os.close(fd)
         return out
 
-    def _refuse_left_behind(self, nodes: Sequence[str]) -> None:
+    def _raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
@@ -273,7 +283,7 @@ class Nodes:
         try:
             return self._clients[node]
         except KeyError:
-            known = ", ".join(sorted([self._here, *self._clients]))
+            known = ", ".join(sorted([self._this_node, *self._clients]))
             raise StoreError(
                 f"step {self._place.step} of run {self._place.run.name} has no node {node}; its "
                 f"nodes are {known}"
@@ -281,24 +291,24 @@ class Nodes:
 
     def _write_once(self, node: str, name: str, record: object) -> None:
         data = record if isinstance(record, bytes) else msgspec.json.encode(record)
-        if node == self._here:
+        if node == self._this_node:
             write_record(self._place.path / name, data)
             self._place.run.wake_agent()  # the request may be for another worker of this agent
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
-    def _try_to_write(self, node: str, named: Sequence[tuple[str, object]]) -> str:
+    def _try_to_write(self, node: str, named_records: Sequence[tuple[str, object]]) -> str:
         """Write records on a node, and return why that failed, or ""."""
         try:
-            for name, record in named:
+            for name, record in named_records:
                 self._write_once(node, name, record)
         except StoreError as error:
             return f"node {node}: {error}"
         return ""
 
-    def _has(self, node: str, name: str) -> bool:
+    def _has_record(self, node: str, name: str) -> bool:
         """Return whether a node has a record."""
-        if node == self._here:
+        if node == self._this_node:
             return self._place.has(name)
         try:
             self.read(node, name, limit=LARGEST_RECORD)
@@ -309,13 +319,13 @@ class Nodes:
     def _poll_record(self, node: str, name: str, record_type: type[T], seconds: float) -> T | None:
         """Return a record; None if it does not appear within these seconds, or sooner."""
         place = self._place
-        if node == self._here:
+        if node == self._this_node:
             found = read_record(place.path / name, record_type)
             if found is None and seconds > 0:
                 time.sleep(LOCAL_PAUSE)
             return found
         try:
-            wait = min(LONGEST_REQUEST, seconds)
+            wait = min(LONGEST_RECORD_WAIT, seconds)
             data = self._client(node).read(
                 place.run.name, place.step, name, limit=LARGEST_RECORD, wait=wait
             )

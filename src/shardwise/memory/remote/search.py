@@ -18,7 +18,7 @@ from shardwise.memory.lineage import Lineage
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
-from shardwise.memory.redundancy.rebuild import unreadable_files
+from shardwise.memory.redundancy.rebuild import find_unreadable_files
 from shardwise.memory.registry import read_known_nodes
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
@@ -28,7 +28,7 @@ RECONNECT_TIMEOUT = 5.0  # for a node that has answered before
 READ_TIMEOUT = 10.0
 MOST_REQUESTS = 64
 MOST_FILES_SHOWN = 3
-UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+READ_ERRORS = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 ReadSmallFile = Callable[[str, int, str], bytes]
 """`read(node, step, name)` returns the contents of a small file, or raises `OSError`."""
@@ -172,7 +172,7 @@ class Search:
     read: ReadSmallFile
     lineage: Lineage | None = None
 
-    def choose(
+    def choose_snapshot(
         self, step: int | None, *, damaged: int | None = None, nodes_read: Collection[str] = ()
     ) -> Assembly:
         """Return the newest snapshot that has a manifest and can be read completely.
@@ -185,7 +185,7 @@ class Search:
             nodes_read: the nodes that the damaged step was read from.
         """
         skipped: list[tuple[int, str]] = []
-        for candidate in self._candidates(step, damaged, nodes_read):
+        for candidate in self._candidate_steps(step, damaged, nodes_read):
             found = self._assemble_step(candidate)
             if not isinstance(found, str):
                 return msgspec.structs.replace(found, skipped=skipped)
@@ -204,12 +204,12 @@ class Search:
         """
         if self.lineage is None:
             return False
-        newest = next(iter(self._candidates(step)), None)
+        newest = next(iter(self._candidate_steps(step)), None)
         if newest is None:
             return False
         return not isinstance(self._assemble_step(newest, epoch=self.lineage.epoch), str)
 
-    def _candidates(
+    def _candidate_steps(
         self, step: int | None, damaged: int | None = None, nodes_read: Collection[str] = ()
     ) -> list[int]:
         """Return the steps to consider, newest first."""
@@ -248,7 +248,7 @@ class Search:
                 continue
             if manifest.save_id not in tried_saves:
                 tried_saves.add(manifest.save_id)
-                if epoch not in (None, self._epoch(step, manifest.save_id)):
+                if epoch not in (None, self._read_epoch(step, manifest.save_id)):
                     continue
                 found = self._why_abandoned(step, manifest.save_id) or self._assemble(
                     step, manifest, each.node
@@ -266,7 +266,7 @@ class Search:
         branch = None if self.lineage is None else self.lineage.last_resumption_before(step)
         if branch is None:
             return ""
-        epoch = self._epoch(step, save_id)
+        epoch = self._read_epoch(step, save_id)
         if epoch is None:
             return "no pending manifest says whether the run has resumed from an older step since"
         if epoch >= branch.epoch:
@@ -275,12 +275,12 @@ class Search:
             return "abandoned: the run started anew"
         return f"abandoned: the run resumed from step {branch.step}"
 
-    def _epoch(self, step: int, save_id: str) -> int | None:
+    def _read_epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
         for each in self.nodes:
             for record in (records.pending_record(save_id), records.pending_copy_record(save_id)):
                 if record in each.steps.get(step, {}):
-                    with suppress(*UNREADABLE):
+                    with suppress(*READ_ERRORS):
                         data = self.read(each.node, step, record)
                         return msgspec.json.decode(data, type=_PendingEpoch).epoch
         return None
@@ -300,9 +300,9 @@ class Search:
             for name, size in size_of.items()
         }
         lost = {name for name, nodes in holders.items() if not nodes}
-        protection = self._protection(step, manifest.save_id, files_of)
+        protection = self._read_protection(step, manifest.save_id, files_of)
         if protection is not None:
-            lost &= unreadable_files(protection, files_of)
+            lost &= find_unreadable_files(protection, files_of)
         if lost:
             shown = ", ".join(sorted(lost)[:MOST_FILES_SHOWN])
             more = len(lost) - MOST_FILES_SHOWN
@@ -312,14 +312,14 @@ class Search:
         encoded = b"" if protection is None else msgspec.json.encode(protection)
         return Assembly(step, holders, size_of, infos, encoded, [])
 
-    def _protection(
+    def _read_protection(
         self, step: int, save_id: str, files_of: Mapping[str, Mapping[str, int]]
     ) -> Protection | None:
         """Return the protection of a save, from the first node with a readable record of it."""
         record = records.request_record("protect", save_id)
         for node, files in files_of.items():
             if record in files:
-                with suppress(*UNREADABLE):
+                with suppress(*READ_ERRORS):
                     data = self.read(node, step, record)
                     return msgspec.json.decode(data, type=ProtectRequest).protection
         return None
@@ -349,7 +349,7 @@ def _nodes_of_newest(
             records.pending_copy_record, records.requested_saves("pending-copy", steps[step])
         )
         for name in (*own, *copies):
-            with suppress(*UNREADABLE):
+            with suppress(*READ_ERRORS):
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)
                 return msgspec.json.decode(data, type=PendingManifest).nodes
     return []

@@ -22,7 +22,7 @@ from shardwise.memory.lineage import Lineage, read_or_create_lineage
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.agent_watch import why_silent
+from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
 from shardwise.store import Store
 
@@ -47,7 +47,7 @@ class Membership(msgspec.Struct, array_like=True):
     node_of: list[str]
 
 
-def with_interface(options: Memory, group: Group) -> Memory:
+def choose_interface(options: Memory, group: Group) -> Memory:
     """Return the options; if the run has several hosts, with an `interface` that they can reach.
 
     All ranks call this together.
@@ -56,11 +56,13 @@ def with_interface(options: Memory, group: Group) -> Memory:
     def has_several_hosts(hosts: list[bytes]) -> bytes:
         return b"1" if len(set(hosts)) > 1 else b""
 
-    several = exchange(
+    has_several = exchange(
         group, "finding hosts", lambda: socket.gethostname().encode(), has_several_hosts
     )
     return (
-        replace(options, interface=own_address()) if several and not options.interface else options
+        replace(options, interface=own_address())
+        if has_several and not options.interface
+        else options
     )
 
 
@@ -93,7 +95,7 @@ def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membersh
     return home, msgspec.msgpack.decode(reply, type=Membership)
 
 
-class Supervisor:
+class AgentSupervisor:
     """A thread in one rank of each node that restarts the node's agent if it ends.
 
     The thread logs warnings and never raises; `check` raises. The thread stops when this object is
@@ -105,7 +107,7 @@ class Supervisor:
     """
 
     def __init__(self, home: Home, options: Memory) -> None:
-        self._checks = _Checks(home, options)
+        self._checks = _AgentChecks(home, options)
         stopping = self._stopping = threading.Event()
         weakref.finalize(self, stopping.set)
         locks = ExitStack()
@@ -134,13 +136,13 @@ class Supervisor:
         self._thread.join(CHECK_PERIOD + ANSWER_TIMEOUT)
 
 
-def _check_repeatedly(checks: _Checks, stopping: threading.Event, locks: ExitStack) -> None:
+def _check_repeatedly(checks: _AgentChecks, stopping: threading.Event, locks: ExitStack) -> None:
     with locks:
         while not stopping.wait(CHECK_PERIOD):
             checks.check()
 
 
-class _Checks:
+class _AgentChecks:
     """The repeated checks of the agent.
 
     Attributes:
@@ -199,7 +201,7 @@ class _Checks:
         info = running_agent(self.home)
         if info is None:
             return
-        failure = why_silent(info, self._options.tls, ANSWER_TIMEOUT)
+        failure = why_no_answer(info, self._options.tls, ANSWER_TIMEOUT)
         if failure and not self._is_silent and self.home.has_agent():
             log.warning(
                 "the agent of %s (process %d) runs, but does not answer: %s; snapshots wait until "

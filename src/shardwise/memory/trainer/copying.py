@@ -13,7 +13,7 @@ from statistics import median
 from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
 
-BUCKET = 8 << 20
+BYTES_AT_ONCE = 8 << 20
 """How many bytes a thread copies at a time."""
 SLACK_SHARE = 0.7
 """The share of the slack over which a copy is spread."""
@@ -26,10 +26,10 @@ def copy_range(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExe
     """Copy bytes `low:high` of a file to the same offsets of `out`, with the threads of `pool`."""
 
     def copy_bucket(start: int) -> None:
-        stop = min(start + BUCKET, high)
+        stop = min(start + BYTES_AT_ONCE, high)
         fill(start, stop, out[start:stop])
 
-    starts = range(low, high, BUCKET)
+    starts = range(low, high, BYTES_AT_ONCE)
     try:
         jobs = [pool.submit(copy_bucket, start) for start in starts]
     except RuntimeError:  # the interpreter is shutting down and starts no more threads
@@ -94,7 +94,7 @@ class Pace:
         return max(0.0, due - self._clock())
 
 
-class Copying:
+class CopyProgress:
     """The progress of copying a rank's part of a snapshot.
 
     Args:

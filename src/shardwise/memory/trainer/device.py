@@ -133,7 +133,7 @@ def _call_cuda(device: torch.device, function: str, *args: int) -> str:
         return thread.submit(call).result()
 
 
-class Source(Protocol):
+class CopySource(Protocol):
     """The bytes of a file, some of which may be in the memory of devices."""
 
     @property
@@ -158,25 +158,25 @@ class CopyStreams:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._used: dict[torch.device, torch.Stream] = {}
-        self._copied: dict[torch.device, torch.Event] = {}
+        self._used_streams: dict[torch.device, torch.Stream] = {}
+        self._copy_events: dict[torch.device, torch.Event] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:
         """Begin a copy of the values that the current streams of devices have at this point."""
-        self._copied = {}
-        self._used = {}
+        self._copy_events = {}
+        self._used_streams = {}
         for device in devices:
             if device not in self._streams:
                 self._streams[device] = self._accelerator.new_stream(device)
-            stream = self._used[device] = self._streams[device]
+            stream = self._used_streams[device] = self._streams[device]
             current = self._accelerator.current_stream(device)
             self._accelerator.wait_event(stream, self._accelerator.record_event(current))
 
-    def are_used(self) -> bool:
+    def has_devices(self) -> bool:
         """Return whether any device holds data of the current copy."""
-        return bool(self._used)
+        return bool(self._used_streams)
 
-    def make_fill(self, source: Source, *, wait: bool) -> Fill:
+    def make_fill(self, source: CopySource, *, wait: bool) -> Fill:
         """Return a function that copies ranges of a source on these streams.
 
         Args:
@@ -196,19 +196,19 @@ class CopyStreams:
     def record_copies(self) -> None:
         """Record that all copies are queued, so that `fence` and `wait_for_copies` include them."""
         with self._as_current():
-            self._copied = {
+            self._copy_events = {
                 device: self._accelerator.record_event(stream)
-                for device, stream in self._used.items()
+                for device, stream in self._used_streams.items()
             }
 
     def wait_for_copies(self) -> None:
         """Block this thread until the recorded copies are done."""
-        for event in self._copied.values():
+        for event in self._copy_events.values():
             self._accelerator.synchronize(event)
 
     def fence(self) -> None:
         """Make later work on this thread's current streams wait for the recorded copies."""
-        for device, event in self._copied.items():
+        for device, event in self._copy_events.items():
             self._accelerator.wait_event(self._accelerator.current_stream(device), event)
 
     def lock_pages(self, address: int, nbytes: int) -> bool:
@@ -227,9 +227,9 @@ class CopyStreams:
         the first device.
         """
         accelerator = self._accelerator
-        previous = [accelerator.current_stream(device) for device in self._used]
+        previous = [accelerator.current_stream(device) for device in self._used_streams]
         try:
-            for stream in self._used.values():
+            for stream in self._used_streams.values():
                 accelerator.set_stream(stream)
             yield
         finally:

@@ -32,7 +32,7 @@ class PendingSaves:
         for save in list(self._saves):
             succeeds = False
             try:
-                succeeds = save.raise_or_log_failure()
+                succeeds = save.check_no_stage_failed()
             finally:
                 if not succeeds:
                     self._saves.remove(save)
@@ -66,7 +66,7 @@ class PendingSaves:
         """Return whether the last save will be persisted."""
         return bool(self._saves) and self._saves[-1].is_durable
 
-    def last_is_of_step(self, step: int) -> bool:
+    def is_last_of_step(self, step: int) -> bool:
         """Return whether the last save in this object is of this step.
 
         Only such a save can be persisted afterwards.

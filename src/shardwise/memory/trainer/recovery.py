@@ -32,7 +32,7 @@ from shardwise.memory.seal import is_file_intact
 from shardwise.memory.trainer.snapshots import Snapshots
 
 COMMIT_TIMEOUT = 5.0
-PAUSE = 0.01
+POLL_PAUSE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ def _find_assembly(
     """Agree on the snapshot, and return where its files are."""
     membership, run, here = snapshots.membership, snapshots.run, snapshots.node
     damaged_step = None if damaged is None else damaged.step
-    complete = _complete_saves(snapshots, group) if damaged_step is None else set()
+    complete_saves = _find_complete_saves(snapshots, group) if damaged_step is None else set()
 
     def encode_own_files() -> bytes:
         if not snapshots.is_first_of_node:
             return b""
         has_removed = False
         if damaged_step is None:
-            _wait_for_commits(run, complete)
+            _wait_for_commits(run, complete_saves)
         else:
             has_removed = _remove_damaged(Place(run, damaged_step))
         files = list_own_files(run, here)
@@ -118,7 +118,7 @@ def _find_assembly(
         search = make_search(*ask_all_nodes(nodes, infos, run.name, snapshots.tls, is_enough))
         start = time.perf_counter()
         nodes_read = () if damaged is None else damaged.nodes
-        assembly = search.choose(step, damaged=damaged_step, nodes_read=nodes_read)
+        assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
         seconds = time.perf_counter() - start
         unanswered = _unanswered_nodes(registered, {each.node for each in search.nodes})
         if unanswered and search.is_complete(step):
@@ -163,7 +163,7 @@ def _remove_damaged(place: Place) -> bool:
     return bool(damaged)
 
 
-def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
+def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     """Return the ids of the saves that all nodes have staged, so that agents will commit them."""
 
     def list_saves() -> bytes:
@@ -183,8 +183,10 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
         list_type = tuple[list[str], list[tuple[str, list[str]]]]
         lists = [msgspec.msgpack.decode(each, type=list_type) for each in encoded]
         staged = {name for names, _ in lists for name in names}
-        complete = {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
-        return msgspec.msgpack.encode(complete)
+        complete_saves = {
+            save for _, saves in lists for save, files in saves if staged.issuperset(files)
+        }
+        return msgspec.msgpack.encode(complete_saves)
 
     reply = exchange(group, "asking what was staged", list_saves, find_complete)
     return msgspec.msgpack.decode(reply, type=set[str])
@@ -208,6 +210,6 @@ def _wait_for_commits(run: Run, saves: set[str]) -> None:
             for save in snapshot.saves.values()
         )
 
-    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=PAUSE):
+    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
         if are_committed():
             return

@@ -41,7 +41,7 @@ from shardwise.memory.trainer.copying import Fill, copy_range
 from shardwise.memory.trainer.slots import Slot
 from shardwise.store.store import Buffer
 
-_ANY_SAVE = "0" * 16
+_PLACEHOLDER_SAVE_ID = "0" * 16
 
 
 class RingMember(msgspec.Struct, array_like=True, frozen=True):
@@ -69,14 +69,14 @@ class Ring:
     parity: int
 
     @property
-    def me(self) -> RingMember:
+    def own_member(self) -> RingMember:
         """This rank."""
         return self.members[self.index]
 
     @property
     def others(self) -> list[RingMember]:
         """The other ranks."""
-        return [member for member in self.members if member != self.me]
+        return [member for member in self.members if member != self.own_member]
 
     @property
     def group(self) -> ProtectionGroup:
@@ -118,7 +118,7 @@ def form_rings(
             }
             members = [Member(node, domain_of[node], ()) for node in rank_of]
             protection = form_groups(
-                members, _ANY_SAVE, copies=copies, parity=parity, group_size=group_size
+                members, _PLACEHOLDER_SAVE_ID, copies=copies, parity=parity, group_size=group_size
             )
             for group in protection.groups:
                 ring = [rank_of[member.node] for member in group.members]
@@ -292,13 +292,19 @@ class RingProtection:
             readers[file].read(offset, out)
             return out
 
-        def write_section(q: int, low: int, section: Buffer) -> None:
-            slots[q].buffer[low : low + len(section)] = section
+        def write_section(parity_index: int, low: int, section: Buffer) -> None:
+            slots[parity_index].buffer[low : low + len(section)] = section
 
-        sections = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, SECTION))
+        sections = (
+            (parity_index, low)
+            for parity_index in range(group.parity)
+            for low in range(0, group.chunk, SECTION)
+        )
         index = self.ring.index
         encode_parity(group, index, sections, read_range, write_section, threads=self.threads)
-        for q, (slot, stripe) in enumerate(zip(slots, parity_stripes(group, index), strict=True)):
+        for parity_index, (slot, stripe) in enumerate(
+            zip(slots, parity_stripes(group, index), strict=True)
+        ):
             ranges = {}
             checksums = {}
             for f, member in enumerate(stripe.data):
@@ -306,13 +312,13 @@ class RingProtection:
                 low, high = reader.available_part(f * group.chunk, (f + 1) * group.chunk)
                 ranges[reader.name] = low, high
                 checksums[reader.name] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
-            self._add_file(q, slot, q, ranges, checksums)
+            self._add_file(parity_index, slot, parity_index, ranges, checksums)
 
     def _add_file(
         self,
         number: int,
         slot: Slot,
-        q: int | None,
+        parity_index: int | None,
         ranges: dict[str, tuple[int, int]],
         checksums: dict[str, bytes],
     ) -> None:
@@ -321,13 +327,13 @@ class RingProtection:
         Args:
             number: the number of the file among the files that this rank makes.
             slot: the filled slot.
-            q: the number of the parity chunk; None for a copy.
+            parity_index: the number of the parity chunk; None for a copy.
             ranges: the byte range of each data file that is included.
             checksums: for parity, the checksums of the included blocks of each data file.
         """
-        record = records.ring_record(self.ring.me.file.name, number)
+        record = records.ring_record(self.ring.own_member.file.name, number)
         file = records.ring_file_name(record)
-        ring_file = RingFile(self.ring.group, file, slot.name, q, ranges, checksums)
+        ring_file = RingFile(self.ring.group, file, slot.name, parity_index, ranges, checksums)
         write_record(self.place.path / record, ring_file)  # the record comes first, as in `Staging`
         slot.path.rename(self.place.path / file)
 

@@ -16,7 +16,7 @@ from shardwise.memory.home import Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
-from shardwise.memory.trainer.copying import Copying
+from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.tiers.watch import MirrorWatch
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
@@ -48,7 +48,7 @@ class PendingSave:
     stages: tuple[str, ...]
     logs_failures: bool
     deletes_older: bool = False
-    copying: Copying | None = None
+    copying: CopyProgress | None = None
     _outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     @property
@@ -61,7 +61,7 @@ class PendingSave:
         """Why this rank could not stage its part; "" if it could, or is still copying."""
         return "" if self.copying is None else self.copying.failure
 
-    def raise_or_log_failure(self) -> bool:
+    def check_no_stage_failed(self) -> bool:
         """Return whether no stage has failed so far.
 
         Raises:
@@ -74,14 +74,14 @@ class PendingSave:
         """Wait until all stages have ended, and return whether none failed.
 
         Raises:
-            StoreError: as for `raise_or_log_failure`.
+            StoreError: as for `check_no_stage_failed`.
         """
         return self._log_or_raise(lambda: [self.wait_for(stage, None) for stage in self.stages])
 
     def wait_for_retention(self) -> None:
         """Wait until older checkpoints are deleted from storage.
 
-        If the deletion fails, `raise_or_log_failure` raises.
+        If the deletion fails, `check_no_stage_failed` raises.
 
         Raises:
             StoreError: the agent of this node is gone, or does not answer.
@@ -219,7 +219,7 @@ class SaveHandle:
         self,
         report: SaveReport,
         pending: PendingSave | None = None,
-        copying: Copying | None = None,
+        copying: CopyProgress | None = None,
         mirror: MirrorWatch | None = None,
     ) -> None:
         self._report = report
@@ -279,7 +279,7 @@ class SaveHandle:
             StoreError: the save failed; the message names the stage and the reason.
             TimeoutError: `timeout` seconds have passed.
         """
-        if (pending := self._speed_up()) is not None:
+        if (pending := self._hurry_copy()) is not None:
             pending.wait_for("commit", timeout)
 
     def protected(self, timeout: float | None = None) -> None:
@@ -288,7 +288,7 @@ class SaveHandle:
         Raises:
             StoreError, TimeoutError: as for `committed`.
         """
-        if (pending := self._speed_up()) is not None:
+        if (pending := self._hurry_copy()) is not None:
             pending.wait_for("protect", timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -297,7 +297,7 @@ class SaveHandle:
         Raises:
             StoreError, TimeoutError: as for `committed`. `timeout` applies to each stage.
         """
-        if (pending := self._speed_up()) is None:
+        if (pending := self._hurry_copy()) is None:
             return self._report
         outcomes = {stage: pending.wait_for(stage, timeout) for stage in pending.stages}
         commit = outcomes["commit"]
@@ -327,7 +327,7 @@ class SaveHandle:
         self.result(timeout)
         self._mirror.wait(self._report.step or 0, timeout)
 
-    def _speed_up(self) -> PendingSave | None:
+    def _hurry_copy(self) -> PendingSave | None:
         """Let the copy continue at full speed, because a caller waits; return the pending save."""
         if self._copying is not None:
             self._copying.hurry()

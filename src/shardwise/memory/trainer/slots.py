@@ -19,7 +19,7 @@ from shardwise.memory.home import Run
 from shardwise.store.store import Buffer
 
 HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
-PAGE = mmap.PAGESIZE
+PAGE_SIZE = mmap.PAGESIZE
 STAT_BLOCK = 512  # the unit of st_blocks, in bytes
 DELETION_TIMEOUT = 1.5  # seconds to wait for files that agents have deleted
 
@@ -124,13 +124,13 @@ class Slots:
         small = [name for name in names if self._usable_size(name) < nbytes]
         needed = sum(max(0, size - self._allocated_size(name)) for name in small)
         if not self._has_space(needed + leave_free):
-            raise self._too_small(size, needed, leave_free)
+            raise self._make_error_of_too_little_memory(size, needed, leave_free)
         for name in names:
             if name in small:
                 self._allocate(self._directory / name, size)
             self._map(self._directory / name, device_bytes)
         if not self._has_space(leave_free):  # other ranks have allocated their slots meanwhile
-            raise self._too_small(size, 0, leave_free)
+            raise self._make_error_of_too_little_memory(size, 0, leave_free)
         return needed
 
     def has_free(self) -> bool:
@@ -218,8 +218,8 @@ class Slots:
     def _has_space(self, nbytes: int) -> bool:
         """Return whether this many bytes are free; wait briefly for files that agents delete."""
         stat = os.statvfs(self._directory)
-        could_fit = nbytes <= stat.f_blocks * stat.f_frsize
-        deadline = Deadline(DELETION_TIMEOUT if could_fit else 0.0)
+        can_ever_fit = nbytes <= stat.f_blocks * stat.f_frsize
+        deadline = Deadline(DELETION_TIMEOUT if can_ever_fit else 0.0)
         return any(nbytes <= self._available_bytes() for _ in deadline.attempts())
 
     def _available_bytes(self) -> int:
@@ -240,7 +240,7 @@ class Slots:
             os.ftruncate(fd, before)
             if not before:
                 path.unlink(missing_ok=True)
-            raise self._too_small(size, size - before) from error
+            raise self._make_error_of_too_little_memory(size, size - before) from error
         finally:
             os.close(fd)
 
@@ -268,7 +268,9 @@ class Slots:
         if mapping is not None and mapping.is_locked and self._page_locker is not None:
             self._page_locker.unlock_pages(mapping.address)
 
-    def _too_small(self, size: int, needed: int, leave_free: int = 0) -> StoreError:
+    def _make_error_of_too_little_memory(
+        self, size: int, needed: int, leave_free: int = 0
+    ) -> StoreError:
         others = f"the data that its node stores for others needs {leave_free:,} more, and "
         return StoreError(
             f"{self._directory} has {self._available_bytes():,} bytes left; "
@@ -281,4 +283,4 @@ class Slots:
 
 
 def _round_to_pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+    return -(-size // PAGE_SIZE) * PAGE_SIZE

@@ -27,12 +27,12 @@ from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import NodeRegistry, Registration, record_known_nodes
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
-from shardwise.memory.trainer.agents import Supervisor, join_run, with_interface
+from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.pending_saves import PendingSaves
 from shardwise.memory.trainer.rings import Rings
 from shardwise.memory.trainer.save_handle import PendingSave, SaveHandle
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from shardwise.memory.trainer.storage_policy import StoragePolicy, pending_manifest
+from shardwise.memory.trainer.storage_policy import StoragePolicy, make_pending_manifest
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import committed_steps
 from shardwise.store import Store
@@ -55,7 +55,7 @@ class Snapshots:
 
     def __init__(self, root: Store, options: Memory, group: Group) -> None:
         self._root = root
-        self._options = options = with_interface(options, group)
+        self._options = options = choose_interface(options, group)
         self._group = group
         self._pending = PendingSaves()
         self.skipped = 0
@@ -78,7 +78,7 @@ class Snapshots:
             nodes=len(set(self.membership.node_of)),
             ranks_here=self.membership.node_of.count(self.node),
         )
-        self._supervisor = Supervisor(self.home, options) if self.is_first_of_node else None
+        self._supervisor = AgentSupervisor(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
             self._warn_of_gaps()
 
@@ -312,7 +312,7 @@ class Snapshots:
 
         def is_last() -> bytes:
             self.fence()
-            return b"1" if self._pending.last_is_of_step(step) else b""
+            return b"1" if self._pending.is_last_of_step(step) else b""
 
         def request() -> None:
             self._pending.persist_last(deletes_older=leads and removes_old, leads=leads)
@@ -362,7 +362,7 @@ class Snapshots:
         manifest = None
         if planned.rank == 0:
             rings = self._rings.files
-            manifest = pending_manifest(
+            manifest = make_pending_manifest(
                 planned, options, policy, self._options, self.membership, str(self._root), rings
             )
         part = SnapshotPart(

@@ -21,8 +21,8 @@ from shardwise.memory.options import Memory
 from shardwise.memory.reclaim import free_uncommittable
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
-from shardwise.memory.trainer.copying import Copying, Fill, Slack, copy_range
-from shardwise.memory.trainer.device import Accelerator, CopyStreams, Source, TorchAccelerator
+from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
+from shardwise.memory.trainer.device import Accelerator, CopySource, CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
 from shardwise.memory.trainer.slots import Slot, Slots
 
@@ -101,7 +101,7 @@ class Staging:
     ) -> None:
         self._home = home
         self._run = run
-        self._records = RecordCache()
+        self._record_cache = RecordCache()
         self._nodes = nodes
         self._ranks_here = ranks_here
         self._options = options
@@ -109,10 +109,10 @@ class Staging:
         self._wake = wake
         self._threads = THREADS_WITH_OVERLAP if options.overlap else THREADS
         self._pool = ThreadPoolExecutor(self._threads, "shardwise-stage")
-        self._background = ThreadPoolExecutor(1, "shardwise-background")
+        self._background_thread = ThreadPoolExecutor(1, "shardwise-background")
         self._streams = CopyStreams(accelerator or TorchAccelerator())
         self._slack = Slack() if options.overlap else None
-        self._copying: Copying | None = None
+        self._copying: CopyProgress | None = None
         self._failure = ""
         slots = options.slots + 1
         self._own_slots = Slots(run, f"r{rank:05d}-", "staged", slots, self._streams)
@@ -147,27 +147,30 @@ class Staging:
             allocated += self._ring_slots.prepare(largest, device_bytes=device_bytes)
         return allocated
 
-    def _bytes_for_agent(self, share: int) -> int:
+    def _bytes_for_agent(self, bytes_of_rank: int) -> int:
         """Return the memory that the agent still needs to protect other nodes over the network."""
-        needed = bytes_needed_for_others(share, self._options, nodes=self._nodes) * self._ranks_here
+        needed = (
+            bytes_needed_for_others(bytes_of_rank, self._options, nodes=self._nodes)
+            * self._ranks_here
+        )
         return max(0, needed - bytes_stored_for_others(self._run)) if needed else 0
 
     def has_free(self) -> bool:
         """Return whether a slot is free for another part."""
         if not self._own_slots.has_free():
-            free_uncommittable(self._run, self._commit_timeout, self._records)
+            free_uncommittable(self._run, self._commit_timeout, self._record_cache)
         return self._own_slots.has_free()
 
-    def begin(self, part: SnapshotPart) -> Copying:
+    def begin(self, part: SnapshotPart) -> CopyProgress:
         """Begin to copy a part, with the values it has once the current streams reach this point.
 
         Failures are raised by `raise_failure`.
         """
         self._wait_for_copy()
         self._streams.begin(part.devices)
-        copying = self._copying = Copying(part.nbytes, self._slack)
+        copying = self._copying = CopyProgress(part.nbytes, self._slack)
         try:
-            self._background.submit(self._stage, part, copying)
+            self._background_thread.submit(self._stage, part, copying)
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
             self._stage(part, copying)
         if not self._options.overlap:
@@ -185,7 +188,7 @@ class Staging:
             return
         copying.hurry()
         copying.all_queued.wait()
-        if self._streams.are_used():
+        if self._streams.has_devices():
             self._streams.fence()
         else:
             copying.wait()
@@ -214,12 +217,12 @@ class Staging:
         """Stop copying and unmap the slots. The files stay."""
         if self._copying is not None:
             self._copying.hurry()
-        self._background.shutdown()
+        self._background_thread.shutdown()
         self._pool.shutdown()
         self._own_slots.close()
         self._ring_slots.close()
 
-    def _stage(self, part: SnapshotPart, copying: Copying) -> None:
+    def _stage(self, part: SnapshotPart, copying: CopyProgress) -> None:
         """Stage a part in the background.
 
         After a failure, this rank raises the error at its next save. The agents fail the commit, so
@@ -227,18 +230,20 @@ class Staging:
         """
         failure = ""
         try:
-            failure = self._try(part, lambda: self._stage_own_file(part, copying))
+            failure = self._run_and_keep_failure(part, lambda: self._stage_own_file(part, copying))
             if failure:
                 self._record_failure(part, failure)
             elif part.ring is not None:
                 ring = part.ring
-                self._try(part, lambda: self._protect_ring(part, ring, copying))
+                self._run_and_keep_failure(part, lambda: self._protect_ring(part, ring, copying))
             self._wake()
         finally:
-            self._try(part, self._streams.wait_for_copies)  # then no device reads the state
+            self._run_and_keep_failure(
+                part, self._streams.wait_for_copies
+            )  # then no device reads the state
             copying.finish(failure)
 
-    def _stage_own_file(self, part: SnapshotPart, copying: Copying) -> None:
+    def _stage_own_file(self, part: SnapshotPart, copying: CopyProgress) -> None:
         part.place.path.mkdir(parents=True, exist_ok=True)
         if not self.is_prepared:
             self._allocate(part.source, part.ring)
@@ -251,7 +256,7 @@ class Staging:
     def _write_pending(self, part: SnapshotPart, pending: PendingManifest) -> None:
         write_record(part.place.path / records.pending_record(part.planned.save_id), pending)
 
-    def _try(self, part: SnapshotPart, work: Callable[[], object]) -> str:
+    def _run_and_keep_failure(self, part: SnapshotPart, work: Callable[[], object]) -> str:
         """Run `work`, and return why it failed, or "". `raise_failure` raises the failure."""
         step = part.place.step
         try:
@@ -280,7 +285,7 @@ class Staging:
         except OSError as error:  # then the commit times out
             log.warning("cannot record for the agents that %s: %s", failure, error)
 
-    def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: Copying) -> None:
+    def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: CopyProgress) -> None:
         """Copy this rank's file into a slot, and move the slot into the snapshot."""
         planned, place = part.planned, part.place
         size, device_bytes = source.layout.size, _bytes_from_devices(source)
@@ -306,10 +311,10 @@ class Staging:
         write_record(place.path / records.staged_record(planned.key), staged)
         slot.path.rename(place.path / planned.key)
 
-    def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: Copying) -> None:
+    def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""
 
-        def make_fill(source: Source) -> Fill:
+        def make_fill(source: CopySource) -> Fill:
             return copying.pace_fill(self._streams.make_fill(source, wait=True))
 
         def take_slot(nbytes: int, excluding: Collection[str]) -> Slot:
@@ -327,7 +332,7 @@ class Staging:
             slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
             if slot is not None:
                 return slot
-            free_uncommittable(self._run, self._commit_timeout, self._records)
+            free_uncommittable(self._run, self._commit_timeout, self._record_cache)
             self._wake()
         raise _NoSlotError(
             f"no slot became free within {self._options.wait:.0f} s: the agent of {self._home} is "
@@ -337,7 +342,7 @@ class Staging:
 
     def _bytes_to_lock(self, nbytes: int, ring: Ring) -> int:
         """Return how many bytes of a file for others devices copy to: copies, but not parity."""
-        return nbytes if ring.copies and self._streams.are_used() else 0
+        return nbytes if ring.copies and self._streams.has_devices() else 0
 
 
 def _bytes_from_devices(source: FileSource) -> int:

@@ -36,7 +36,7 @@ class StoragePolicy:
         return self.keep.has_rules or self.mirror is not None
 
 
-def pending_manifest(
+def make_pending_manifest(
     planned: PlannedSave,
     options: SaveOptions,
     policy: StoragePolicy,
