@@ -1,4 +1,4 @@
-"""Decides what an agent does: a pure function of what its node stores.
+"""Decides what an agent does. The decision is a pure function of what the agent's node stores.
 
 A save passes these stages. The arrows are the actions that complete them:
 
@@ -15,14 +15,14 @@ A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). 
 have an action. The leader is the agent on the node of rank 0. It requests the stages from the other
 nodes by records, and writes the outcome of each stage to all nodes.
 
-Memory is freed by mark and sweep. A run always keeps the newest committed snapshot, the newest
-protected snapshot, and the snapshots with open stages (see `is_pinned`). If these are fewer than
-its slots, the run also keeps the next newest snapshots, until there is one snapshot for each slot.
-Free removes all other snapshots that are older than the newest committed snapshot.
+A run always keeps the newest committed snapshot, the newest protected snapshot, and the snapshots
+with open stages (see `is_pinned`). If these are fewer than its slots, the run also keeps the next
+newest snapshots, until there is one snapshot for each slot. Free removes all other snapshots that
+are older than the newest committed snapshot.
 
-The snapshots of a run without trainers on this node are freed in three cases: its root says that
-the run was resumed from an older step, storage has the newest snapshot too, or a day has passed.
-LookUpRoot reads the root. FreeRun removes a run without snapshots.
+The snapshots of a run without trainers on this node are freed in three cases: the run's root says
+that the run was resumed from an older step, the newest snapshot is in storage too, or a day has
+passed. LookUpRoot reads the root. FreeRun removes a run without snapshots.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def decide(node: NodeView, now: float, periods: Periods = DEFAULT_PERIODS) -> li
     """Return the actions for a node, in the order in which to perform them.
 
     Args:
-        now: the time on the observer's clock.
+        now: the time on the observer's clock, in seconds.
     """
     return [action for run in node.runs for action in decide_run(run, now, periods)]
 
@@ -211,7 +211,7 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
 
 
 def _free_replaced(run: RunView) -> Iterator[Free]:
-    """Yield actions that free replaced snapshots and saves."""
+    """Yield actions that free snapshots and saves that newer ones have replaced."""
     newest = run.newest_committed
     if newest is None:
         return
@@ -333,9 +333,9 @@ def find_superseded(
 ) -> list[Place]:
     """Return the snapshots that a node can free when the run is resumed from a step.
 
-    The node can free snapshots of newer steps, snapshots that the run abandoned earlier while this
-    node was away, and older unfinished snapshots. The unfinished snapshots would occupy slots while
-    they wait for a lost node.
+    The node can free three kinds of snapshots: of newer steps; of epochs that the run superseded
+    while this node was away; and older unfinished snapshots, which would occupy slots while they
+    wait for a lost node.
 
     Args:
         step: the step; None for the beginning.

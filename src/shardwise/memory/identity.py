@@ -1,7 +1,7 @@
 """The name, secret, port and address of a node's agent.
 
-The name, the secret and the port are stored in the home, so that they are the same for the next
-agent: other nodes and older records refer to them.
+The home stores the name, the secret and the port. The next agent uses the same values, because
+other nodes and older records refer to them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_or_create_secret(home: Home, secret_file: Path | None) -> str:
 
 
 def make_run_token(secret: str, run: str) -> str:
-    """Return the token with which one run can be read. It does not reveal the secret."""
+    """Return a token that allows reading one run, and does not reveal the secret."""
     return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 
@@ -96,7 +96,7 @@ def _read_or_create(path: Path, new: str) -> str:
 
 
 def resolve_interface(interface: str) -> str:
-    """Return the address of a network interface; an address is returned as it is.
+    """Return the address of a network interface. If `interface` is an address, return it.
 
     Raises:
         StoreError: no such interface exists, or it has no address that other nodes can connect to.

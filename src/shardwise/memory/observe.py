@@ -41,7 +41,7 @@ class RecordCache:
     A replaced file has another inode, modification time or size.
 
     Args:
-        logs: whether to log damaged records. Each is logged once on a node.
+        logs: whether to log damaged records. A node logs each of them once.
     """
 
     def __init__(self, *, logs: bool = True) -> None:
@@ -50,10 +50,10 @@ class RecordCache:
         self._used: set[tuple[Path, type]] = set()
 
     def read(self, path: Path, record_type: type[T]) -> tuple[T | StoreError, float] | None:
-        """Return a record, or the error if it is damaged, and its modification time in seconds.
+        """Return a record, or the error if it is damaged; and its modification time in seconds.
 
-        Return None if the file does not exist. Of a pending manifest, the text of the manifest,
-        which can be large, is left out.
+        Return None if the file does not exist. The field `manifest` of a `PendingManifest` is
+        emptied, because its text can be large.
         """
         try:
             status = os.stat(path)
@@ -183,8 +183,8 @@ def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None
 def read_outcome(place: Place, stage: str, save_id: str) -> StageOutcome | None:
     """Return the outcome of a stage; None if the stage has not ended.
 
-    The outcome remains after the snapshot was freed. No other record is read, so that polling is
-    cheap. A damaged outcome counts as a failure.
+    The record remains after the snapshot was freed. This reads no other record, so that polling is
+    cheap. A damaged record counts as a failure.
     """
     name = records.cluster_outcome_record(stage, save_id)
     try:
@@ -211,7 +211,7 @@ class _SaveId(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotReader:
-    """Reads one snapshot, whose files have these names."""
+    """Reads one snapshot. `names` are the names of its files."""
 
     place: Place
     node: str
@@ -362,7 +362,7 @@ class _SnapshotReader:
         return any(is_rank_alive(self.place.run, rank) for rank in ranks)
 
     def _read_ended_stage(self, stage: str, save_id: str) -> Stage | None:
-        """Return a stage that has ended; None if it has not."""
+        """Return a stage if it has ended, otherwise None."""
         name = records.cluster_outcome_record(stage, save_id)
         if name not in self.names:
             return None

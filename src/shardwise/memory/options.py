@@ -73,10 +73,10 @@ class Memory:
     """Options for snapshots in the memory of the nodes.
 
     Args:
-        snapshot_every: take a snapshot at steps that are a multiple of this. 0: only at steps that
-            are saved to the root.
-        slots: the number of committed snapshots to keep. Each rank needs memory for one more, which
-            is being written.
+        snapshot_every: take a snapshot at steps that are a multiple of this number. 0: only at
+            steps that are saved to the root.
+        slots: the number of committed snapshots to keep. Each rank needs memory for one more
+            snapshot: the one that is being written.
         overlap: let `save` return before the copy is complete. The next step of each optimizer in
             the state waits for the copy. Anything else that changes the state (buffers in a
             forward pass, parameter averages) must call `handle.staged()` first.
@@ -89,7 +89,7 @@ class Memory:
         interface: the address at which this node's agent serves other nodes, or the name of a
             network interface such as "eth0". None: if the run has several hosts, the network of the
             process group's rendezvous; otherwise only this host. An agent that is already running
-            must serve that address.
+            must serve the same address.
         tls: certificates for encrypted connections between nodes. None: unencrypted.
         start_agent: start an agent if none runs. If False, wait for one that you start.
         rescue: if a trainer ends without closing its Checkpointer, the agents persist the newest
@@ -97,7 +97,7 @@ class Memory:
         budget: the largest number of bytes per second that an agent copies to storage. None: no
             limit.
         when_full: the reaction if all slots are taken: "skip" the snapshot, or "wait" for a slot. A
-            save that is to be persisted always waits, and fails if no slot becomes free.
+            save to the root always waits, and fails if no slot becomes free.
         wait: the seconds to wait for a slot, and for a node that does not answer.
 
     Raises:

@@ -22,8 +22,8 @@ class RankLock:
     """The lock that a rank holds while it is alive.
 
     A rank that ends normally removes the lock file. If the file exists and is not locked, the rank
-    was lost. Forked children close their copies of the lock, so that the lock ends with this
-    process. If this process already holds the lock of the rank, the new object takes over the lock.
+    was lost. Forked children close their copies of the lock, so that the lock ends with the process
+    that holds it. If this process already holds the rank's lock, the new object takes over the lock.
 
     Raises:
         StoreError: another process holds the lock of this rank of the run on this node.
@@ -95,8 +95,7 @@ class RankLock:
         return None
 
     def _take_over(self) -> bool:
-        """Take the lock over from an older `RankLock` of this process; return whether it had the
-        lock."""
+        """Take over the lock, if an older `RankLock` of this process has it; return whether."""
         if not (_is_locked(self._path) and self._read_owner().startswith(_process_id())):
             return False
         self._path.write_bytes(self._owner)
@@ -145,7 +144,7 @@ def lost_ranks(run: Run) -> list[int]:
 def forget_lost_ranks(run: Run) -> None:
     """Remove the lock files of lost ranks, once all current ranks of this node hold their locks.
 
-    Otherwise a rank that now runs on another node would count as lost here for ever.
+    Without this, a rank that has moved to another node would count as lost here for ever.
     """
     for rank in lost_ranks(run):
         _lock_file(run, rank).unlink(missing_ok=True)

@@ -3,8 +3,9 @@
 `decide.py` chooses the snapshots to free. Agents and trainers free them with these functions, under
 an exclusive lock of the snapshot's directory, so that no snapshot is freed while it is in use.
 
-A process can be killed while it removes files, so the order matters. Pending manifests go first, so
-that no agent resumes the save. Records that name slots go last, so that every slot can be found.
+A process can be killed while it removes files, so the order matters. Pending manifests are removed
+first, so that no agent resumes the save. Records with the name of a slot are removed last, so that
+the slot can be found.
 
 Functions `free…` fail if a snapshot is in use. Functions `discard…` mark snapshots as abandoned,
 and wait until the agent releases them.
@@ -49,7 +50,8 @@ def free(
     """Free a snapshot; return False if it is still in use after `timeout` seconds.
 
     Args:
-        keep_removal_requests: keep unanswered requests to remove old checkpoints from storage.
+        keep_removal_requests: keep requests to remove old checkpoints from storage that no agent
+            has fulfilled yet.
     """
     for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
@@ -175,7 +177,7 @@ def discard_superseded(
 def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> None:
     """Raise if memory holds a newer step that the run has not abandoned.
 
-    A restore would prefer the newer step to the one that is being saved.
+    A restore would load the newer step instead of the step that is being saved.
 
     Raises:
         StateError: memory holds a newer step.
@@ -288,7 +290,7 @@ def _removal_order(name: str) -> int:
 
 
 def _files_of_agent(names: Collection[str]) -> set[str]:
-    """Return the copies and parity that the agent made: no rank of this node staged them."""
+    """Return the names of the copies and parity that the agent made, and not a rank."""
     return {
         name
         for name in names

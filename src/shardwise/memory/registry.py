@@ -1,11 +1,11 @@
-"""The addresses of a run's agents, stored in its root, so that a restart on any nodes finds them.
+"""The addresses of a run's agents, in the run's root. A restart on other nodes finds them there.
 
 <root>/nodes/<node>.json    one file for each node, written by that node alone
 
-Each file contains the address of a node's agent, and a token with which the snapshots of this run
-can be read, and nothing written. On a file system, only its owner can read the file; if the file
-system does not enforce that, the token is left out, and the node is not asked. In an object store,
-whoever can read the root can read the token, as they can read the checkpoints.
+Each file contains the address of a node's agent, and a token that only allows reading the
+snapshots of this run. On a file system, only the owner can read the file. If the file system does
+not enforce this, the token is left out, and the node is not asked. In an object store, everybody
+who can read the root can read the token.
 """
 
 from __future__ import annotations

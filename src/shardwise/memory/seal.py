@@ -1,7 +1,7 @@
 """Computes and verifies the checksums of files in memory, and keeps the files mapped.
 
-Slots are reused, so the agent needs the same files again and again. Mapping a file causes a page
-fault for each page, which takes longer than computing the checksums.
+Slots are reused, so the agent needs the same files again and again. Files stay mapped, because the
+page faults of a new mapping take longer than computing the checksums.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _MappedFile:
-    """An open file, and its bytes as they were mapped. The file may have grown since."""
+    """An open file and its mapping. The file may have grown after it was mapped."""
 
     fd: int
     data: Buffer
@@ -113,8 +113,8 @@ def _open_checked(path: Path, size: int, *, writable: bool) -> int:
 def seal(data: Buffer, entry: FileEntry) -> FileEntry:
     """Write the checksums of a staged file to its end; return its entry, with `checksums_crc32`.
 
-    One thread computes the checksums. The blocks are so small that several threads would often
-    wait for each other.
+    One thread computes the checksums: with such small blocks, several threads would often wait for
+    each other.
 
     Args:
         data: the file, mapped.

@@ -30,8 +30,8 @@ LARGEST_LOG = 1 << 20
 def ensure_agent(home: Home, options: Memory) -> AgentInfo:
     """Return the node's agent; start one if none runs.
 
-    A running agent of another version of shardwise may not be able to read the records of this
-    version. It is replaced, unless a training uses it.
+    A running agent of another version of shardwise is replaced, because it may not be able to read
+    the records of this version. If a training uses the agent, an error is raised instead.
 
     Raises:
         StoreError: the agent does not start (the message includes the end of its log), or a running

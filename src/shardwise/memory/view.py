@@ -1,4 +1,4 @@
-"""What a node stores, as frozen values: its runs, their snapshots and saves, and the stage of each.
+"""Frozen values that describe what a node stores: runs, snapshots, saves, and stages of saves.
 
     observe.py (read)  →  decide.py (pure)  →  agent/actions.py, reclaim.py (act)
 
@@ -64,10 +64,10 @@ class SaveView:
             field `manifest` is empty.
         has_pending_manifest: whether this node has the pending manifest itself, because it leads
             the save.
-        epoch: the epoch of the run at the save; None if no record contains it.
+        epoch: the epoch of the run at the save; None if no record contains the epoch.
         stages: the stages by name. `copy` is this node's part of persisting, and `protect_others`
             is this node's part of protecting. For a save that was for memory only, `rescue` is done
-            as soon as an agent has requested that it be persisted.
+            as soon as an agent has requested to persist the save.
     """
 
     save_id: str
@@ -104,8 +104,8 @@ class SnapshotView:
     Attributes:
         names: the names of all files.
         saves: for each save id, the save.
-        committed_save: the id of the save that the manifest belongs to; None if there is no
-            manifest, "" if the manifest is damaged.
+        committed_save: the id of the save in the manifest; None if there is no manifest, "" if the
+            manifest is damaged.
         staged_at: the time when a rank of this node last staged a file, in seconds since 1970; None
             if no rank has staged a file.
     """
@@ -142,7 +142,7 @@ class SnapshotView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootView:
-    """What the root of a run contained when the agent last read it.
+    """The content of a run's root when the agent last read the root.
 
     Attributes:
         read_at: the time, on the observer's clock, when the agent read the root.

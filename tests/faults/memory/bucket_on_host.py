@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.retention import committed_steps
 from shardwise.store import open_store
-from tests.store.servers import BYTES_AT_ONCE, s3_client
+from tests.store.servers import BUCKET, s3_client
 
 
 def serve(port: int) -> None:
@@ -24,7 +24,7 @@ def serve(port: int) -> None:
 
     server = ThreadedMotoServer(ip_address="0.0.0.0", port=port, verbose=False)
     server.start()
-    s3_client(f"http://127.0.0.1:{port}").create_bucket(Bucket=BYTES_AT_ONCE)
+    s3_client(f"http://127.0.0.1:{port}").create_bucket(Bucket=BUCKET)
     print("ready", flush=True)
     signal.pause()
 

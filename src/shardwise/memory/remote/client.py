@@ -231,7 +231,9 @@ class AgentClient:
             raise
         except TimeoutError as error:
             seconds = self._connect_timeout if connection is None else self._read_timeout + wait
-            raise StoreError(f"{request}: no answer in {seconds:g} s; its node is lost") from error
+            raise StoreError(
+                f"{request}: no answer in {seconds:g} s: lost or overloaded"
+            ) from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
