@@ -26,7 +26,7 @@ from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
 from shardwise.store.object_clients import Client
 from shardwise.store.object_store import PART_MIB, UPLOAD_REQUESTS, parse_object_url
 from shardwise.store.store import REMOTE_TRANSFER
-from tests.store.servers import BYTES_AT_ONCE, start_seaweedfs
+from tests.store.servers import BUCKET, start_seaweedfs
 
 try:
     import s3fs
@@ -59,11 +59,11 @@ def main() -> None:
     state = bench.state(ROWS)
     with ExitStack() as cleanup:
         endpoint = start_server(bench, cleanup)
-        root = f"s3://{BYTES_AT_ONCE}/bench?endpoint={endpoint}"
+        root = f"s3://{BUCKET}/bench?endpoint={endpoint}"
         client = Client(parse_object_url(root)).open()
         key, share = f"bare/{bench.rank}", bench.size.total // bench.world
         threads = REMOTE_TRANSFER.read_threads // bench.world
-        ours = f"s3://{BYTES_AT_ONCE}/ours?{root.partition('?')[2]}"
+        ours = f"s3://{BUCKET}/ours?{root.partition('?')[2]}"
         jobs: dict[str, tuple[Job, Job]] = {
             OBSTORE: (
                 lambda: upload(client, key, share),
@@ -93,13 +93,13 @@ def peers(state: dict[str, torch.Tensor], endpoint: str) -> dict[str, tuple[Job,
     """Return the save and the load of each installed peer."""
     found: dict[str, tuple[Job, Job]] = {}
     if s3fs is not None:
-        url, options = f"s3://{BYTES_AT_ONCE}/s3fs", {"client_kwargs": {"endpoint_url": endpoint}}
+        url, options = f"s3://{BUCKET}/s3fs", {"client_kwargs": {"endpoint_url": endpoint}}
         found[S3FS] = (
             lambda: dcp.save(state, storage_writer=FsspecWriter(url, **options)),
             lambda: dcp.load(state, storage_reader=FsspecReader(url, **options)),
         )
     if S3StorageWriter is not None:
-        place = f"s3://{BYTES_AT_ONCE}/connector"
+        place = f"s3://{BUCKET}/connector"
         config = S3ClientConfig(force_path_style=True)
 
         def connect(storage: object, reader: object = None) -> object:

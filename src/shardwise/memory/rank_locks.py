@@ -23,7 +23,7 @@ class RankLock:
 
     A rank that ends normally removes the lock file. If the file exists and is not locked, the rank
     was lost. Forked children close their copies of the lock, so that the lock ends with the process
-    that holds it. If this process already holds the rank's lock, the new object takes over the lock.
+    that holds it. If this process already holds the rank's lock, the new object takes it over.
 
     Raises:
         StoreError: another process holds the lock of this rank of the run on this node.

@@ -230,10 +230,8 @@ class AgentClient:
         except (StoreError, FileNotFoundError):
             raise
         except TimeoutError as error:
-            seconds = self._connect_timeout if connection is None else self._read_timeout + wait
-            raise StoreError(
-                f"{request}: no answer in {seconds:g} s: lost or overloaded"
-            ) from error
+            limit = self._connect_timeout if connection is None else self._read_timeout + wait
+            raise StoreError(f"{request}: no answer in {limit:g} s: lost or overloaded") from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
