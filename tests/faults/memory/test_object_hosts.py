@@ -46,6 +46,7 @@ def look(host: Host, url: str) -> Any:
     return said(start_bucket_program(host, "look", url))
 
 
+@pytest.mark.long  # test_network.py loses a host, and test_object_kills.py a node with a bucket
 @pytest.mark.timeout(300)
 def test_a_host_is_lost_while_its_agent_uploads(hosts: list[Host], tmp_path: Path) -> None:
     bucket, *nodes = hosts
