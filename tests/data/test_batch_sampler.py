@@ -40,6 +40,15 @@ def test_parts_are_in_order_of_the_ranks_and_differ_by_one() -> None:
     assert weights == pytest.approx([4 / 6, 8 / 6, 4 / 6, 8 / 6])
 
 
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_weighted_losses_average_to_that_of_the_global_batch(world: int) -> None:
+    parts = [next(iter(rank)) for rank in samplers(world)]
+    losses = [sum(part) / len(part) for part in parts]
+    weights = [rank.loss_weight for rank in samplers(world)]
+    mean = sum(a * b for a, b in zip(losses, weights, strict=True)) / world
+    assert mean == pytest.approx(sum(map(sum, parts)) / 6)
+
+
 def test_carry_fills_the_batch_at_the_end_of_an_epoch_from_the_next() -> None:
     (one,) = samplers(1, length=10, shuffle=False)
     assert len(one) == 2

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from shardwise.data.packing import Tokens
 from shardwise.data.random_order import ORDER_VERSION
 from shardwise.data.sources import Place
 from shardwise.data.streams import ElasticStreamDataset, Failure, StreamState
@@ -18,8 +19,9 @@ from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.state.leaves import Shards
 
-_COUNTS = 4
-"""The first columns of `cursors`: samples, used tokens, buffered tokens, failures."""
+_COUNTS = 5
+"""The first columns of `cursors`: the number of samples, used tokens, buffered tokens and failures;
+and the number of the source whose tokens are used (from 1)."""
 _FAILURE = 5
 """The fields of a failure: source, epoch, segment, offset, rest."""
 
@@ -39,7 +41,8 @@ def encode_states(
     failures = np.zeros((len(states), dataset.failures_allowed, _FAILURE), np.int64)
     for row, state in enumerate(states.values()):
         places = [state.places.get(name, Place()) for name in names]
-        counts = (state.samples, state.used, len(state.buffer), len(state.failures))
+        source = 1 + names.index(state.source) if state.source else 0
+        counts = (state.samples, state.used, len(state.buffer), len(state.failures), source)
         cursors[row] = [*counts, *(n for each in places for n in (each.begun, each.offset))]
         buffers[row, : len(state.buffer)] = state.buffer
         for i, each in enumerate(state.failures):
@@ -77,9 +80,11 @@ def decode_states(
         raise StateError(f"the state of the streams has no columns for {saved_names}")
     found = {}
     for row, stream in enumerate(streams):
-        samples, used, buffered, failed, *places = map(int, cursors[row])
-        if buffered > buffers.shape[1] or failed > failures.shape[1]:
+        samples, used, buffered, failed, source, *places = map(int, cursors[row])
+        if buffered > buffers.shape[1] or failed > failures.shape[1] or source > len(saved_names):
             raise StateError(f"stream {stream}: its counts exceed its rows")
+        buffer = buffers[row, :buffered].astype(np.int32)
+        _check_buffer(dataset, stream, buffer)
         if failed > dataset.failures_allowed:
             raise StateError(
                 f"stream {stream} has skipped {failed} failures, but failures_allowed is "
@@ -88,11 +93,20 @@ def decode_states(
         found[stream] = StreamState(
             samples,
             used,
+            saved_names[source - 1] if source else "",
             dict(zip(saved_names, map(Place, places[::2], places[1::2]), strict=True)),
-            buffers[row, :buffered].astype(np.int32),
+            buffer,
             tuple(_failure(stream, each, saved_names) for each in failures[row, :failed]),
         )
     return found
+
+
+def _check_buffer(dataset: ElasticStreamDataset, stream: int, buffer: Tokens) -> None:
+    try:
+        if dataset.packer is not None:
+            dataset.packer().restore(buffer)
+    except ValueError as error:
+        raise StateError(f"stream {stream}: its token buffer is invalid: {error}") from error
 
 
 def _settings(dataset: ElasticStreamDataset) -> dict[str, object]:

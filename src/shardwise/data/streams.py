@@ -55,6 +55,8 @@ class StreamState:
     Attributes:
         samples: how many samples the stream has finished, of all sources.
         used: how many tokens of the next sample are used already.
+        source: the source of the next sample, if some of its tokens are used; otherwise empty. Its
+            other tokens come next, even if the weights have changed.
         places: the place in each source, by name.
         buffer: the tokens in the packer.
         failures: what was skipped.
@@ -62,6 +64,7 @@ class StreamState:
 
     samples: int = 0
     used: int = 0
+    source: str = ""
     places: Mapping[str, Place] = field(default_factory=dict)
     buffer: Tokens = field(default_factory=lambda: _NO_TOKENS)
     failures: tuple[Failure, ...] = ()
@@ -154,6 +157,7 @@ class Stream:
         self._number = number
         self._samples = state.samples
         self._used = state.used
+        self._source = state.source
         self._failures = state.failures
         self._document: Any = None  # the next sample, if it was read already
         self._packer = None if dataset.packer is None else dataset.packer()
@@ -174,7 +178,8 @@ class Stream:
         """Return the state after the last item."""
         places = {name: reader.place for name, reader in self._readers.items()}
         buffer = _NO_TOKENS if self._packer is None else self._packer.buffered()
-        return StreamState(self._samples, self._used, places, buffer, self._failures)
+        source = self._source if self._used else ""
+        return StreamState(self._samples, self._used, source, places, buffer, self._failures)
 
     def next_item(self) -> Any:
         """Return the next item.
@@ -255,10 +260,13 @@ class Stream:
     def _count_sample(self) -> None:
         self._samples += 1
         self._used = 0
+        self._source = ""
         self._document = None
 
     def _reader(self) -> SourceReader:
-        return self._readers[self._dataset.source_of(self._number, self._samples)]
+        if not self._source:
+            self._source = self._dataset.source_of(self._number, self._samples)
+        return self._readers[self._source]
 
     def _record(self, error: Exception, *, rest: bool) -> None:
         """Record that a sample is skipped, or raise the error if no more failures are allowed."""
