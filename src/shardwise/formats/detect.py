@@ -35,7 +35,8 @@ class Reader:
         name: the name of the format in messages.
         recognise: a function that returns whether a tree looks like this format.
         read: a function that reads a tree.
-        overrides: the keys of other formats whose readers recognise the same files.
+        overrides: the keys of other formats to ignore if this format is recognised. Their readers
+            recognise the same files.
     """
 
     key: str
@@ -62,7 +63,7 @@ READERS: tuple[Reader, ...] = (
         deepspeed.FORMAT,
         deepspeed.recognise,
         deepspeed.read,
-        # Its converter and trainers write files of other formats into the same directory.
+        # DeepSpeed's converter and trainers write other formats into the same directory.
         ("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),
     ),
     Reader(
@@ -167,12 +168,12 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
         if tree.single_file is not None
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
-    trees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
-    recognised = [item for item in trees if find_readers(item)]
+    subtrees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
+    recognised = [subtree for subtree in subtrees if find_readers(subtree)]
     if not recognised:
         return ""
-    names = [item.store.name for item in recognised]
-    if sum(item.single_file is not None for item in recognised) > 1:
+    names = [subtree.store.name for subtree in recognised]
+    if sum(subtree.single_file is not None for subtree in recognised) > 1:
         return (
             f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "
             "read all of them with a specification (spec=)"

@@ -21,10 +21,10 @@ from shardwise.store.store import Buffer
 MOST_FILES = 2**20
 THREADS = 8
 THREADS_FOR_REQUESTS = 32
-"""How many files are read at the same time if each read is a request to another machine."""
+"""The number of files to read at the same time if each read is a request to another machine."""
 LARGEST_KEPT_END = 2**18
 MOST_FILES_KEPT = 128
-"""Of how many files the first and last bytes are kept from one read to the next."""
+"""The number of files whose first and last bytes are kept from one read to the next."""
 
 Value = TypeVar("Value")
 
@@ -33,8 +33,8 @@ class FileTree:
     """The files below a directory, named by relative paths with `/`, or a single file.
 
     Links are followed, because caches of published models consist of links. The constructor does
-    not access the store. Errors therefore occur inside an exchange, which reports them on all
-    ranks.
+    not access the store. Errors of the store therefore occur later, inside an exchange, which
+    reports them on all ranks.
 
     Args:
         place: the directory or file.
@@ -54,7 +54,7 @@ class FileTree:
 
     @property
     def threads(self) -> int:
-        """How many files to read at the same time."""
+        """The number of files to read at the same time."""
         return THREADS_FOR_REQUESTS if self.store.traits.transfer.largest_gap else THREADS
 
     @property
@@ -120,7 +120,7 @@ class FileTree:
         return label.removeprefix(f"{url}/").removesuffix(mark + options)
 
     def is_named_in(self, message: str) -> bool:
-        """Return whether a message names this place or a file below. URLs end with options."""
+        """Return whether a message names this place or a file below, without options of URLs."""
         return str(self).partition("?")[0] in message
 
     def file(self, name: str) -> ForeignFile:
@@ -191,13 +191,13 @@ class FileTree:
             yield FileRange(buffered, file_index, 0, file.size, label, is_remote=gap > 0)
 
     def read_each(
-        self, file_indices: Mapping[str, int], read: Callable[[FileRange], Value]
+        self, file_indices: Mapping[str, int], read_file: Callable[[FileRange], Value]
     ) -> dict[str, Value]:
         """Return what a function reads from each file, by name; files are read in parallel.
 
         Args:
             file_indices: the names of the files, and their indices in `Foreign.files`.
-            read: the function, which gets the whole file as a range.
+            read_file: the function, which gets the whole file as a range.
 
         Raises:
             FormatError: a file does not exist, or the function raises it.
@@ -205,7 +205,7 @@ class FileTree:
 
         def open_and_read(name: str) -> Value:
             with self.open_range(name, file_indices[name]) as file_range:
-                return read(file_range)
+                return read_file(file_range)
 
         with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
             return dict(zip(file_indices, pool.map(open_and_read, file_indices), strict=True))
@@ -226,7 +226,7 @@ class FileTree:
 
 
 class ForeignFiles:
-    """The files of a foreign checkpoint, including those whose content is in the manifest."""
+    """The files of a foreign checkpoint, including the `content` of its description."""
 
     def __init__(self, tree: FileTree, files: Sequence[ForeignFile]) -> None:
         self._tree = tree

@@ -1,4 +1,4 @@
-"""A foreign checkpoint, as every reader returns it; and catalogues of the arrays in files."""
+"""The description of a foreign checkpoint, which every reader returns; catalogues of arrays."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ForeignFile:
     Attributes:
         name: the path below the checkpoint's directory, with `/`.
         size: the size in bytes.
-        content: the bytes, if they are not in a file of their own. For example, a step count in a
-            pickle becomes a tensor whose bytes are here.
+        content: the bytes, if no file stores them as an array. For example, a step count in a
+            pickle becomes a tensor, and `content` has its bytes.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Foreign:
             `table`.
         replica_names: the name of the stored array of each replica; empty if each array has the
             name of its tensor.
-        averages: for each tensor that is a mean, the names of its terms. The terms are entries of
-            `tensors`, hidden from users.
+        averages: for each tensor that is a mean, the names of its terms. The terms are also entries
+            of `tensors`, but users do not see them.
         objects: plain values, encoded by `shardwise.state.plain_values`.
         step: the training step, if known.
         world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
@@ -97,7 +97,7 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a file, whose bytes were not read.
+    """An array in a file. Its bytes were not read.
 
     Attributes:
         file: the index of the file in `Foreign.files`.
@@ -174,8 +174,8 @@ def build_catalogue(
     names = list(dict.fromkeys(name for name, _, _ in rows))
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
     name_index = {name: i for i, name in enumerate(names)}
-    dims = max((len(array.shape) for array in arrays), default=0)
-    check_table_size(len(rows), dims)
+    max_ndim = max((len(array.shape) for array in arrays), default=0)
+    check_table_size(len(rows), max_ndim)
 
     def column(values: Iterable[int]) -> Int:
         return np.array(list(values), np.int64)
@@ -190,8 +190,8 @@ def build_catalogue(
         file=column(array.file for array in arrays),
         start=column(array.start for array in arrays),
         ndim=column(len(array.shape) for array in arrays),
-        shape=padded_rows((array.shape for array in arrays), dims, 1),
-        stride=padded_rows((array.stride for array in arrays), dims, 0),
+        shape=padded_rows((array.shape for array in arrays), max_ndim, 1),
+        stride=padded_rows((array.stride for array in arrays), max_ndim, 0),
         coordinate=np.array([coordinate for _, _, coordinate in rows], np.int64).reshape(
             len(rows), len(axes)
         ),

@@ -1,4 +1,4 @@
-"""Build the manifest of a foreign checkpoint from arrays, boxes, numbers and plain values."""
+"""Build the description of a foreign checkpoint from arrays, boxes, numbers and plain values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Builder:
         self._tensors: list[TensorEntry] = []
         self._index: dict[str, int] = {}
         self._objects: list[ObjectEntry] = []
-        # By whether the pieces are replicas.
+        # The keys of both dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[PieceTable]] = {False: [], True: []}
         self._boxes: dict[bool, list[tuple[int, tuple[int, ...], StoredArray]]] = {
             False: [],
@@ -60,7 +60,7 @@ class Builder:
 
     @classmethod
     def from_foreign(cls, foreign: Foreign) -> Builder:
-        """Return a builder that adds to an existing manifest."""
+        """Return a builder that adds to an existing description."""
         builder = cls(foreign.files)
         for entry in foreign.tensors:
             builder._index.setdefault(entry.name, len(builder._tensors))
@@ -151,7 +151,7 @@ class Builder:
         self._boxes[replica].append((tensor, offset, array))
 
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
-        """Store a tensor in the manifest, and return its array. Equal bytes are stored once."""
+        """Store a tensor in the description; return its array. Equal bytes are stored once."""
         data = bytes_of_tensor(tensor)
         start = self._content_starts.setdefault(data, len(self._content))
         if start == len(self._content):
@@ -170,9 +170,10 @@ class Builder:
         self.add_array(name, self.add_content(make_number_tensor(value, name)))
 
     def add_value(self, name: str, value: object) -> None:
-        """Add a plain value and the arrays in it. An array alone becomes a tensor.
+        """Add a plain value, and the arrays in it as tensors.
 
-        If the value has no plain form, a line is added to `left_out`.
+        If the value itself is an array, add only the tensor `name`. If the value has no plain form,
+        add a line to `left_out`.
         """
         if isinstance(value, StoredArray):
             self.add_array(name, value)
@@ -189,7 +190,7 @@ class Builder:
             self.add_array(path, self.add_content(tensor))
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str) -> None:
-        """Add the param groups of an optimizer. If they have no plain form, add to `left_out`."""
+        """Add an optimizer's param groups, or a line to `left_out` if they have no plain form."""
         try:
             self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
         except StateError as error:
@@ -203,7 +204,7 @@ class Builder:
         world_size: int = 1,
         replica_names: tuple[str, ...] = (),
     ) -> Foreign:
-        """Return the manifest of everything that was added.
+        """Return the description of everything that was added.
 
         Args:
             format: the name of the format, for people.
@@ -381,7 +382,9 @@ def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"{name}: missing in the first rank's file, whose values are taken")
             continue
         others = [values[name] for values in ranks[1:] if name in values]
-        differing = sum(not are_plain_values_equal(other, ranks[0][name]) for other in others)
-        if differing:
-            lines.append(f"{name}: {differing} ranks have other values; the first rank's is taken")
+        differing_count = sum(not are_plain_values_equal(other, ranks[0][name]) for other in others)
+        if differing_count:
+            lines.append(
+                f"{name}: {differing_count} ranks have other values; the first rank's is taken"
+            )
     return lines

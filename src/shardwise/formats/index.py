@@ -1,4 +1,4 @@
-"""Encodes the description of a foreign checkpoint as bytes, its index, and keeps it in a file."""
+"""Encodes the description of a foreign checkpoint as bytes (its index), which a file can keep."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def _unpack_table(table: _PackedTable) -> PieceTable:
         )
     check_table_size(table.rows, dims)
     columns = np.empty((3 + 3 * dims, table.rows), np.int64)
-    for column, packed in zip(columns, table.columns, strict=True):
-        np.cumsum(_decompress_column(packed, 8 * table.rows), out=column)
+    for column, packed_column in zip(columns, table.columns, strict=True):
+        np.cumsum(_decompress_column(packed_column, 8 * table.rows), out=column)
     by_dim = columns[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
     offset, shape, stride = (np.ascontiguousarray(each) for each in by_dim)
     return PieceTable(Pieces(columns[0], columns[1], columns[2], offset, shape), stride)
@@ -254,13 +254,13 @@ def _is_index_file(path: Path) -> bool:
 def _compute_stamp(tree: FileTree, index: Path, options: str) -> bytes:
     """Return a digest of the options, and of the name, size and version of each file."""
     index_file = str(index.resolve())
-    lines = [options]
+    stamp_lines = [options]
     for name, status in tree.statuses.items():
         file = tree.store if tree.single_file is not None else store_below(tree.store, name)
         if str(resolve_links(file)) != index_file:
-            lines.append(f"{name}\0{status.size}\0{status.version}")
+            stamp_lines.append(f"{name}\0{status.size}\0{status.version}")
     return (
-        hashlib.blake2b("\n".join(lines).encode(), digest_size=STAMP_LENGTH // 2)
+        hashlib.blake2b("\n".join(stamp_lines).encode(), digest_size=STAMP_LENGTH // 2)
         .hexdigest()
         .encode()
     )

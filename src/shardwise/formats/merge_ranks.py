@@ -31,9 +31,11 @@ RankValue: TypeAlias = tuple[int, Any]
 """The index of a rank's file, and the rank's value at a path."""
 SameBytes: TypeAlias = Callable[[StoredArray, StoredArray], bool]
 LARGEST_RANDOM_STATE = 2**16
-"""In bytes; longer `uint8` tensors are not taken for random generator states."""
+"""The largest size, in bytes, of a `uint8` tensor that may be the state of a random generator."""
 SAMPLE_SIZE = 1024
-"""Elements of a tensor that are compared when it is opened; all are compared when it is read."""
+"""The number of elements of a plain tensor to compare when the checkpoint is opened.
+
+A load compares all elements."""
 
 
 def merge_ranks(
@@ -43,7 +45,7 @@ def merge_ranks(
     format: str,  # noqa: A002 - as it is called in Foreign
     same_bytes: SameBytes,
 ) -> Foreign:
-    """Return the manifest of the states of all ranks, named as `foreign_of` names one state.
+    """Return the description of all ranks' states together. `build_foreign` names the tensors.
 
     DTensors become global tensors. Plain tensors must be the same on all ranks and are recorded
     as replicas, which a load compares. Values that differ between ranks are left out, unless they
@@ -85,7 +87,7 @@ class _Merger:
     Attributes:
         files, path, same_bytes: as in `merge_ranks`.
         shards: the shards of each global tensor.
-        indices: the index in `shards` of tensors that were seen.
+        indices: for the shards of each tensor, their index in `shards`.
         copies: for each plain tensor, the same tensor in the files of other ranks.
         differing_paths: the paths of values that differ between ranks.
     """
@@ -213,15 +215,15 @@ class _Merger:
         )
 
     def place_shards(self, foreign: Foreign) -> Foreign:
-        """Return the manifest with the pieces of shards for global tensors, and with replicas."""
+        """Return the description with the pieces of global tensors, and with replicas."""
         pieces = foreign.table.pieces
         boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
-        copies: list[tuple[int, tuple[int, ...], StoredArray]] = []
+        replicas: list[tuple[int, tuple[int, ...], StoredArray]] = []
         for row in np.flatnonzero(pieces.file < 0).tolist():
             tensor, offsets = int(pieces.tensor[row]), set[tuple[int, ...]]()
             for shard in self.shards[-1 - int(pieces.file[row])]:
                 for offset, array in _boxes_of_shard(shard):
-                    (copies if offset in offsets else boxes).append((tensor, offset, array))
+                    (replicas if offset in offsets else boxes).append((tensor, offset, array))
                     offsets.add(offset)
         tensor_at = {
             (int(file), int(start)): int(tensor)
@@ -231,10 +233,12 @@ class _Merger:
             tensor_of_first = tensor_at.get((first.file, first.start))
             if tensor_of_first is not None:
                 zeros = (0,) * len(first.shape)
-                copies += [(tensor_of_first, zeros, other) for other in others]
+                replicas += [(tensor_of_first, zeros, other) for other in others]
         kept = select_rows(foreign.table, pieces.file >= 0)
         return replace(
-            foreign, table=join_tables(kept, table_of_boxes(boxes)), replicas=table_of_boxes(copies)
+            foreign,
+            table=join_tables(kept, table_of_boxes(boxes)),
+            replicas=table_of_boxes(replicas),
         )
 
 
@@ -243,7 +247,7 @@ def _name_of(path: Path) -> str:
 
 
 def _select_sample(array: StoredArray) -> StoredArray:
-    """Return some adjacent elements; only the first, if the array is not contiguous."""
+    """Return the first elements of an array; only one if the array is not contiguous."""
     size = prod(array.shape)
     count = min(size, SAMPLE_SIZE) if array.stride == row_major_strides(array.shape) else 1
     return replace(array, shape=(count if size else 0,), stride=(1,))

@@ -62,7 +62,7 @@ def join_leaves(*parts: NestedLeaves) -> NestedLeaves:
 
 
 def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 - as in `Foreign`
-    """Return the manifest of a state, with the names that `shardwise.save` would give.
+    """Return the description of a state, with the names that `shardwise.save` would give.
 
     A leaf is named by its path, joined by dots. Optimizer state is named
     `<optimizer>.<parameter>.<key>` where the names of the parameters are known. If the parameters
@@ -85,7 +85,7 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
         else:
             builder.add_value(names.name_of(path), value)
     for optimizer in optimizers:
-        name = f"{names.prefix(optimizer)}.{GROUPS}"
+        name = f"{names.optimizer_name(optimizer)}.{GROUPS}"
         builder.add_groups(optimizer.groups, name)
         if ungrouped := optimizer.find_ungrouped_parameters():
             builder.left_out.append(
@@ -97,7 +97,7 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
 
 
 def join_foreign(first: Foreign, second: Foreign) -> Foreign:
-    """Return one manifest of both. The first must have no file with `content`."""
+    """Return one description of both. The first must have no file with `content`."""
     pieces = second.table.pieces
     shifted = replace(
         pieces, tensor=pieces.tensor + len(first.tensors), file=pieces.file + len(first.files)
@@ -142,7 +142,7 @@ class _LeafNames:
         found = self._optimizer_and_key.get(path)
         if found is not None:
             optimizer, (parameter, key) = found
-            return f"{self.prefix(optimizer)}.{parameter}.{key}"
+            return f"{self.optimizer_name(optimizer)}.{parameter}.{key}"
         name = ".".join(map(str, path))
         in_module = path in self._module_paths or (
             len(self._module_paths) > 0 and _is_extra_state(path)
@@ -154,9 +154,9 @@ class _LeafNames:
         return path in self._optimizer_and_key
 
     @staticmethod
-    def prefix(optimizer: Optimizer) -> str:
+    def optimizer_name(optimizer: Optimizer) -> str:
         """Return the name of an optimizer; `optimizer`, if the optimizer is the whole state."""
-        return ".".join(map(str, optimizer.prefix)) or "optimizer"
+        return ".".join(map(str, optimizer.path)) or "optimizer"
 
 
 def _is_extra_state(path: Path) -> bool:
@@ -170,7 +170,7 @@ def find_leaves(
 
     `Optimizer.state_dict()` identifies parameters by position. If the state has one module with as
     many parameters, of the same shapes in the same order, the optimizer's parameters get the names
-    of the module's parameters. Otherwise they keep their numbers as names.
+    of the module's parameters. Otherwise their indices are their names.
 
     Args:
         state: the state, as `read_torch_file` returns it.
@@ -269,7 +269,7 @@ def _with_parameter_names(optimizer: NestedState, module: NestedState) -> Nested
 
 
 def _state_fits(state: object, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of this shape can have this state; None: it has no state yet."""
+    """Return whether a parameter of this shape can have this state: None before its first step."""
     if not isinstance(state, dict):
         return state is None
     shapes = {item.shape for item in state.values() if isinstance(item, StoredArray)}

@@ -1,8 +1,8 @@
 """Finds optimizers in a saved state, with their parameters, tensors and hyperparameters.
 
-There are three forms. `optimizer.state_dict()` numbers the parameters, and may have their names in
-`param_names`. torch's `get_optimizer_state_dict` has names instead of numbers. With
-`flatten_optimizer_state_dict`, it has keys `state.<parameter>.<key>` and
+There are three forms. `optimizer.state_dict()` identifies parameters by an index, and may list
+their names in `param_names`. torch's `get_optimizer_state_dict` uses names instead of indices. With
+its option `flatten_optimizer_state_dict`, the keys are `state.<parameter>.<key>` and
 `param_groups.<parameter>.<hyperparameter>`.
 """
 
@@ -19,7 +19,7 @@ Path: TypeAlias = tuple[str | int, ...]
 STATE, GROUPS = "state", "param_groups"
 PARAMS, PARAM_NAMES = "params", "param_names"
 _FLATTENED = -1
-"""The first part of the rest of a path whose key is flattened, as `state.<parameter>.<key>` is."""
+"""Marks flattened keys. The path below `state` is then `(_FLATTENED, "<parameter>.<key>")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Optimizer:
     """An optimizer in a saved state.
 
     Attributes:
-        prefix: the path of the optimizer.
+        path: the path of the optimizer.
         parameter_and_key: for the path of each leaf below `state`: the parameter's name, and the
             name of its state, such as `exp_avg`.
         groups: the param groups.
         group_paths: the paths of the leaves that make up `groups`.
     """
 
-    prefix: Path
+    path: Path
     parameter_and_key: Mapping[Path, tuple[str, str]]
     groups: tuple[ParamGroup, ...]
     group_paths: frozenset[Path]
@@ -105,11 +105,15 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
     for path in paths:
         split = _split_at_optimizer(path)
         if split is not None:
-            prefix, kind, rest = split
-            (states if kind == STATE else groups).setdefault(prefix, []).append((path, rest))
+            optimizer_path, kind, rest = split
+            (states if kind == STATE else groups).setdefault(optimizer_path, []).append(
+                (path, rest)
+            )
     found = [
-        _parse_optimizer(prefix, states.get(prefix, []), groups[prefix], values)
-        for prefix in groups
+        _parse_optimizer(
+            optimizer_path, states.get(optimizer_path, []), groups[optimizer_path], values
+        )
+        for optimizer_path in groups
     ]
     return [optimizer for optimizer in found if optimizer is not None]
 
@@ -133,7 +137,7 @@ def _split_at_optimizer(path: Path) -> tuple[Path, str, Path] | None:
 
 
 def _parse_optimizer(
-    prefix: Path,
+    optimizer_path: Path,
     state_leaves: list[tuple[Path, Path]],
     group_leaves: list[tuple[Path, Path]],
     values: Mapping[Path, Any],
@@ -141,7 +145,7 @@ def _parse_optimizer(
     """Return an optimizer, or None if it does not name its parameters.
 
     Args:
-        prefix: the path of the optimizer.
+        optimizer_path: the path of the optimizer.
         state_leaves: for each leaf below `state`: its full path, and the part of it after `state`.
         group_leaves: the same for `param_groups`.
         values: the leaves that are not tensors, by path.
@@ -164,7 +168,7 @@ def _parse_optimizer(
         if name_and_key is None:
             return None
         keys[path] = name_and_key
-    return Optimizer(prefix, keys, groups, frozenset(path for path, _ in group_leaves))
+    return Optimizer(optimizer_path, keys, groups, frozenset(path for path, _ in group_leaves))
 
 
 def _parse_flattened_groups(
@@ -195,9 +199,9 @@ def _parse_flattened_groups(
 def _parse_groups(
     group_values: Mapping[Path, Any],
 ) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
-    """Parse `param_groups`: one list of dicts, or one value for each index and key.
+    """Parse `param_groups`: one list of dicts, or one value for each pair of an index and a key.
 
-    Also return the name of each parameter number.
+    Also return the name of each parameter by its index.
     """
     dict_by_index: dict[object, dict[str, Any]] = {}
     for rest, value in group_values.items():
@@ -227,7 +231,7 @@ def _parse_groups(
 def _look_up_name(rest: Path, name_by_index: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the parameter's name and the key for a path below `state`."""
     parameter = str(rest[0]) if len(rest) > 1 else ""
-    # A pipeline stage's groups may have overwritten those of another, so a number can lack a name.
+    # Pipeline stages may have overwritten each other's groups, so an index can lack a name.
     name = name_by_index.get(parameter, None if parameter.isdigit() else parameter)
     return (name, ".".join(map(str, rest[1:]))) if name else None
 

@@ -1,4 +1,4 @@
-"""Make piece tables of arrays and boxes; join, select and pad them; tie tensors that are equal."""
+"""Make piece tables of arrays and boxes; join, select and pad them; tie equal arrays."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def table_of_arrays(
     """
     name_of = name_of or "tensor {}".format
     rows = [row for tensor, array in arrays for row in _rows_of_array(tensor, array, name_of)]
-    dims = max((len(row[3]) for row in rows), default=0)
-    check_table_size(len(rows), dims)
+    max_ndim = max((len(row[3]) for row in rows), default=0)
+    check_table_size(len(rows), max_ndim)
     columns = np.array([row[:3] for row in rows], np.int64).reshape(len(rows), 3)
-    offset = padded_rows([row[3] for row in rows], dims, 0)
-    shape = padded_rows([row[4] for row in rows], dims, 1)
-    stride = padded_rows([row[5] for row in rows], dims, 0)
+    offset = padded_rows([row[3] for row in rows], max_ndim, 0)
+    shape = padded_rows([row[4] for row in rows], max_ndim, 1)
+    stride = padded_rows([row[5] for row in rows], max_ndim, 0)
     return PieceTable(Pieces(columns[:, 0], columns[:, 1], columns[:, 2], offset, shape), stride)
 
 
@@ -76,11 +76,11 @@ def table_of_boxes(
 
 
 def join_tables(*tables: PieceTable) -> PieceTable:
-    """Return one table with the pieces of all."""
+    """Return one table with the pieces of all tables."""
     if not tables:
         return PieceTable.empty()
-    dims = max(table.stride.shape[1] for table in tables)
-    padded = [pad_table(table, dims) for table in tables]
+    max_ndim = max(table.stride.shape[1] for table in tables)
+    padded = [pad_table(table, max_ndim) for table in tables]
     columns = [
         np.concatenate([getattr(table.pieces, name) for table in padded])
         for name in ("tensor", "file", "start", "offset", "shape")
@@ -154,7 +154,7 @@ def tie_equal_arrays(foreign: Foreign) -> Foreign:
 
 
 def _rows_with_shared_start(pieces: Pieces) -> Iterator[int]:
-    """Yield the rows whose start is also that of another row, ordered by tensor."""
+    """Yield the rows that start where another row starts, ordered by tensor."""
     order = np.lexsort((pieces.start, pieces.file))
     same = (np.diff(pieces.file[order]) == 0) & (np.diff(pieces.start[order]) == 0)
     shared = np.zeros(len(order), bool)

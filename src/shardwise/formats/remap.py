@@ -71,16 +71,18 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
 def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
     """Return the replicas of new tensors.
 
-    They are old tensors that the specification makes replicas of others, and replicas of old
-    tensors.
+    Replicas have two origins: old tensors that the specification makes copies of other tensors, and
+    replicas of old tensors.
     """
     stored = PieceTable(opened.pieces, opened.stride)
     tables: list[tuple[PieceTable, tuple[str, ...], PieceTable, tuple[str, ...]]]
     tables = [(remapped.replicas, remapped.replica_names, stored, ())]
     if opened.replicas is not None:
-        copies = PieceTable(opened.replicas.pieces, opened.replicas.stride)
-        tables.append((remapped.table, (), copies, opened.replicas.names))
-        tables.append((remapped.replicas, remapped.replica_names, copies, opened.replicas.names))
+        replica_table = PieceTable(opened.replicas.pieces, opened.replicas.stride)
+        tables.append((remapped.table, (), replica_table, opened.replicas.names))
+        tables.append(
+            (remapped.replicas, remapped.replica_names, replica_table, opened.replicas.names)
+        )
     composed_tables: list[PieceTable] = []
     names: list[str] = []
     for new_table, new_names, old_table, old_names in tables:
@@ -122,7 +124,7 @@ def _drop_means(remapped: Foreign) -> Foreign:
         msgspec.structs.replace(entry, name=mean_of.get(entry.name, entry.name))
         for entry in remapped.tensors
         if entry.name
-        not in remapped.averages  # means follow all tensors with pieces, so indices stay valid
+        not in remapped.averages  # means are the last tensors, so the other indices stay valid
     )
     return replace(remapped, tensors=tensors, averages={})
 
@@ -193,32 +195,33 @@ def _compose_pieces(
         old_table: the pieces of old tensors in files.
 
     Returns:
-        The pieces of new tensors in files; for each, its row in `new_table` and its row in
-        `old_table`.
+        The pieces of new tensors in files; and for each piece, its row in `new_table` and its row
+        in `old_table`.
     """
-    new, old = new_table.pieces, old_table.pieces
-    dims = max(catalogue.shape.shape[1], old.offset.shape[1])
+    new_pieces, old_pieces = new_table.pieces, old_table.pieces
+    dims = max(catalogue.shape.shape[1], old_pieces.offset.shape[1])
     shapes = _pad_columns(catalogue.shape, dims, 1)
     strides = row_major(shapes)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
-    first_element = new.start // itemsize[new.file]
-    first_offset = first_element[:, None] // strides[new.file] % shapes[new.file]
+    first_element = new_pieces.start // itemsize[new_pieces.file]
+    first_offset = first_element[:, None] // strides[new_pieces.file] % shapes[new_pieces.file]
     source_dims = _find_source_dims(str(opened.store), remapped, new_table, shapes, strides)
-    extent_in_old = np.ones((len(new), dims), np.int64)
+    extent_in_old = np.ones((len(new_pieces), dims), np.int64)
     rows, dims_of_new = np.nonzero(source_dims >= 0)
-    extent_in_old[rows, source_dims[rows, dims_of_new]] = new.shape[rows, dims_of_new]
-    crosses_shards = first_offset + extent_in_old > shapes[new.file]
+    extent_in_old[rows, source_dims[rows, dims_of_new]] = new_pieces.shape[rows, dims_of_new]
+    crosses_shards = first_offset + extent_in_old > shapes[new_pieces.file]
     _refuse_reshapes(str(opened.store), remapped, new_table, crosses_shards)
+    old_offset = _pad_columns(old_pieces.offset, dims, 0)
     overlaps = find_overlaps(
-        (new.file, first_offset, extent_in_old),
-        (old.tensor, _pad_columns(old.offset, dims, 0), _pad_columns(old.shape, dims, 1)),
+        (new_pieces.file, first_offset, extent_in_old),
+        (old_pieces.tensor, old_offset, _pad_columns(old_pieces.shape, dims, 1)),
     )
     new_rows, old_rows = overlaps.left, overlaps.right
     old_stride = _pad_columns(old_table.stride, dims, 0)[old_rows]
-    offset_in_old = overlaps.offset - _pad_columns(old.offset, dims, 0)[old_rows]
-    start = (
-        old.start[old_rows]
-        + (offset_in_old * old_stride).sum(axis=1) * itemsize[new.file[new_rows]]
+    offset_in_old = overlaps.offset - old_offset[old_rows]
+    file_start = (
+        old_pieces.start[old_rows]
+        + (offset_in_old * old_stride).sum(axis=1) * itemsize[new_pieces.file[new_rows]]
     )
     old_dims = source_dims[new_rows]
 
@@ -226,12 +229,12 @@ def _compose_pieces(
         values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
         return np.where(old_dims >= 0, values_of_old, fill)
 
-    offset = new.offset[new_rows] + take_along_source(overlaps.offset - first_offset[new_rows], 0)
+    shift = take_along_source(overlaps.offset - first_offset[new_rows], 0)
     pieces = Pieces(
-        new.tensor[new_rows],
-        old.file[old_rows],
-        start,
-        offset,
+        new_pieces.tensor[new_rows],
+        old_pieces.file[old_rows],
+        file_start,
+        new_pieces.offset[new_rows] + shift,
         take_along_source(overlaps.shape, 1),
     )
     return PieceTable(pieces, take_along_source(old_stride, 0)), (new_rows, old_rows)
@@ -240,7 +243,9 @@ def _compose_pieces(
 def _find_source_dims(
     path: str, remapped: Foreign, table: PieceTable, shapes: Int, strides: Int
 ) -> Int:
-    """Return the dimension of the old tensor for each dimension of each piece; -1 for size 1.
+    """Find which dimension of the old tensor each dimension of each piece comes from.
+
+    The result is -1 for dimensions of size 1.
 
     Raises:
         StateError: a dimension with several elements matches no dimension of the old tensor.

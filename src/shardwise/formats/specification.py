@@ -34,7 +34,7 @@ class Specification:
         rules: the parsed text.
         sizes: values of numbers that the text declares with `let`.
         files: the pattern of the names of the ranks' files. `{axis}` stands for the coordinate of
-            the rank along an axis. None: the rules apply to the global tensors of a checkpoint.
+            the rank along an axis. If None, the rules apply to the global tensors of a checkpoint.
     """
 
     rules: Spec
@@ -81,11 +81,11 @@ def spec(
         SpecError: the text has an error; the message shows the line and a caret.
         StateError: the file does not exist, or a size is not a whole number.
     """
-    invalid = [name for name, size in sizes.items() if type(size) is not int]
-    if invalid:
+    invalid_names = [name for name, size in sizes.items() if type(size) is not int]
+    if invalid_names:
         raise StateError(
-            f"{invalid[0]}={sizes[invalid[0]]!r}: expected a whole number, for example "
-            f"{invalid[0]}=8"
+            f"{invalid_names[0]}={sizes[invalid_names[0]]!r}: expected a whole number, for example "
+            f"{invalid_names[0]}=8"
         )
     if isinstance(source, str) and ("->" in source or "\n" in source):
         return Specification(parse(source), sizes, files)
@@ -141,11 +141,11 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
 
 def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     pattern_parts = _AXIS_PLACEHOLDER.split(pattern)
-    expression = "".join(
+    regular_expression = "".join(
         r"(\d{1,9})" if i % 2 else re.escape(part) for i, part in enumerate(pattern_parts)
     )
     for name in tree.sizes:
-        match = re.fullmatch(expression, name)
+        match = re.fullmatch(regular_expression, name)
         if match is not None:
             yield name, tuple(map(int, match.groups()))
 

@@ -1,4 +1,4 @@
-"""Check what a reader found in a foreign checkpoint, before any tensor is read."""
+"""Check the description of a foreign checkpoint before any tensor is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _COPY_AGAIN = "copy the checkpoint again from an intact source, or open another 
 
 
 def validate_foreign(foreign: Foreign) -> Foreign:
-    """Check a foreign checkpoint; return it with columns padded to its widest tensor.
+    """Check the description of a foreign checkpoint; return it with padded columns.
+
+    All columns then have as many dimensions as the tensor with the most dimensions.
 
     Raises:
         FormatError: a name occurs twice, a piece is outside its file or tensor, elements of a piece
@@ -85,8 +87,8 @@ def _check_names(foreign: Foreign) -> None:
         seen_names.add(name)
     files = [file.name for file in foreign.files]
     if len(set(files)) != len(files):
-        (duplicate, _), *_ = Counter(files).most_common(1)
-        raise FormatError(f"the file {duplicate[:200]!r} is listed twice; {_COPY_AGAIN}")
+        (duplicate_name, _), *_ = Counter(files).most_common(1)
+        raise FormatError(f"the file {duplicate_name[:200]!r} is listed twice; {_COPY_AGAIN}")
     for file in foreign.files:
         parts = file.name.split("/")
         if file.content is None and (not all(parts) or {".", ".."} & set(parts)):

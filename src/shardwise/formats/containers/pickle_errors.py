@@ -43,7 +43,7 @@ class UnsafeValueError(FormatError):
 
 
 def explain_error(error: Exception, position: str) -> FormatError:
-    """Return an error whose message also has the kind of the problem, its position and a remedy."""
+    """Return the error with the kind of the problem, its position and a remedy in its message."""
     if isinstance(error, UnsupportedValueError):
         return type(error)(f"{error} ({position}): this is not supported; {error.remedy}")
     if isinstance(error, UnsafeValueError):

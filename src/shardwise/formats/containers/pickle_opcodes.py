@@ -36,7 +36,7 @@ PersistentLoad: TypeAlias = Callable[[Any], object]
 Operation: TypeAlias = Callable[["PickleMachine", int], int]
 """A function that runs an opcode.
 
-It takes the position of the opcode's argument, and returns that of the next opcode."""
+It takes the position of the opcode's argument, and returns the position of the next opcode."""
 
 
 class PickleMachine:
@@ -395,6 +395,6 @@ def _make_operation_table() -> list[Operation]:
 
 
 OPERATIONS = _make_operation_table()
-"""The operation of each opcode, except the opcodes that `pickles` inlines.
+"""The operation of each opcode, except the opcodes that `pickles.unpickle` handles without it.
 
 Opcodes of protocol 0, of registered extensions and of out-of-band buffers are refused."""

@@ -24,13 +24,13 @@ It raises TypeError, ValueError, LookupError, ArithmeticError or RuntimeError fo
 pickle may add items to the value, so the value must not have methods that a pickle could abuse. A
 hashable value must not contain other values.
 
-It raises UnsupportedValueError for valid arguments that are not read. `pickles.unpickle` adds the
-path of the file, the position, and what to do."""
+It raises UnsupportedValueError for valid arguments that shardwise does not support.
+`pickles.unpickle` adds the path of the file, the position, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A name that stands for a value, such as `torch.float32`."""
+    """The value of an allowed name that is not a class or function: for example `torch.float32`."""
 
     value: object
 
@@ -58,7 +58,7 @@ class UnknownObject:
 class PickledInstance:
     """An instance of a class: its arguments and attributes, without its methods.
 
-    A member of an enum has its stored value or name as the only argument.
+    For a member of an enum, `args` contains only its stored value or name.
     """
 
     name: str
@@ -175,7 +175,7 @@ def _make_bytes(data: object = b"", codec: object = None) -> bytes:
 
 def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
-        return OrderedDict()  # every tensor has an empty one: its hooks
+        return OrderedDict()  # each tensor has an empty OrderedDict, for its hooks
     pair_list = list(_pairs_of(pairs))
     check_keys(key for key, _ in pair_list)
     return OrderedDict(pair_list)
@@ -237,7 +237,7 @@ def _check_bounds(bounds: tuple[object, ...]) -> None:
 
 
 def _make_enum_member(enum_class: object, member: object) -> object:
-    # Some versions of Python store members of enums this way. No attribute is looked up.
+    # Some versions of Python pickle a member as `getattr(enum, name)`. No attribute is looked up.
     if isinstance(enum_class, UnknownObject):
         return enum_class
     if not isinstance(enum_class, AllowedCallable) or not isinstance(member, str):
@@ -342,7 +342,7 @@ ALLOWED_NAMES: AllowedNames = {
     },
     **allow_as_instances("types.SimpleNamespace"),
 }
-"""Dates and paths become text, deques lists, defaultdicts dicts, and timedeltas seconds."""
+"""Dates and paths become text. Deques become lists, defaultdicts dicts, and timedeltas seconds."""
 
 
 MOST_DEPTH = 100

@@ -63,7 +63,8 @@ def unpickle(
         data: bytes that contain the pickle.
         source: the path of the file or a description of the data, for messages.
         also_allowed: names that are allowed in addition to `ALLOWED_NAMES`.
-        persistent_load: returns the value of a persistent id, which torch uses for storages.
+        persistent_load: a function that returns the value of a persistent id. Torch pickles
+            storages as persistent ids.
         skip_unknown: replace objects that are not allowed by `UnknownObject`, instead of
             refusing the pickle.
         start: the offset of the pickle in the data, in bytes.
@@ -84,19 +85,26 @@ def unpickle(
                 raise explain_error(error, f"the pickle that ends at byte {end}") from error
     except FormatError as error:
         raise type(error)(f"{source}: {error}") from error  # the opcodes do not know the path
-    names = tuple(sorted(machine.unknown_names))
-    if names and not skip_unknown:
-        more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
+    unknown_names = tuple(sorted(machine.unknown_names))
+    if unknown_names and not skip_unknown:
+        more = (
+            f" and {len(unknown_names) - MOST_NAMES_SHOWN} more"
+            if len(unknown_names) > MOST_NAMES_SHOWN
+            else ""
+        )
         raise FormatError(
             f"{source}: contains objects that are not read from pickles: "
-            f"{', '.join(names[:MOST_NAMES_SHOWN])}{more}; shardwise ran no code from the file. "
-            "Save without them, or leave them out with skip_unknown=True"
+            f"{', '.join(unknown_names[:MOST_NAMES_SHOWN])}{more}; shardwise ran no code from the "
+            "file. Save without them, or leave them out with skip_unknown=True"
         )
-    return UnpickleResult(value, names, end)
+    return UnpickleResult(value, unknown_names, end)
 
 
 def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
-    """Run a pickle; return its value and its end. The most frequent opcodes are inlined."""
+    """Run the opcodes of a pickle; return its value, and the offset of its end, in bytes.
+
+    The most frequent opcodes are inlined.
+    """
     data, stack, memo, size = machine.data, machine.stack, machine.memo, len(machine.data)
     try:
         while position < size:
@@ -143,6 +151,6 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
 
 
 def _describe_position(machine: PickleMachine, position: int) -> str:
-    """Return the position in the pickle, with the last text before it, which is mostly a key."""
+    """Return the position in the pickle, and the last text before it, which is often a key."""
     key = next((value for value in reversed(machine.stack) if type(value) is str), None)
     return f"byte {position} of the pickle" + (f", near {key[:60]!r}" if key else "")

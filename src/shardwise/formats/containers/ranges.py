@@ -12,15 +12,15 @@ from shardwise.store import ReadableFile
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A range of bytes of a file. Offsets that methods take are relative to its start.
+    """A range of bytes of a file. Offsets in methods are relative to the start of the range.
 
     Attributes:
         file: the file.
         file_index: the index of the file in `Foreign.files`.
         offset: the start of the range in the file, in bytes.
         size: the length in bytes.
-        label: the path of the file and the part of it, for messages.
-        is_remote: whether each read is a request to another machine, so that few reads matter.
+        label: the path of the file, and a name of the range, for messages.
+        is_remote: whether each read is a request to another machine. Then make few reads.
     """
 
     file: ReadableFile

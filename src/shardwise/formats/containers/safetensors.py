@@ -16,7 +16,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Dims
 
 LARGEST_HEADER = 100_000_000
-"""The limit of safetensors itself."""
+"""The size of the largest header, in bytes, that the library safetensors accepts."""
 METADATA = "__metadata__"
 _DTYPES = {kind.code: name for name, kind in DTYPES.items() if kind.code is not None}
 _DTYPES |= {"F8_E8M0": "float8_e8m0fnu"}
@@ -29,7 +29,7 @@ class Header:
 
     Attributes:
         arrays: for each name, its array.
-        metadata: the metadata: text for each key.
+        metadata: the text for each key of the metadata.
         left_out: for the name of each array that is left out, the reason.
     """
 
@@ -68,16 +68,16 @@ def read_header(file_range: FileRange) -> Header:
     data = file_range.subrange(8 + size, file_range.size - 8 - size, "the arrays")
     arrays: dict[str, StoredArray] = {}
     left_out: dict[str, str] = {}
-    end = 0
+    previous_end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
-        if start != end or stop < start or stop > data.size:
+        if start != previous_end or stop < start or stop > data.size:
             raise FormatError(
                 f"{file_range.label}: {name[:200]!r} is at bytes [{start}, {stop}) of "
                 f"{data.size}, which overlaps another array, leaves a gap or is outside of the "
                 "file: copy the file again"
             )
-        end = stop
+        previous_end = stop
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             left_out[name] = f"{entry.dtype[:40]!r} is an unknown dtype"
@@ -90,13 +90,13 @@ def read_header(file_range: FileRange) -> Header:
         stride = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
         file_offset = data.offset + start
         arrays[name] = StoredArray(file_range.file_index, file_offset, dtype, entry.shape, stride)
-    if end != data.size:
+    if previous_end != data.size:
         raise FormatError(
-            f"{file_range.label}: {data.size - end} bytes follow the last array: copy the file "
-            "again"
+            f"{file_range.label}: {data.size - previous_end} bytes follow the last array: copy the "
+            "file again"
         )
-    in_order = {name: arrays[name] for name in entries if name in arrays}
-    return Header(in_order, metadata, left_out)
+    arrays_in_order = {name: arrays[name] for name in entries if name in arrays}
+    return Header(arrays_in_order, metadata, left_out)
 
 
 def _decode_header(

@@ -1,4 +1,4 @@
-"""Files of torch.save: zip archives, and the format before torch 1.6. No tensor is read."""
+"""Reads files of torch.save: zip archives, and the format before torch 1.6. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TorchFileContents:
     Attributes:
         value: the value. Tensors that share memory have equal `StoredArray`s.
         skipped_names: names of the classes whose objects were left out.
-        file_index: the index of the file in all arrays. If the value is from a `ParseCache`, it is
-            the index of the file that was parsed first.
+        file_index: the index of the file in all arrays. If the value is from a `ParseCache`, this
+            is the index of the first file with the same pickle.
     """
 
     value: Any
@@ -334,8 +334,8 @@ def _parse_legacy(
             start=system_info.end,
         )
 
-    keys = unpickle(data, file_range.label, start=read_values().end)
-    _locate_storages(file_range, storages, keys.value, keys.end)
+    storage_keys = unpickle(data, file_range.label, start=read_values().end)
+    _locate_storages(file_range, storages, storage_keys.value, storage_keys.end)
     pickled = read_values()  # again, because the starts of storages are known now
     return pickled.value, pickled.skipped_names
 
@@ -349,21 +349,23 @@ def _read_pickles_in_order(data: bytes, source: str) -> Iterator[UnpickleResult]
 
 
 def _locate_storages(
-    file_range: FileRange, storages: _LegacyStorages, keys: object, position: int
+    file_range: FileRange, storages: _LegacyStorages, storage_keys: object, position: int
 ) -> None:
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.types):
+    if not isinstance(storage_keys, list) or sorted(map(str, storage_keys)) != sorted(
+        storages.types
+    ):
         raise FormatError(
             f"{file_range.label}: the list of storages does not match the tensors: copy the file "
             "again"
         )
-    for key in keys:
-        count = int.from_bytes(file_range.read(position, 8), "little")
-        if count != storages.counts[key]:
+    for key in storage_keys:
+        element_count = int.from_bytes(file_range.read(position, 8), "little")
+        if element_count != storages.counts[key]:
             raise FormatError(
-                f"{file_range.label}: storage {key[:40]!r} has {count} elements, but the pickle "
-                f"needs {storages.counts[key]}: copy the file again"
+                f"{file_range.label}: storage {key[:40]!r} has {element_count} elements, but the "
+                f"pickle needs {storages.counts[key]}: copy the file again"
             )
-        size = count * storages.types[key].itemsize
+        size = element_count * storages.types[key].itemsize
         file_range.subrange(position + 8, size, f"storage {key[:40]!r}")
         storages.starts[key] = file_range.offset + position + 8
         position += 8 + size

@@ -206,7 +206,7 @@ _TENSOR_FUNCTIONS: dict[str, Constructor] = {
 PLACEHOLDER_NAMES: AllowedNames = {
     name: _replace_unresolved(construct) for name, construct in _TENSOR_FUNCTIONS.items()
 }
-"""Replacements for functions in `TORCH_NAMES`, to find the names of tensors that cannot be read."""
+"""Variants of functions in `TORCH_NAMES` that return a placeholder for an unresolved view."""
 
 TORCH_NAMES: AllowedNames = {
     **_TENSOR_FUNCTIONS,
@@ -251,7 +251,7 @@ class StoredShard:
         shape: the shape of the global tensor.
         mesh_shape: the shape of the device mesh.
         coordinate: the coordinate of the rank in the mesh.
-        mesh_shards: the mesh dimensions that shard the tensor. Over all others it is replicated.
+        mesh_shards: the mesh dimensions that shard the tensor. The others replicate it.
     """
 
     local: StoredArray

@@ -22,10 +22,10 @@ ENCRYPTED_FLAG = 1
 MAX_UINT16, MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
 _LARGEST_WINDOW = 2**20
 _HEADERS_TO_CHECK = 4
-"""How many headers are read of an archive whose other headers are not needed."""
+"""The number of headers to read if the offsets in the others follow from the alignment."""
 _ALIGNMENT = 64
 _DESCRIPTOR_SIZES = (0, 16, 24)
-"""The sizes of the record after the content of an entry, which may be missing."""
+"""The possible sizes, in bytes, of the data descriptor after an entry; 0 without a descriptor."""
 _LARGEST_GAP = 2**14
 """The largest gap in bytes between headers that are read in one request."""
 
@@ -185,10 +185,10 @@ def _locate_entries(
 def _infer_starts(
     archive: FileRange, entries: Sequence[_DirectoryEntry], directory_start: int
 ) -> list[int] | None:
-    """Return where the contents start, without reading all headers; None if this is unknown.
+    """Return the offset of each entry's content without reading all headers; None if unknown.
 
-    torch.save aligns each content, and writes the next header or the directory right behind it.
-    The headers of the first entries and of the last one are read, to check that this is so.
+    torch.save aligns each content, and writes the next header or the directory directly after it.
+    To check this, the headers of the first entries and of the last entry are read.
     """
     next_offsets = [*(entry.header_offset for entry in entries[1:]), directory_start]
     starts = []

@@ -53,7 +53,8 @@ def apply_spec(
     stored array is used or skipped.
 
     Args:
-        sizes: values for numbers that the specification declares with `let`; they override it.
+        sizes: values for numbers that the specification declares with `let`. They override the
+            declared values.
         checkpoint: the path of the checkpoint, for messages.
 
     Raises:
@@ -156,7 +157,11 @@ def _add_boxes(collector: Collector, rule: Rule, group: ArrayGroup) -> None:
 def _apply_flat_rule(
     collector: Collector, rule_index: int, rule: Rule, declared: Mapping[str, NumberOrList]
 ) -> None:
-    """Apply a `flat over` rule: its arrays are ranges of its tensors, concatenated, and padding."""
+    """Apply a `flat over` rule.
+
+    Its tensors are flattened and concatenated, with padding at the end. Its arrays are consecutive
+    ranges of the result.
+    """
     catalogue, rows = collector.catalogue, collector.matches.rows[rule_index]
     is_strided = (catalogue.ndim[rows] != 1) | (catalogue.stride[rows, 0] != 1)
     is_strided &= catalogue.shape[rows].prod(axis=1) > 1
@@ -244,7 +249,7 @@ def _add_flat_boxes(
 def _map_flat_array(
     collector: Collector, rule: Rule, target: Target, declared: Mapping[str, NumberOrList]
 ) -> tuple[DimensionMap, dict[str, int]]:
-    """Return how the unflattened array becomes a target, and the sizes of all axes."""
+    """Return the map from dimensions of the unflattened array to a target, and all axis sizes."""
     dimension_map = map_dimensions(collector.spec, rule, target, ellipsis_dims=0)
     if dimension_map.ragged_axes:
         names = ", ".join(axis.start_key for axis in dimension_map.ragged_axes)

@@ -72,8 +72,8 @@ class Environment:
         values: captured numbers and coordinates, by name.
         sizes: sizes of axes, by name.
         constants: numbers and lists that `let` declares, by name.
-        ragged_starts: for the axes of each ragged index, the first index of each share of the last
-            axis, by the position along the other axes.
+        ragged_starts: for the axes of each ragged index, where the shares of the last axis start.
+            The key of a start is the position along the other axes.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)

@@ -161,36 +161,38 @@ def resolve_ragged_axes(
     """
     axes = {axis.name: axis for group in groups for axis in group.dimension_map.ragged_axes}
     for name, axis in axes.items():
-        ragged = [group for group in groups if axis in group.dimension_map.ragged_axes]
-        outer_positions = [_position_along(axis.outer_axes, group) for group in ragged]
-        is_captured = name in ragged[0].positions
+        ragged_groups = [group for group in groups if axis in group.dimension_map.ragged_axes]
+        outer_positions = [_position_along(axis.outer_axes, group) for group in ragged_groups]
+        is_captured = name in ragged_groups[0].positions
         sizes = [
             group.positions[name] + 1
             if is_captured
             else np.full(len(group.rows), group.sizes[name])
-            for group in ragged
+            for group in ragged_groups
         ]
-        tensor = np.concatenate([group.tensor for group in ragged])
+        tensor = np.concatenate([group.tensor for group in ragged_groups])
         position, size = np.concatenate(outer_positions), np.concatenate(sizes)
-        count = int(np.prod([ragged[0].sizes[outer] for outer in axis.outer_axes]))
+        count = int(np.prod([ragged_groups[0].sizes[outer] for outer in axis.outer_axes]))
         shares = locate_shares(tensor, position, size, count, allow_unequal_sizes=is_captured)
-        for wrong in shares.unequal_groups.tolist():
-            report(wrong, f"ranks have different shares of {name} where they must have the same")
-        for wrong in shares.incomplete_groups.tolist():
-            report(wrong, f"the shares of {name} of some ranks are missing; copy all files")
+        for wrong_tensor in shares.unequal_groups.tolist():
+            report(
+                wrong_tensor, f"ranks have different shares of {name} where they must have the same"
+            )
+        for wrong_tensor in shares.incomplete_groups.tolist():
+            report(wrong_tensor, f"the shares of {name} of some ranks are missing; copy all files")
         if name in declared:
             _compare_shares(declared[name], tensor, position, size, name, report)
         groups = [group for group in groups if axis not in group.dimension_map.ragged_axes]
-        begin = 0
-        for group in ragged:
-            end = begin + len(group.rows)
-            start, total = shares.start[begin:end], shares.total[begin:end]
+        first_row = 0
+        for group in ragged_groups:
+            end_row = first_row + len(group.rows)
+            start, total = shares.start[first_row:end_row], shares.total[first_row:end_row]
             group = replace(group, positions={**group.positions, axis.start_key: start})
             for sum_of_shares in np.unique(total).tolist():
                 indices = np.flatnonzero(total == sum_of_shares)
                 new_sizes = {**group.sizes, axis.start_key: sum_of_shares}
                 groups.append(group.select(indices, new_sizes))
-            begin = end
+            first_row = end_row
     return list(groups)
 
 
@@ -217,7 +219,7 @@ def _position_along(axes: Sequence[str], group: ArrayGroup) -> Int:
 
 
 def compute_tensor_shape(
-    dims: Sequence[ShapeDim], sizes: Sizes, environment: Environment
+    tensor_dims: Sequence[ShapeDim], sizes: Sizes, environment: Environment
 ) -> tuple[int, ...]:
     """Return the shape of a tensor.
 
@@ -229,7 +231,7 @@ def compute_tensor_shape(
     extended_environment = Environment(
         environment.values, {**environment.sizes, **sizes}, {**sizes, **environment.constants}
     )
-    for i, dim in enumerate(dims):
+    for i, dim in enumerate(tensor_dims):
         size = size_of(dim.axes, sizes)
         if size is None:
             names = ", ".join(axis.name for axis in axes_in(dim.axes) if axis.name not in sizes)

@@ -22,7 +22,7 @@ from shardwise.manifest.pieces import Int, Pieces, padded_rows
 MOST_SHOWN = 8
 """The most names or numbers that a message lists."""
 TensorShapes = Sequence[tuple[int, ...] | None]
-"""The shape of each tensor; None for one without arrays."""
+"""The shape of each tensor, or None if the tensor has no arrays."""
 
 
 def assemble_checkpoint(collector: Collector) -> Foreign:
@@ -102,7 +102,10 @@ def _select_rows(boxes: BoxTable, rows: npt.NDArray[np.bool_] | Int) -> BoxTable
 
 
 def _find_dtypes(collector: Collector) -> list[str | None]:
-    """Return the dtype of each tensor, which its arrays must share; None without arrays."""
+    """Return the dtype of each tensor, or None if it has no arrays.
+
+    All arrays of a tensor must have the same dtype.
+    """
     catalogue = collector.catalogue
     lowest = np.full(len(collector.tensors.names), len(catalogue.dtypes), np.int64)
     highest = np.full(len(collector.tensors.names), -1, np.int64)
@@ -116,9 +119,9 @@ def _find_dtypes(collector: Collector) -> list[str | None]:
         if isinstance(rule, Rule) and rule.dtype is not None:
             rows = collector.matches.rows[rule_index]
             is_other = np.array([dtype != rule.dtype for dtype in catalogue.dtypes], bool)
-            wrong = rows[is_other[catalogue.dtype[rows]]] if len(rows) else rows
+            wrong_rows = rows[is_other[catalogue.dtype[rows]]] if len(rows) else rows
             problem = f"its dtype is not {rule.dtype}, as the rule requires; correct `as`"
-            collector.report_arrays(wrong, rule, problem)
+            collector.report_arrays(wrong_rows, rule, problem)
     return [catalogue.dtypes[i] if i >= 0 else None for i in highest.tolist()]
 
 
@@ -169,7 +172,7 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
 
 
 def _check_numbers_in_names(collector: Collector) -> None:
-    """Check that computed numbers in names have no gaps."""
+    """Check that the numbers that rules compute for names, such as layers, are 0 to n - 1."""
     for prefix, numbers in collector.tensors.numbers_in_names.items():
         missing = sorted(set(range(min(max(numbers) + 1, 2**20))) - numbers)
         if missing:
@@ -213,7 +216,10 @@ def _make_entries(
 def _resolve_ties(
     collector: Collector, shapes: TensorShapes, dtypes: Sequence[str | None]
 ) -> dict[str, str]:
-    """Return the stored tensor that each tied name is tied to, and check that they fit."""
+    """Return the stored tensor that each tied name is tied to.
+
+    Tied tensors must have equal shapes and dtypes, and no tensor may be tied to itself.
+    """
     tensors = collector.tensors
     declared: dict[str, str] = {}
     for tied, target in _declared_ties(collector):
@@ -234,10 +240,17 @@ def _resolve_ties(
         ):
             collector.problems.append(f"{tied}: it is tied to {target}, and one of them is a mean")
         elif tied in tensors and target in tensors:
-            mine, other = tensors.index_of(tied), tensors.index_of(target)
-            if (shapes[mine], dtypes[mine]) != (shapes[other], dtypes[other]):
-                kinds = [f"{dtypes[i]} {list(shapes[i] or ())}" for i in (mine, other)]
-                problem = f"is {kinds[0]}, but is tied to {target}, which is {kinds[1]}"
+            tied_index, target_index = tensors.index_of(tied), tensors.index_of(target)
+            if (shapes[tied_index], dtypes[tied_index]) != (
+                shapes[target_index],
+                dtypes[target_index],
+            ):
+                descriptions = [
+                    f"{dtypes[i]} {list(shapes[i] or ())}" for i in (tied_index, target_index)
+                ]
+                problem = (
+                    f"is {descriptions[0]}, but is tied to {target}, which is {descriptions[1]}"
+                )
                 collector.problems.append(f"{tied}: it {problem}")
     return ties
 
@@ -263,7 +276,10 @@ def _declared_ties(collector: Collector) -> Iterator[tuple[str, str]]:
 def _split_tied(
     collector: Collector, boxes: BoxTable, ties: Mapping[str, str]
 ) -> tuple[BoxTable, BoxTable]:
-    """Separate the boxes of tied tensors, which become copies of the tensor they are tied to."""
+    """Separate the boxes of tensors that are tied to another stored tensor.
+
+    They become copies of boxes of the other tensor.
+    """
     tensors = collector.tensors
     target_of = np.arange(len(tensors.names))
     for tied, target in ties.items():
@@ -289,7 +305,7 @@ def _make_piece_table(collector: Collector, boxes: BoxTable, shapes: TensorShape
         boxes.offset[order],
         boxes.shape[order],
     )
-    # A dimension of size 1 may have any stride; take that of a row-major box.
+    # A dimension of size 1 may have any stride: use the stride of a row-major box.
     ndim = np.array([len(shape or ()) for shape in shapes], np.int64)[pieces.tensor]
     is_dim = np.arange(boxes.offset.shape[1]) < ndim[:, None]
     stride = np.where(pieces.shape == 1, row_major(pieces.shape), boxes.stride[order])

@@ -114,8 +114,8 @@ def _find_boxes_of_term(
         if size == 1:
             continue
         contiguous = array_steps[axis] == box_dim.size * box_dim.stride
-        extends = step == box_dim.size and (box_dim.size == 1 or contiguous)
-        if extends and not box_dim.is_closed:
+        extends_box = step == box_dim.size and (box_dim.size == 1 or contiguous)
+        if extends_box and not box_dim.is_closed:
             box_dim.stride = array_steps[axis] if box_dim.size == 1 else box_dim.stride
             box_dim.size *= size
             continue

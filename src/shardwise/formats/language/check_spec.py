@@ -69,11 +69,11 @@ def _check_rule(spec: Spec, rule: Rule) -> None:
     for _, value in rule.coordinates:
         _check_variables(spec, value, spec.rank_axes | constants, rule.position)
     array_axes = frozenset() if rule.array_shape is None else rule.axis_names()
-    known = captures | spec.rank_axes | constants | array_axes
+    known_names = captures | spec.rank_axes | constants | array_axes
     for target in rule.targets:
         for part in target.name.parts:
             if not isinstance(part, str):
-                _check_variables(spec, part, known, target.position)
+                _check_variables(spec, part, known_names, target.position)
                 if (
                     isinstance(part, CombinedIndex)
                     and part.ragged
@@ -95,9 +95,11 @@ def _check_rule(spec: Spec, rule: Rule) -> None:
         _check_axes(spec, rule, target, frozenset(dimension_map.split_axes))
 
 
-def _check_variables(spec: Spec, value: Expression, known: Collection[str], position: int) -> None:
+def _check_variables(
+    spec: Spec, value: Expression, known_names: Collection[str], position: int
+) -> None:
     for name in (*variables_in(value), *sized_axes_in(value)):
-        if name not in known:
+        if name not in known_names:
             raise spec.source.error(
                 position, f"unknown name {_format_name(name)}: neither captured nor declared"
             )
@@ -109,7 +111,7 @@ def _check_array_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
     Raises:
         LayoutError: a part is unused or missing, or an axis occurs twice.
     """
-    used: set[frozenset[str]] = set()
+    used_parts: set[frozenset[str]] = set()
     for target, dimension_map in zip(rule.targets, maps, strict=True):
         array_parts = _axes_of_terms(dimension_map.array_dims)
         for tensor_part in _axes_of_terms([dim.axes for dim in dimension_map.tensor_dims]):
@@ -122,11 +124,11 @@ def _check_array_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
                     f"{_format_axes(local_axes)}, but the array has only the part(s) "
                     f"{', '.join(map(_format_axes, array_parts))}"
                 )
-            used.add(local_axes)
+            used_parts.add(local_axes)
     if rule.array_shape is None:
         return
     for part in _axes_of_terms(maps[0].array_dims):
-        if part not in used and not any(is_unused(axis) for axis in part):
+        if part not in used_parts and not any(is_unused(axis) for axis in part):
             raise LayoutError(
                 f"no tensor takes {_format_axes(part)}; call a part that no tensor needs `_`"
             )
@@ -154,9 +156,9 @@ def _check_axes(spec: Spec, rule: Rule, target: Target, split_axes: frozenset[st
     def fail(message: str) -> NoReturn:
         raise spec.source.error(target.position, message)
 
-    named = {axis for axis in rule.axis_names() if not is_unused(axis)}
+    axis_names = {axis for axis in rule.axis_names() if not is_unused(axis)}
     for axis in (*rule.flat_axes, *rule.average_axes):
-        if axis in named:
+        if axis in axis_names:
             fail(f"{axis} is an axis here already; remove it from the dimensions or from `over`")
     target_axes = Rule(pattern=rule.pattern, targets=(target,)).axis_names()
     if any(is_unused(axis) for axis in target_axes):

@@ -27,8 +27,8 @@ class LikeStatement:
 
     Attributes:
         rule: the pattern, the target and the further clauses of the statement.
-        name_pattern: gives the name of the array whose rule is followed, from the captures of
-            `pattern`.
+        name_pattern: the template of the name of an array, from the captures of `pattern`. The
+            rule of this array is copied.
         results: the pattern of the tensors' names that the statement renames.
     """
 
@@ -40,10 +40,10 @@ class LikeStatement:
 def expand_like_statements(
     statements: Sequence[Rule | Skip | LikeStatement], source: SourceText
 ) -> tuple[Rule | Skip, ...]:
-    """Replace each `like` statement by renamed copies of the rules that it follows.
+    """Replace each `like` statement by renamed copies of other rules.
 
     Raises:
-        SpecError: a `like` statement has the wrong form, or follows no rule.
+        SpecError: a `like` statement has the wrong form, or no rule matches it.
     """
     rules = [each for each in statements if not isinstance(each, LikeStatement)]
     expanded: list[Rule | Skip] = []
@@ -107,7 +107,7 @@ def _copy_rule(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Ru
 
 
 def _rename_stars(pattern: Pattern) -> Pattern:
-    """Rename a pattern's stars, because the followed rule has stars too."""
+    """Rename a pattern's stars, because the copied rule also has stars."""
     return Pattern(
         tuple(
             Capture(_rename_star(part.name), star=True)

@@ -1,4 +1,4 @@
-"""Finds the rule that applies to each stored array, and the sizes and numbers that follow."""
+"""Finds the rule that applies to each stored array, and the sizes and numbers in its name."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def find_captured_numbers(
 def add_capture_sizes(
     spec: Spec, catalogue: Catalogue, matches: Matches, environment: Environment
 ) -> Environment:
-    """Return the environment with the sizes of captured numbers, and the starts of ragged ones.
+    """Add the sizes of captured numbers to the environment, and the starts of ragged shares.
 
     The size of a captured number is one more than its largest value over all rules.
 
@@ -151,23 +151,26 @@ def _ragged_indices(rule: Rule) -> set[CombinedIndex]:
 def _enlarge_shares(
     shares: dict[int, int], index: CombinedIndex, columns: list[Int], environment: Environment
 ) -> None:
-    """Enlarge shares of the last axis, by the position along the others, to include all rows."""
-    outer = np.zeros_like(columns[0])
+    """Enlarge the shares of the last axis until they include all rows.
+
+    The key of a share is the position along the other axes.
+    """
+    outer_position = np.zeros_like(columns[0])
     for axis, column in zip(index.axes[:-1], columns, strict=False):
-        outer = outer * environment.size_of(axis) + column
-    for position in np.unique(outer).tolist():
-        size = int(columns[-1][outer == position].max()) + 1
-        shares[position] = max(shares.get(position, 0), size)
+        outer_position = outer_position * environment.size_of(axis) + column
+    for position in np.unique(outer_position).tolist():
+        share_size = int(columns[-1][outer_position == position].max()) + 1
+        shares[position] = max(shares.get(position, 0), share_size)
 
 
 def _starts_of_shares(
     axes: tuple[str, ...], shares: Mapping[int, int], environment: Environment
 ) -> dict[int, int]:
-    positions = 1
+    position_count = 1
     for axis in axes[:-1]:
-        positions *= environment.size_of(axis)
+        position_count *= environment.size_of(axis)
     starts, start = {}, 0
-    for position in range(positions):
+    for position in range(position_count):
         if position not in shares:
             raise LayoutError(
                 f"no file has any {axes[-1]} of {' '.join(axes[:-1])} = {position}: copy the file, "

@@ -299,10 +299,10 @@ def _read_atom(scanner: Scanner, depth: int) -> Expression:
         return ListElement(axes[0], index)
     while not ragged and not _next_is_clause(scanner):
         ragged = scanner.accept("~")
-        found = scanner.read_name("the ragged axis") if ragged else scanner.match(NAME)
-        if found is None:
+        next_axis = scanner.read_name("the ragged axis") if ragged else scanner.match(NAME)
+        if next_axis is None:
             break
-        axes.append(found)
+        axes.append(next_axis)
     return CombinedIndex(tuple(axes), ragged) if len(axes) > 1 else Variable(axes[0])
 
 

@@ -31,14 +31,14 @@ from shardwise.formats.language.shapes import (
 Matcher = Callable[[str], dict[str, str] | None]
 """Takes a name; returns the captured texts, or None if the name does not match."""
 DeclaredValue = Expression | tuple[Expression, ...]
-"""What `let` or `where` gives a name: a number or a list."""
+"""The value that `let` or `where` gives a name: a number or a list."""
 ANY_SHAPE = Shape((), ellipsis=0)
 NO_SOURCE = SourceText("", "specification")
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """`{name}`: a word without dots, or a number if used as one. With `star`, any text."""
+    """`{name}`: a word without dots, or a number if a rule uses it as one; `{name*}`: any text."""
 
     name: str
     star: bool = False
@@ -248,21 +248,21 @@ class Spec:
 
     def numeric_captures(self) -> frozenset[str]:
         """Return the captures that are used as an axis or in arithmetic, and so are numbers."""
-        used: set[str] = set()
+        names_used_as_numbers: set[str] = set()
         for rule in self.rules:
             if isinstance(rule, Rule):
-                used |= rule.axis_names()
+                names_used_as_numbers |= rule.axis_names()
                 for target in rule.targets:
                     for part in target.name.parts:
                         if not isinstance(part, str | Variable):
-                            used |= {*variables_in(part), *sized_axes_in(part)}
+                            names_used_as_numbers |= {*variables_in(part), *sized_axes_in(part)}
         captures = {
             part.name
             for rule in self.rules
             for part in rule.pattern.parts
             if isinstance(part, Capture) and not part.star
         }
-        return frozenset(used & captures)
+        return frozenset(names_used_as_numbers & captures)
 
     def indexed_axes(self, rule: Rule) -> frozenset[str]:
         """Return the axes along which each array of a rule has one position.
@@ -292,9 +292,9 @@ class DimensionMap:
     split_axes: tuple[str, ...]
 
     def is_local(self, axis: str) -> bool:
-        """Return whether an axis of a term of the tensor is an axis of each array.
+        """Return whether an axis of the tensor is also an axis of each array.
 
-        The others are indexed axes, and the starts of ragged shares (`~f`).
+        All other axes are indexed axes, and the starts of ragged shares (`~f`).
         """
         return axis not in self.indexed_axes and not axis.startswith("~")
 
@@ -308,24 +308,24 @@ def map_dimensions(spec: Spec, rule: Rule, target: Target, ellipsis_dims: int) -
     Raises:
         LayoutError: no axis of ranks comes before a ragged axis.
     """
-    indexed = spec.indexed_axes(rule)
+    indexed_axes = spec.indexed_axes(rule)
     array_dims = [
-        drop_axes(dim.axes, indexed)
+        drop_axes(dim.axes, indexed_axes)
         for dim in (rule.array_shape or rule.shape_of(target)).expand_ellipsis(ellipsis_dims)
     ]
     tensor_dims = tuple(
-        ShapeDim(join_ragged_axes(dim.axes, indexed), dim.limit)
+        ShapeDim(join_ragged_axes(dim.axes, indexed_axes), dim.limit)
         for dim in rule.shape_of(target).expand_ellipsis(ellipsis_dims)
     )
-    ragged = tuple(axis for dim in tensor_dims for axis in _ragged_axes_in(dim.axes))
+    ragged_axes = tuple(axis for dim in tensor_dims for axis in _ragged_axes_in(dim.axes))
     array_axes = {axis.name for dim in array_dims if dim for axis in axes_in(dim)}
     tensor_axes = {axis.name for dim in tensor_dims for axis in axes_in(dim.axes)}
     return DimensionMap(
         array_dims=tuple(dim for dim in array_dims if dim is not None),
         tensor_dims=tensor_dims,
-        ragged_axes=ragged,
-        indexed_axes=(indexed & tensor_axes)
-        | {name for each in ragged for name in each.outer_axes},
+        ragged_axes=ragged_axes,
+        indexed_axes=(indexed_axes & tensor_axes)
+        | {name for each in ragged_axes for name in each.outer_axes},
         split_axes=tuple(name for name in target.name.variables() if name in array_axes),
     )
 
@@ -347,11 +347,11 @@ def count_ellipsis_dims(spec: Spec, rule: Rule, target: Target, ndim: int) -> in
         LayoutError: the rule does not allow `ndim` dimensions.
     """
     shape = rule.array_shape or rule.shape_of(target)
-    indexed = spec.indexed_axes(rule)
-    named = sum(drop_axes(dim.axes, indexed) is not None for dim in shape.dims)
-    if ndim < named or (ndim > named and shape.ellipsis is None):
+    indexed_axes = spec.indexed_axes(rule)
+    named_dims = sum(drop_axes(dim.axes, indexed_axes) is not None for dim in shape.dims)
+    if ndim < named_dims or (ndim > named_dims and shape.ellipsis is None):
         raise LayoutError(
-            f"{format_shape(shape)} has {named} dimension(s) on a rank; the array has {ndim}: "
+            f"{format_shape(shape)} has {named_dims} dimension(s) on a rank; the array has {ndim}: "
             "correct the dimensions, or use `...` for the others"
         )
-    return ndim - named
+    return ndim - named_dims

@@ -101,7 +101,8 @@ class Shape:
 class Term:
     """One choice of a part of each sum.
 
-    Along each dimension, an element is at the start, plus position × step summed over the axes.
+    The index of an element along a dimension is a start, plus the sum of position × step over all
+    axes.
 
     Attributes:
         starts: the start along each dimension.
@@ -113,7 +114,7 @@ class Term:
 
 
 def axes_in(expression: AxisExpression) -> Iterator[Axis]:
-    """Yield all axes in order; for a ragged axis, an axis of the sum of its shares."""
+    """Yield all axes in order. A ragged axis becomes an axis with the sum of its shares as size."""
     match expression:
         case Axis():
             yield expression
@@ -162,11 +163,11 @@ def drop_axes(expression: AxisExpression, dropped: frozenset[str]) -> AxisExpres
             return AxisSum(tuple(drop_axes(part, dropped) or AxisProduct(()) for part in parts))
 
 
-def join_ragged_axes(expression: AxisExpression, indexed: frozenset[str]) -> AxisExpression:
+def join_ragged_axes(expression: AxisExpression, indexed_axes: frozenset[str]) -> AxisExpression:
     """Join each ragged axis and the indexed axes before it to a `RaggedAxis`.
 
     Args:
-        indexed: the axes of ranks and captured numbers.
+        indexed_axes: the axes of ranks and captured numbers.
 
     Raises:
         LayoutError: no indexed axis comes before a ragged axis.
@@ -179,21 +180,25 @@ def join_ragged_axes(expression: AxisExpression, indexed: frozenset[str]) -> Axi
         case RaggedAxis():
             return expression
         case AxisSum(parts):
-            return AxisSum(tuple(join_ragged_axes(part, indexed) for part in parts))
+            return AxisSum(tuple(join_ragged_axes(part, indexed_axes) for part in parts))
         case AxisProduct(factors):
-            joined: list[AxisExpression] = []
+            joined_factors: list[AxisExpression] = []
             for factor in factors:
                 if not (isinstance(factor, Axis) and factor.ragged):
-                    joined.append(join_ragged_axes(factor, indexed))
+                    joined_factors.append(join_ragged_axes(factor, indexed_axes))
                     continue
-                outer: list[str] = []
-                while joined and isinstance(last := joined[-1], Axis) and last.name in indexed:
-                    outer.insert(0, last.name)
-                    joined.pop()
-                if not outer:
-                    join_ragged_axes(factor, indexed)  # raises
-                joined.append(RaggedAxis(tuple(outer), factor.name))
-            return AxisProduct(tuple(joined))
+                outer_axes: list[str] = []
+                while (
+                    joined_factors
+                    and isinstance(last := joined_factors[-1], Axis)
+                    and last.name in indexed_axes
+                ):
+                    outer_axes.insert(0, last.name)
+                    joined_factors.pop()
+                if not outer_axes:
+                    join_ragged_axes(factor, indexed_axes)  # raises
+                joined_factors.append(RaggedAxis(tuple(outer_axes), factor.name))
+            return AxisProduct(tuple(joined_factors))
 
 
 def size_of(expression: AxisExpression, sizes: Sizes) -> int | None:
@@ -227,29 +232,33 @@ def solve_sizes(equations: Sequence[tuple[AxisExpression, int]], sizes: Sizes) -
     Raises:
         LayoutError: the equations contradict each other, or do not determine all sizes.
     """
-    known = dict(sizes)
+    known_sizes = dict(sizes)
     unsolved = list(equations)
     while unsolved:
-        remaining = [pair for pair in unsolved if not _solve_equation(*pair, known)]
-        if len(remaining) == len(unsolved):
-            raise LayoutError(_describe_undetermined(remaining, known))
-        unsolved = remaining
+        still_unsolved = [pair for pair in unsolved if not _solve_equation(*pair, known_sizes)]
+        if len(still_unsolved) == len(unsolved):
+            raise LayoutError(_describe_undetermined(still_unsolved, known_sizes))
+        unsolved = still_unsolved
     for expression, total in equations:
-        if size_of(expression, known) != total:
-            raise LayoutError(_describe_contradiction(expression, total, known))
-    return known
+        if size_of(expression, known_sizes) != total:
+            raise LayoutError(_describe_contradiction(expression, total, known_sizes))
+    return known_sizes
 
 
-def _solve_equation(expression: AxisExpression, total: int, known: dict[str, int]) -> bool:
+def _solve_equation(expression: AxisExpression, total: int, known_sizes: dict[str, int]) -> bool:
     """Determine the size of the only unknown axis; return whether all sizes are known now."""
-    unknown = {a.name for a in axes_in(expression) if a.size is None and a.name not in known}
-    if isinstance(size_of(expression, known), int):
+    unknown_axes = {
+        a.name for a in axes_in(expression) if a.size is None and a.name not in known_sizes
+    }
+    if isinstance(size_of(expression, known_sizes), int):
         return True
-    if len(unknown) != 1:
+    if len(unknown_axes) != 1:
         return False
-    (axis,) = unknown
+    (axis,) = unknown_axes
     # An expression is linear in an axis that occurs once.
-    size_at_0, size_at_1, size_at_2 = (size_of(expression, {**known, axis: n}) for n in range(3))
+    size_at_0, size_at_1, size_at_2 = (
+        size_of(expression, {**known_sizes, axis: n}) for n in range(3)
+    )
     if (
         size_at_0 is None
         or size_at_1 is None
@@ -257,29 +266,31 @@ def _solve_equation(expression: AxisExpression, total: int, known: dict[str, int
         or size_at_2 - size_at_1 != size_at_1 - size_at_0
     ):
         return False
-    step = size_at_1 - size_at_0
-    if step == 0 or total < size_at_0 or (total - size_at_0) % step:
-        raise LayoutError(_describe_contradiction(expression, total, known))
-    known[axis] = (total - size_at_0) // step
+    size_per_step = size_at_1 - size_at_0
+    if size_per_step == 0 or total < size_at_0 or (total - size_at_0) % size_per_step:
+        raise LayoutError(_describe_contradiction(expression, total, known_sizes))
+    known_sizes[axis] = (total - size_at_0) // size_per_step
     return True
 
 
-def _describe_contradiction(expression: AxisExpression, total: int, known: Sizes) -> str:
+def _describe_contradiction(expression: AxisExpression, total: int, known_sizes: Sizes) -> str:
     axes = [axis.name for axis in axes_in(expression) if axis.size is None]
-    sizes = {axis: known[axis] for axis in axes if axis in known}
-    known_sizes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-    size = size_of(expression, known)
+    sizes = {axis: known_sizes[axis] for axis in axes if axis in known_sizes}
+    sizes_text = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    size = size_of(expression, known_sizes)
     contradiction = f"`{format_axes(expression)}` cannot be {total}" + (
-        f" with {known_sizes}" if known_sizes else ""
+        f" with {sizes_text}" if sizes_text else ""
     )
     return contradiction + (f": its size is {size}" if size is not None else ": it does not divide")
 
 
-def _describe_undetermined(equations: Sequence[tuple[AxisExpression, int]], known: Sizes) -> str:
+def _describe_undetermined(
+    equations: Sequence[tuple[AxisExpression, int]], known_sizes: Sizes
+) -> str:
     unknown = {
         axis.name: None for left, _ in equations for axis in axes_in(left) if axis.size is None
     }
-    names = ", ".join(name.split("'")[0] for name in unknown if name not in known)
+    names = ", ".join(name.split("'")[0] for name in unknown if name not in known_sizes)
     shown = ", ".join(f"`{format_axes(left)}` = {total}" for left, total in equations)
     return f"{shown} does not determine the sizes of {names}: give them with `let` or `where`"
 
@@ -300,8 +311,10 @@ def expand_terms(dims: Sequence[AxisExpression], sizes: Sizes) -> list[Term]:
         steps = dict(pairs)
         if len(steps) < len(pairs):
             names = [axis for axis, _ in pairs]
-            twice = next(axis for axis in names if names.count(axis) > 1)
-            raise LayoutError(f"the axis {twice} occurs twice; give the two different names")
+            repeated_axis = next(axis for axis in names if names.count(axis) > 1)
+            raise LayoutError(
+                f"the axis {repeated_axis} occurs twice; give the two different names"
+            )
         terms.append(Term(tuple(start for start, _ in choice), steps))
     return terms
 

@@ -83,8 +83,8 @@ class TensorNames:
         Raises:
             LayoutError: a name uses an unknown value, or a number is negative or too large.
         """
-        needed = dict.fromkeys([*template.variables(), *average_axes])
-        axes = [axis for axis in needed if axis in positions]
+        needed_names = dict.fromkeys([*template.variables(), *average_axes])
+        axes = [axis for axis in needed_names if axis in positions]
         first_rows, inverse = _distinct_rows([array_names, *(positions[axis] for axis in axes)])
         indices = np.zeros(len(first_rows), np.int64)
         for i, row in enumerate(first_rows.tolist()):
@@ -92,9 +92,9 @@ class TensorNames:
             texts = captured[int(array_names[row])]
             name = self._fill_template(template, texts, replace(environment, values=values))
             if average_axes:
-                hidden = f"{name}#{','.join(f'{axis}={values[axis]}' for axis in average_axes)}"
-                self.tensors_to_average.setdefault(name, []).append(hidden)
-                name = hidden
+                term_name = f"{name}#{','.join(f'{axis}={values[axis]}' for axis in average_axes)}"
+                self.tensors_to_average.setdefault(name, []).append(term_name)
+                name = term_name
             indices[i] = self.index_of(name)
         return indices[inverse]
 
@@ -123,13 +123,13 @@ class TensorNames:
 
 def _format_values(expression: Expression, environment: Environment) -> str:
     values, sizes = environment.values, environment.sizes
-    used = {name: values[name] for name in variables_in(expression) if name in values}
-    used |= {f"|{axis}|": sizes[axis] for axis in sized_axes_in(expression) if axis in sizes}
-    return ", ".join(f"{name} = {value}" for name, value in used.items())
+    used_values = {name: values[name] for name in variables_in(expression) if name in values}
+    used_values |= {f"|{axis}|": sizes[axis] for axis in sized_axes_in(expression) if axis in sizes}
+    return ", ".join(f"{name} = {value}" for name, value in used_values.items())
 
 
 def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
-    """Return the first row of each distinct combination, and each row's combination."""
+    """Return the first row of each distinct combination, and each row's index among these."""
     key = np.zeros_like(columns[0])
     combinations = 1
     for column in columns:
