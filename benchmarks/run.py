@@ -48,6 +48,7 @@ RUNS = [
     *(Run("read_once", processes) for processes in (4, 8)),
     Run("data_loader", 1),
     Run("object_store"),
+    Run("stall"),
     Run("rebuild", 3),
     Run("recover", 4),
     *(Run("foreign_resume", processes) for processes in (1, 4)),
