@@ -32,7 +32,9 @@ from shardwise.data import (
 from shardwise.testing import Gang
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.data.labelled import count_tokens, label_sources, tokens_of
+from tests.memory.test_snapshots import shm
 
+__all__ = ["shm"]
 SAVE_EVERY = 3
 SAMPLES = 52
 
@@ -209,6 +211,22 @@ def test_ranks_that_advance_differently_cannot_save(tmp_path: Path) -> None:
 
     with pytest.raises(sw.MismatchError, match=r"loader\.batches"):
         run_ranks(2, save)
+
+
+def test_a_snapshot_in_memory_has_the_streams(tmp_path: Path, shm: Path) -> None:
+    memory = sw.Memory(snapshot_every=1, dir=str(shm))
+    options: dict[str, Any] = {"memory": memory, "save_every": 100, "save_at_end": False}
+    first, second = loader_of(0, 1), loader_of(0, 1)
+    with sw.Checkpointer(tmp_path / "root", **options) as run:
+        train_some(first, 2)
+        handle = run.save(1, {"loader": first})
+        assert handle is not None
+        handle.committed()
+    with sw.Checkpointer(tmp_path / "root", **options) as run:
+        assert run.restore({"loader": second}) == 1
+        assert run.last_restore is not None
+        assert run.last_restore.source == "memory"
+    assert torch.equal(train_some(first, 1)[0], train_some(second, 1)[0])
 
 
 def test_the_checkpoint_can_be_inspected(tmp_path: Path) -> None:

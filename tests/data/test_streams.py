@@ -235,6 +235,30 @@ def test_a_packer_that_takes_nothing_is_noticed() -> None:
         first_items(dataset, 1)
 
 
+class Growing(BestFitPacker):
+    """A packer whose state is larger than it says."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.capacity = 9
+
+
+def test_a_packer_beyond_its_capacity_is_noticed() -> None:
+    dataset = ElasticStreamDataset(
+        label_sources([9]), streams=1, transform=tokens_of, packer=partial(Growing, 9)
+    )
+    stream = Stream(dataset, 0, StreamState())
+    stream.next_item()
+    with pytest.raises(sw.StateError, match="more than its capacity of 9"):
+        stream.state()
+
+
+@pytest.mark.parametrize("name", ["", 1, None])
+def test_a_source_needs_a_name(name: Any) -> None:
+    with pytest.raises(TypeError, match="expected names as keys"):
+        ElasticStreamDataset({name: MapSource("abc")}, streams=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -248,6 +272,7 @@ def test_a_packer_that_takes_nothing_is_noticed() -> None:
         ({"sources": {}}, "at least one source"),
         ({"seed": -1}, r"seed=-1\)"),
         ({"failures_allowed": -1}, r"failures_allowed=-1\)"),
+        ({"failures_allowed": 1001}, r"failures_allowed=1001\): expected at most 1000"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:

@@ -121,7 +121,7 @@ class ElasticStreamLoader:
 
     @property
     def failures(self) -> list[Failure]:
-        """What the streams of this rank have skipped, up to the last batch trained on."""
+        """The failures that the streams of this rank skipped, up to the last batch trained on."""
         return [failure for state in self._states.values() for failure in state.failures]
 
     def advance(self) -> None:

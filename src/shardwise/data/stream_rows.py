@@ -83,6 +83,8 @@ def decode_states(
         samples, used, buffered, failed, source, *places = map(int, cursors[row])
         if buffered > buffers.shape[1] or failed > failures.shape[1] or source > len(saved_names):
             raise StateError(f"stream {stream}: its counts exceed its rows")
+        if bool(used) != bool(source):
+            raise StateError(f"stream {stream}: {used} tokens are used of source number {source}")
         buffer = buffers[row, :buffered].astype(np.int32)
         _check_buffer(dataset, stream, buffer)
         if failed > dataset.failures_allowed:

@@ -22,6 +22,7 @@ from shardwise.errors import StateError, add_note
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio. Its multiples are spread evenly over 2⁶⁴."""
 _MOST_EMPTY_DOCUMENTS = 1_000_000
+_MOST_FAILURES = 1000
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -59,7 +60,7 @@ class StreamState:
             other tokens come next, even if the weights have changed.
         places: the place in each source, by name.
         buffer: the tokens in the packer.
-        failures: what was skipped.
+        failures: the samples that were skipped, in order.
     """
 
     samples: int = 0
@@ -82,11 +83,12 @@ class ElasticStreamDataset:
         weights: how often each source is read, by name. Default: equally often. Weights may change
             on resume. A source with weight 0 keeps its place.
         transform: turns a sample into an item, or, with a packer, into a one-dimensional array of
-            tokens. It must always return the same for the same sample.
-        packer: returns a new packer, for example `lambda: ConcatPacker(8192)`. Without it, each
+            tokens. Repeated calls for a sample must return the same result.
+        packer: returns a new packer, for example `partial(ConcatPacker, 8192)`. Without it, each
             sample is an item.
         seed: selects the random order of segments.
-        failures_allowed: how many failures each stream may skip. The next failure is raised.
+        failures_allowed: how many failures each stream may skip, up to 1,000. The next failure is
+            raised. Each allowed failure takes 40 bytes in the state of each stream.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is out of range.
@@ -104,7 +106,7 @@ class ElasticStreamDataset:
         failures_allowed: int = 0,
     ) -> None:
         of = "ElasticStreamDataset"
-        if not all(isinstance(name, str) for name in sources):
+        if not all(isinstance(name, str) and name for name in sources):
             raise TypeError(f"{of}(sources): expected names as keys, not {list(sources)}")
         self.sources = {name: sources[name] for name in sorted(sources)}
         self.streams = check_integer(f"{of}(streams", streams)
@@ -112,6 +114,11 @@ class ElasticStreamDataset:
         self.packer = packer
         self.seed = check_integer(f"{of}(seed", seed, least=0)
         self.failures_allowed = check_integer(f"{of}(failures_allowed", failures_allowed, least=0)
+        if self.failures_allowed > _MOST_FAILURES:
+            raise ValueError(
+                f"{of}(failures_allowed={failures_allowed}): expected at most {_MOST_FAILURES}, "
+                "because the state has a place for each failure of each stream"
+            )
         self._names = tuple(self.sources)
         self._thresholds = _thresholds(self._names, weights)
         for name, source in self.sources.items():
@@ -175,9 +182,20 @@ class Stream:
         }
 
     def state(self) -> StreamState:
-        """Return the state after the last item."""
+        """Return the state after the last item.
+
+        Raises:
+            StateError: the packer buffers more than its capacity.
+        """
         places = {name: reader.place for name, reader in self._readers.items()}
-        buffer = _NO_TOKENS if self._packer is None else self._packer.buffered()
+        buffer = _NO_TOKENS
+        if self._packer is not None:
+            buffer = np.array(self._packer.buffered(), np.int32)
+            if len(buffer) > self._packer.capacity:
+                raise StateError(
+                    f"the packer {self._packer.name!r} has {len(buffer)} elements in its buffer, "
+                    f"more than its capacity of {self._packer.capacity}: raise `capacity`"
+                )
         source = self._source if self._used else ""
         return StreamState(self._samples, self._used, source, places, buffer, self._failures)
 
