@@ -42,7 +42,7 @@ LAYERS_OF_MEMORY = (
     ("agent",),
     ("remote",),
     ("reclaim",),
-    ("decide", "free_files", "observe", "registry", "spawn"),
+    ("decide", "free_files", "observe", "prefetched", "registry", "spawn"),
     ("view",),
     ("identity", "lineage", "mirror_tasks", "rank_locks", "seal"),
     ("home",),
@@ -63,8 +63,8 @@ LAYERS_OF_FORMATS = (
 )
 LAYERS_OF_CHECKPOINTER = (
     ("checkpointer",),
-    ("saving", "restoring"),
-    ("mirroring",),
+    ("saving", "starting"),
+    ("mirroring", "restoring"),
     ("settings",),
     ("signals",),
 )

@@ -58,7 +58,7 @@ def origins(
 def check(found: tuple[dict[str, int], int, str], origin: str) -> None:
     """All bytes came from there, and nothing is counted twice."""
     counted, nbytes, _ = found
-    assert set(counted) == {*MEMORY_ORIGINS, "root", "mirror", "start"}
+    assert set(counted) == {*MEMORY_ORIGINS, "prefetched", "root", "mirror", "start"}
     assert nbytes > 0
     assert nbytes <= counted.pop(origin) <= nbytes + CHECKSUMS
     assert not any(counted.values())

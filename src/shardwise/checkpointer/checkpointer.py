@@ -17,8 +17,6 @@ from shardwise import api
 from shardwise.checkpointer.restoring import (
     RestoreReport,
     Restoring,
-    StartFrom,
-    load_start_from,
     resolve_choice,
 )
 from shardwise.checkpointer.saving import Saving
@@ -32,6 +30,7 @@ from shardwise.checkpointer.settings import (
     prepare_root_and_check_memory,
 )
 from shardwise.checkpointer.signals import AfterSignal
+from shardwise.checkpointer.starting import StartFrom, load_start_from
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport

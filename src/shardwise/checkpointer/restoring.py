@@ -13,8 +13,6 @@ from itertools import islice
 
 import msgspec
 
-from shardwise import api
-from shardwise.adapters import torch_optimizers_in
 from shardwise.engine.exchange import exchange, exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
@@ -23,12 +21,11 @@ from shardwise.errors import (
     CorruptionError,
     RankError,
     StateError,
-    add_note,
     describe_error,
 )
 from shardwise.events import Recorder
-from shardwise.loading import State
 from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.memory.prefetched import prefetched_files
 from shardwise.memory.remote.assembled import MEMORY_ORIGINS, AssembledStore
 from shardwise.memory.trainer.recovery import FoundSnapshot, find_snapshot
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -40,8 +37,6 @@ MOST_NODES_SHOWN = 3
 START = "start"
 Load = Callable[[Store], LoadReport]
 """Loads the state from a store."""
-StartFrom = api.Place | Callable[[State], LoadReport]
-"""`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""
 
 log = logging.getLogger("shardwise")
 _DAMAGE_ERRORS = (CorruptionError, CheckpointNotFoundError)
@@ -72,9 +67,9 @@ class RestoreReport:
         load: the report of the load.
         skipped: newer steps, each with the reason why it was not loaded.
         origins: bytes that this rank read from "local memory", from the memory of "other nodes",
-            "decoded" from the parity of a lost node, from the "root", from its "mirror", and from
-            the "start" (`start_from`). For memory, and for root and mirror if there is a mirror,
-            checksums, per-rank values and damaged bytes are included.
+            "decoded" from the parity of a lost node, from files that the agent has "prefetched",
+            from the "root", from its "mirror", and from the "start" (`start_from`). Unless the root
+            or the start gave all, checksums, per-rank values and damaged bytes are included.
         seconds: seconds of each phase on this rank, and `total`. The phases are "asking" the nodes
             and the root which steps they hold; "choosing" the newest complete step; "reading" the
             step; "decoding" data of lost nodes, which "reading" does not include; and
@@ -114,42 +109,6 @@ def resolve_choice(step: object, best: Best | None) -> Choice:
             'Checkpointer, or step=sw.Best("loss")'
         )
     return parse_choice(best if step == "best" else step)
-
-
-def load_start_from(
-    start_from: StartFrom, state: State, load: Callable[[api.Place], LoadReport], group: Group
-) -> tuple[RestoreReport, int | None]:
-    """Load `start_from`. All ranks call this together.
-
-    Returns:
-        The report, and the step to continue from. The step is None if the state has optimizers and
-        none of them was loaded: then the training starts anew.
-
-    Raises:
-        StateError: the function `start_from` did not return the report of `shardwise.load`.
-    """
-    loaded = _call_with_note(start_from, state) if callable(start_from) else load(start_from)
-
-    def keeps_step() -> bytes:
-        if not isinstance(loaded, LoadReport):
-            raise StateError(
-                f"start_from returned {loaded!r}: expected the report of sw.load; end the function "
-                "with `return sw.load(path, state)`"
-            )
-        has_optimizers = any(True for _ in torch_optimizers_in(state))
-        return b"1" if loaded.optimizers or not has_optimizers else b""
-
-    any_keeps_step = exchange(group, "starting from another run", keeps_step, max)
-    report = RestoreReport(loaded.step, START, loaded, (), bytes_by_origin(loaded, None))
-    return report, loaded.step if any_keeps_step else None
-
-
-def _call_with_note(function: Callable[[State], LoadReport], state: State) -> LoadReport:
-    try:
-        return function(state)
-    except Exception as error:
-        add_note(error, "start_from: raised by this function, which was called with the state")
-        raise
 
 
 def bytes_by_origin(load: LoadReport, store: Store | None) -> dict[str, int]:
@@ -275,15 +234,12 @@ class Restoring:
                 number, store, source = found.step, found.store, "memory"
             else:
                 number = stored_steps.pop()
-                store, source = self._root.at(step_directory(number)), "storage"
+                store, source = self._in_storage(number), "storage"
             report, damage = self._try(load, store, number)
-            if report is None and isinstance(store, TieredStore) and self._has_other_save(store):
+            earlier = None if report or source == "memory" else self._find_earlier_save(number)
+            if earlier is not None:
                 skipped.append(_SkippedStep(number, f"{source}: {damage}", was_tried=True))
-                self._damaged.add(number)
-                store = store.without_root()
-                if self._group.rank == 0:
-                    text = "step %d was saved again; trying its earlier save in %s"
-                    log.warning(text, number, store)
+                store = earlier
                 report, damage = self._try(load, store, number)
             if report is not None:
                 newer = tuple((each.step, each.reason) for each in skipped if each.step >= number)
@@ -296,6 +252,15 @@ class Restoring:
             else:
                 found = self._find_snapshot(step, found)
         return None, skipped
+
+    def _in_storage(self, step: int) -> Store:
+        """Return a step in storage, with the files that the agent of this node has prefetched."""
+        store = self._root.at(step_directory(step))
+        files = None if self._snapshots is None else prefetched_files(self._snapshots.run)
+        if files is None:
+            return store
+        tiers = store if isinstance(store, TieredStore) else TieredStore([store], [ROOT])
+        return tiers.with_prefetched(files)
 
     def _try(self, load: Load, store: Store, step: int) -> tuple[LoadReport | None, str]:
         """Load a checkpoint on all ranks, and record the time. The result is of `_load_on_all`."""
@@ -312,13 +277,22 @@ class Restoring:
             self._suspect(step)
         return report, damage
 
-    def _has_other_save(self, store: TieredStore) -> bool:
-        """Return whether the mirror has another save of a checkpoint. All ranks call this."""
+    def _find_earlier_save(self, step: int) -> TieredStore | None:
+        """Return the mirror's save of a step, if the root has another. All ranks call this."""
+        if not isinstance(self._root, TieredStore):
+            return None
+        tiers = self._root.at(step_directory(step))
 
         def find(_: list[bytes]) -> bytes:
-            return b"1" if store.has_other_save() else b""
+            return b"1" if tiers.has_other_save() else b""
 
-        return bool(exchange(self._group, "looking for another save", lambda: b"", find))
+        if not exchange(self._group, "looking for an earlier save", lambda: b"", find):
+            return None
+        self._damaged.add(step)
+        earlier = tiers.mirror_alone()
+        if self._group.rank == 0:
+            log.warning("step %d was saved again; trying its earlier save in %s", step, earlier)
+        return earlier
 
     def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str, bool]:
         """Load a checkpoint on all ranks.
@@ -340,7 +314,7 @@ class Restoring:
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
                 other = describe_error(failure)
-            mirrored = store.origins()[MIRROR] if isinstance(store, TieredStore) else 0
+            mirrored = store.origins().get(MIRROR, 0) if isinstance(store, TieredStore) else 0
             return msgspec.msgpack.encode((damage, other, mirrored > 0))
 
         def combine_failures(encoded: list[bytes]) -> bytes:

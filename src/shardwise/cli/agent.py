@@ -47,6 +47,14 @@ Authority = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The CA that signed all nodes' certificates."),
 ]
+Prefetch = Annotated[
+    str | None,
+    typer.Option(metavar="ROOT", help="Read the newest checkpoint of this root into memory."),
+]
+Ranks = Annotated[
+    str | None,
+    typer.Option(metavar="A-B", help="For --prefetch: only files of these ranks, such as 8-15."),
+]
 STAGE_DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLE_OF_STATE = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
 
@@ -78,6 +86,8 @@ def run(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="Exit when no snapshots and no training remain.")
     ] = False,
+    prefetch: Prefetch = None,
+    ranks: Ranks = None,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Log to this file (at most 2 MB) instead of stderr."),
@@ -90,6 +100,7 @@ def run(
     On SIGTERM the agent finishes its current writes, within 20 seconds, and exits.
     """
     from shardwise.memory.agent.process import AgentOptions, run_agent
+    from shardwise.memory.prefetched import PrefetchOptions
 
     logging.basicConfig(
         level=logging.INFO,
@@ -104,6 +115,7 @@ def run(
         tls=_tls_from_options(tls_cert, tls_key, tls_ca),
         secret=secret_file,
         until_idle=until_idle,
+        prefetch=None if prefetch is None else PrefetchOptions.parse(prefetch, ranks),
     )
     if not run_agent(directory, options):
         logging.shutdown()

@@ -32,6 +32,7 @@ from shardwise.memory.home import OUTCOMES_DIRECTORY, ROOT_RECORD, Home, Place, 
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import RecordCache, read_run_view, read_snapshot
+from shardwise.memory.prefetched import discard_prefetched
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
 from shardwise.memory.records import rank_in_name
 from shardwise.memory.registry import remove_entry
@@ -168,9 +169,12 @@ def discard_superseded(
 ) -> None:
     """After a restore, free the snapshots that the run no longer needs (see `find_superseded`).
 
+    Files that the agent has prefetched for the restore are removed, too.
+
     Raises:
         StoreError: the agent does not release a snapshot.
     """
+    discard_prefetched(run.path.parents[1])
     discard(find_superseded(read_run_view(run), step, lineage, nodes, slots))
 
 

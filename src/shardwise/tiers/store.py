@@ -17,7 +17,7 @@ from shardwise.store.store import Buffer
 from shardwise.tiers.copying import saved_manifest
 
 T = TypeVar("T")
-TIERS = ROOT, MIRROR = "root", "mirror"
+TIERS = PREFETCHED, ROOT, MIRROR = "prefetched", "root", "mirror"
 log = logging.getLogger("shardwise")
 
 
@@ -35,15 +35,16 @@ class TieredStore(ReadOnlyStore):
 
     why_read_only = "it has several tiers; save to the root, and the mirror gets a copy"
 
-    def __init__(self, tiers: Sequence[Store], names: Sequence[str] = TIERS) -> None:
+    def __init__(self, tiers: Sequence[Store], names: Sequence[str] = (ROOT, MIRROR)) -> None:
         self._tiers = tuple(tiers)
         self._tier_names = tuple(names)
+        self._main = self._tiers[names.index(ROOT) if ROOT in names else 0]
         self._bytes_read = [0] * len(self._tiers)
         self._counting = threading.Lock()
 
     def __str__(self) -> str:
-        nearest, *others = self._tiers
-        return f"{nearest} (mirror: {', '.join(map(str, others))})" if others else str(nearest)
+        mirror = f" (mirror: {self._tiers[-1]})" if MIRROR in self._tier_names[1:] else ""
+        return f"{self._main}{mirror}"
 
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, by the name of the tier.
@@ -53,9 +54,13 @@ class TieredStore(ReadOnlyStore):
         with self._counting:
             return dict(zip(self._tier_names, self._bytes_read, strict=True))
 
-    def without_root(self) -> TieredStore:
+    def with_prefetched(self, files: Store) -> TieredStore:
+        """Return this store with a nearest tier of prefetched files."""
+        return TieredStore([files, *self._tiers], [PREFETCHED, *self._tier_names])
+
+    def mirror_alone(self) -> TieredStore:
         """Return the mirror alone."""
-        return TieredStore(self._tiers[1:], self._tier_names[1:])
+        return TieredStore(self._tiers[-1:], [MIRROR])
 
     def has_other_save(self) -> bool:
         """Return whether the mirror has another save of this checkpoint than the root.
@@ -63,26 +68,26 @@ class TieredStore(ReadOnlyStore):
         The result is False if one of them has no checkpoint, or does not answer.
         """
         saves = []
-        for tier in self._tiers:
+        for tier in (self._main, self._tiers[-1]):
             with suppress(OSError):
                 manifest = saved_manifest(tier)
                 saves += [] if manifest is None else [manifest.save_id]
-        return len(saves) == len(self._tiers) and len(set(saves)) > 1
+        return len(set(saves)) > 1
 
     @property
     def traits(self) -> StoreTraits:
-        """The traits of the nearest tier, with the longest times of any tier."""
+        """The traits of the root, with the longest times of any tier."""
         traits = [tier.traits for tier in self._tiers]
         return replace(
-            traits[0],
+            self._main.traits,
             lock_expiry=max(each.lock_expiry for each in traits),
             reading_grace=max(each.reading_grace for each in traits),
         )
 
     @property
     def name(self) -> str:
-        """The name of the nearest tier."""
-        return self._tiers[0].name
+        """The name of the root."""
+        return self._main.name
 
     @property
     def parent(self) -> Store | None:
@@ -96,8 +101,8 @@ class TieredStore(ReadOnlyStore):
         return any(tier.exists() for tier in self._tiers)
 
     def is_file(self) -> bool:
-        """Return whether this place is one file in the nearest tier."""
-        return self._tiers[0].is_file()
+        """Return whether this place is one file in the root."""
+        return self._main.is_file()
 
     def walk(self, limit: int) -> dict[str, FileStatus]:
         """Return the files at all levels below, in any tier.

@@ -39,6 +39,7 @@ from shardwise.memory.identity import (
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
+from shardwise.memory.prefetched import Prefetch, PrefetchOptions, discard_prefetched
 from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
@@ -48,6 +49,7 @@ from shardwise.memory.seal import MappedFiles
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
 STOP_TIMEOUT = 20.0
+PREFETCH_STOP_TIMEOUT = 1.0
 log = logging.getLogger("shardwise.agent")
 
 
@@ -63,6 +65,7 @@ class AgentOptions:
         secret: the file with the secret that clients must present; None for a secret that is
             generated and stored in the home.
         until_idle: whether to exit when the node stores nothing and no training runs.
+        prefetch: what to read from storage before a training asks; None for nothing.
     """
 
     interface: str = LOOPBACK
@@ -71,6 +74,7 @@ class AgentOptions:
     tls: Tls | None = None
     secret: Path | None = None
     until_idle: bool = False
+    prefetch: PrefetchOptions | None = None
 
 
 def run_agent(directory: Path, options: AgentOptions) -> bool:
@@ -93,6 +97,7 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
         node = read_or_create_node_name(home)
         mapped_files = MappedFiles()
         finish_removals(home)
+        discard_prefetched(home.path)
         observer = Observer(home, node)
         performers = _make_performers(home, node, observer, mapped_files, options.tls)
         agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
@@ -155,8 +160,11 @@ async def _serve(
 
     threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
     async with serve_connections(create_app(home.path, info.token, agent.wake), listener, tls=tls):
+        prefetch = None if options.prefetch is None else Prefetch(home, options.prefetch)
         agent.start()
         mirrors.start()
+        if prefetch is not None:
+            prefetch.start()
         agent.wake()
         write_record(home.info_path, info)
         threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
@@ -166,6 +174,8 @@ async def _serve(
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
+            if prefetch is not None:  # a read can hang, and nobody waits for it
+                finished &= await asyncio.to_thread(prefetch.stop, PREFETCH_STOP_TIMEOUT)
             await asyncio.to_thread(mirrors.stop)
             home.info_path.unlink(missing_ok=True)
     if not finished:
