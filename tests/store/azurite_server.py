@@ -13,6 +13,7 @@ import hmac
 import os
 import re
 import secrets
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -72,6 +73,15 @@ class AzureServer:
         return [
             key for key in self._list(whole, {"include": "uncommittedblobs"}) if key not in blobs
         ]
+
+    def uncommitted_blocks(self, key: str) -> int:
+        """Return how many blocks of a blob were uploaded and not committed."""
+        query = {"comp": "blocklist", "blocklisttype": "uncommitted"}
+        try:
+            answer = self.request("GET", f"{CONTAINER}/{key}", query)
+        except urllib.error.HTTPError:  # there is no blob yet
+            return 0
+        return answer.count("<Block>")
 
     def _list(self, url: str, options: dict[str, str]) -> list[str]:
         prefix = url.partition("?")[0].removeprefix(f"az://{CONTAINER}").strip("/")

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import torch
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.store import Store, open_store
+from shardwise.store.object_store import ObjectStore
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
+from tests.faults.memory.scenario import end_agents
 from tests.store.azurite_server import CONTAINER, AzureServer, azurite  # noqa: F401 - a fixture
 from tests.store.test_object_faults import KINDS, REQUESTS, Place, check_one_fault
 
@@ -94,10 +97,12 @@ def test_a_large_object_is_uploaded_in_parts(
 
 
 def test_an_upload_that_is_not_committed_leaves_nothing(azurite: AzureServer, url: str) -> None:  # noqa: F811
-    store = open_store(url)
+    store = ObjectStore(url)
     file = store.create(KEY, 20 * CHUNK)
     file.write_at(0, content(12 * CHUNK))
-    wait_until(lambda: len(azurite.unfinished_uploads()) == 1)
+    # A part that is under way would arrive after the end of the upload.
+    wait_until(lambda: azurite.uncommitted_blocks(f"{store.url.path}/{KEY}") == 2)
+    assert len(azurite.unfinished_uploads()) == 1
     assert store.list() == []
     assert not store.exists()
     file.close()
@@ -214,3 +219,21 @@ def test_the_endpoint_may_come_from_the_environment(
     assert "manifest.json" in open_store(f"{place}?allow_http=true").list()
     with pytest.raises(StoreError, match="the endpoint is not encrypted"):
         open_store(place).list()
+
+
+def test_agents_upload_and_restore(url: str, tmp_path: Path) -> None:
+    place, memory = f"{url}&grace_seconds=0", sw.Memory(dir=str(tmp_path / "shm"))
+    try:
+        with sw.Checkpointer(place, memory=memory, keep=sw.Keep(last=2)) as saver:
+            for step in (1, 2, 3):
+                handle = saver.save(step, state_of(step))
+                assert handle is not None
+                handle.result(60)
+            saver.close()
+            assert saver.steps() == [2, 3]
+    finally:
+        end_agents(tmp_path / "shm")
+    target = {"t": torch.zeros(12 << 20, dtype=torch.uint8)}
+    with sw.Checkpointer(url, memory=None) as restorer:
+        assert restorer.restore(target) == 3
+    assert torch.equal(target["t"], state_of(3)["t"])
