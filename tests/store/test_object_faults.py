@@ -201,6 +201,20 @@ def test_a_save_survives_an_outage(place: Place, seconds: float) -> None:
     load_and_compare(place.direct(2), 2)
 
 
+@pytest.mark.long
+def test_requests_are_repeated_for_as_long_as_the_url_says(place: Place) -> None:
+    sw.save(place.direct(1), state_of(1))
+    store = open_store(place.faulty(1).replace("retry=10", "retry=60"))
+    with ThreadPoolExecutor(1) as pool:
+        with place.proxy.outage():
+            begin = time.monotonic()
+            read = pool.submit(store.read, "manifest.json", limit=10**6)
+            time.sleep(30)
+            assert not read.done()
+        assert read.result(60)
+    assert time.monotonic() - begin < 60
+
+
 def test_an_outage_that_lasts_is_an_error(place: Place) -> None:
     sw.save(place.direct(1), state_of(1))
     begin = time.monotonic()

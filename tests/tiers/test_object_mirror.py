@@ -85,7 +85,7 @@ def test_a_copy_to_a_bucket_is_continued(moto: Server, tmp_path: Path) -> None:
 def test_a_bucket_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "root"
     save(root, 1, 2)
-    store = open_store(f"s3://bucket/run?endpoint={REFUSED}&region=us-east-1")
+    store = open_store(f"s3://bucket/run?endpoint={REFUSED}&region=us-east-1&retry=1")
     each = Mirroring(LocalStore(root), store, Rules(sw.Keep(last=1), sw.Keep()))
     done: list[bool] = []
     thread = threading.Thread(target=lambda: done.append(each.catch_up(lambda: Saved(2))))

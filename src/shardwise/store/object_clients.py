@@ -38,7 +38,7 @@ COMMON_OPTIONS = (
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "http": "http", "https": "http"}
 REQUEST_SECONDS = 120.0
 RETRY_SECONDS = 180.0
-MOST_RETRIES = 20
+MOST_RETRIES = 1000  # never reached: the time is the limit
 CONNECT_SECONDS = 10.0
 CREDENTIALS_LIFETIME = timedelta(minutes=10)
 DEFAULT_REGION = "us-east-1"
@@ -289,6 +289,6 @@ def _retry_config(url: StoreUrl) -> RetryConfig:
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),
             "max_backoff": timedelta(seconds=15),
-            "base": 2,
+            "base": 3,  # a pause is random, and on average half as long again as the one before
         },
     }
