@@ -24,17 +24,17 @@ def read_checksums(tree: FileTree, names: Iterable[str]) -> Iterator[FileChecksu
     Raises:
         FormatError: an archive is malformed or truncated.
     """
-    items_of_folder: dict[str, _RangesByFile] = {}
+    item_ranges_of_folder: dict[str, _RangesByFile] = {}
     for name in names:
         folder, _, base_name = name.rpartition("/")
         with tree.open_range(name) as whole:
             ranges = [whole]
             if name.endswith(ITEMS_SUFFIX):
-                if folder not in items_of_folder:
-                    items_of_folder[folder] = _find_item_ranges(tree, folder)
+                if folder not in item_ranges_of_folder:
+                    item_ranges_of_folder[folder] = _find_item_ranges(tree, folder)
                 ranges = [
                     whole.subrange(offset, size, f"the item at {offset}")
-                    for offset, size in items_of_folder[folder].get(base_name, [])
+                    for offset, size in item_ranges_of_folder[folder].get(base_name, [])
                 ]
             rows = [row for file_range in ranges for row in _checksum_rows(file_range)]
         yield FileChecksums(name, np.array(rows, np.int64).reshape(len(rows), 3))

@@ -257,17 +257,17 @@ class BufferedEnds:
 
     Args:
         file: the file.
-        count: the number of bytes to keep of each end.
+        end_size: the number of bytes to keep of each end.
         kept: the bytes that are kept, by their offset. Several readers of a file can share them.
     """
 
-    def __init__(self, file: ReadableFile, count: int, kept: dict[int, Buffer]) -> None:
+    def __init__(self, file: ReadableFile, end_size: int, kept: dict[int, Buffer]) -> None:
         self._file = file
         self.size = file.size
         self._ends = (
             ((0, file.size),)
-            if file.size <= 2 * count
-            else ((0, count), (file.size - count, file.size))
+            if file.size <= 2 * end_size
+            else ((0, end_size), (file.size - end_size, file.size))
         )
         self._kept_ends = kept
 

@@ -381,8 +381,10 @@ def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         if name not in ranks[0]:
             lines.append(f"{name}: missing in the first rank's file, whose values are taken")
             continue
-        others = [values[name] for values in ranks[1:] if name in values]
-        differing_count = sum(not are_plain_values_equal(other, ranks[0][name]) for other in others)
+        other_values = [values[name] for values in ranks[1:] if name in values]
+        differing_count = sum(
+            not are_plain_values_equal(other, ranks[0][name]) for other in other_values
+        )
         if differing_count:
             lines.append(
                 f"{name}: {differing_count} ranks have other values; the first rank's is taken"

@@ -176,9 +176,9 @@ def _unpack_names(names: tuple[str, ...], column: bytes, rows: int) -> tuple[str
 
 
 def _decompress_column(data: bytes, size: int) -> Int:
-    inflater = zlib.decompressobj()
+    decompressor = zlib.decompressobj()
     try:
-        values = inflater.decompress(data, size + 1) if data else b""
+        values = decompressor.decompress(data, size + 1) if data else b""
     except zlib.error as error:
         raise _malformed_error(str(error)) from error
     if len(values) != size:

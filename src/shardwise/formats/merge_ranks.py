@@ -69,7 +69,7 @@ def merge_ranks(
             "open the file of one rank"
         )
     left_out = [
-        f"{_name_of(each)}: its value differs between ranks" for each in merger.differing_paths
+        f"{_name_of_path(each)}: its value differs between ranks" for each in merger.differing_paths
     ]
     leaves = find_leaves(state if isinstance(state, dict) else {"value": state}, files)
     return merger.place_shards(
@@ -129,9 +129,9 @@ class _Merger:
     def _merge_dicts(self, values: tuple[RankValue, ...], path: Path) -> dict[Any, Any]:
         merged: dict[Any, Any] = type(values[0][1])()
         for key in dict.fromkeys(key for _, value in values for key in value):
-            part = key if isinstance(key, int) else str(key)
-            with_key = tuple((file, value[key]) for file, value in values if key in value)
-            item = self.merge(with_key, (*path, part))
+            path_part = key if isinstance(key, int) else str(key)
+            values_at_key = tuple((file, value[key]) for file, value in values if key in value)
+            item = self.merge(values_at_key, (*path, path_part))
             if item is not _DIFFERS:
                 merged[key] = item
         return merged
@@ -163,7 +163,7 @@ class _Merger:
         shard_count = prod(first.mesh_shape[dim] for dim in mesh_dims)
         if len(found_coordinates) == shard_count or not prod(first.shape):
             return
-        name = _name_of(path)
+        name = _name_of_path(path)
         if len(self.files) == 1:
             raise FormatError(
                 f"{self.path} has only one rank's part of {name}, a DTensor of shape "
@@ -209,7 +209,7 @@ class _Merger:
     def _conflict_error(self, path: Path, file: int, other: int, difference: str) -> FormatError:
         names = f"{self.files[file].name} and {self.files[other].name}"
         return FormatError(
-            f"{self.path}: {_name_of(path)} {difference}: {names}. Either the files are from "
+            f"{self.path}: {_name_of_path(path)} {difference}: {names}. Either the files are from "
             "different saves, or only the program that wrote them knows how they fit together: "
             "then describe it by a specification (`spec=`)"
         )
@@ -225,12 +225,12 @@ class _Merger:
                 for offset, array in _boxes_of_shard(shard):
                     (replicas if offset in offsets else boxes).append((tensor, offset, array))
                     offsets.add(offset)
-        tensor_at = {
+        tensor_by_start = {
             (int(file), int(start)): int(tensor)
             for file, start, tensor in zip(pieces.file, pieces.start, pieces.tensor, strict=True)
         }
         for first, others in self.copies.items():
-            tensor_of_first = tensor_at.get((first.file, first.start))
+            tensor_of_first = tensor_by_start.get((first.file, first.start))
             if tensor_of_first is not None:
                 zeros = (0,) * len(first.shape)
                 replicas += [(tensor_of_first, zeros, other) for other in others]
@@ -242,7 +242,7 @@ class _Merger:
         )
 
 
-def _name_of(path: Path) -> str:
+def _name_of_path(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -254,8 +254,8 @@ def _select_sample(array: StoredArray) -> StoredArray:
 
 
 def _may_be_random_state(array: StoredArray) -> bool:
-    small = prod(array.shape) <= LARGEST_RANDOM_STATE
-    return array.dtype == "uint8" and len(array.shape) == 1 and small
+    is_small = prod(array.shape) <= LARGEST_RANDOM_STATE
+    return array.dtype == "uint8" and len(array.shape) == 1 and is_small
 
 
 def _boxes_of_shard(shard: StoredShard) -> list[tuple[tuple[int, ...], StoredArray]]:

@@ -99,14 +99,14 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
 def join_foreign(first: Foreign, second: Foreign) -> Foreign:
     """Return one description of both. The first must have no file with `content`."""
     pieces = second.table.pieces
-    shifted = replace(
+    shifted_pieces = replace(
         pieces, tensor=pieces.tensor + len(first.tensors), file=pieces.file + len(first.files)
     )
     return replace(
         first,
         files=(*first.files, *second.files),
         tensors=(*first.tensors, *second.tensors),
-        table=join_tables(first.table, replace(second.table, pieces=shifted)),
+        table=join_tables(first.table, replace(second.table, pieces=shifted_pieces)),
         objects=(*first.objects, *second.objects),
         left_out=(*first.left_out, *second.left_out),
     )
@@ -127,15 +127,17 @@ class _LeafNames:
             for optimizer in optimizers
             for path, key in optimizer.parameter_and_key.items()
         }
-        outside = [path for path in tensors if path not in self._optimizer_and_key]
-        top_level = {path for path in outside if len(path) == 1}
-        parameters = {(name,) for optimizer in optimizers for name in optimizer.parameters}
+        paths_outside_optimizers = [path for path in tensors if path not in self._optimizer_and_key]
+        top_level_paths = {path for path in paths_outside_optimizers if len(path) == 1}
+        parameter_paths = {(name,) for optimizer in optimizers for name in optimizer.parameters}
         is_module_state = (
             not optimizers
-            and len(top_level) == len(tensors) > 0
+            and len(top_level_paths) == len(tensors) > 0
             and all(map(_is_extra_state, values))
         )
-        self._module_paths = top_level if is_module_state or top_level & parameters else set()
+        self._module_paths = (
+            top_level_paths if is_module_state or top_level_paths & parameter_paths else set()
+        )
 
     def name_of(self, path: Path) -> str:
         """Return the name of a leaf."""
@@ -206,8 +208,8 @@ def _is_named_dict(value: object) -> bool:
 
     A dict without tensors, for example a scheduler's state_dict, is one value.
     """
-    named = isinstance(value, dict) and all(type(key) in (str, int) for key in value)
-    return named and (_is_optimizer(value) or _contains_arrays(value))
+    has_simple_keys = isinstance(value, dict) and all(type(key) in (str, int) for key in value)
+    return has_simple_keys and (_is_optimizer(value) or _contains_arrays(value))
 
 
 def _contains_arrays(value: object) -> bool:

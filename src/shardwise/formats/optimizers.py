@@ -54,10 +54,12 @@ class Optimizer:
 
     def find_ungrouped_parameters(self) -> list[str]:
         """Return the parameters that have state but are in no group."""
-        grouped = self.parameters
+        grouped_parameters = self.parameters
         return list(
             dict.fromkeys(
-                name for name, _ in self.parameter_and_key.values() if name not in grouped
+                name
+                for name, _ in self.parameter_and_key.values()
+                if name not in grouped_parameters
             )
         )
 
@@ -103,10 +105,10 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
     states: dict[Path, list[tuple[Path, Path]]] = {}
     groups: dict[Path, list[tuple[Path, Path]]] = {}
     for path in paths:
-        split = _split_at_optimizer(path)
-        if split is not None:
-            optimizer_path, kind, rest = split
-            (states if kind == STATE else groups).setdefault(optimizer_path, []).append(
+        split_path = _split_at_optimizer(path)
+        if split_path is not None:
+            optimizer_path, key_of_part, rest = split_path
+            (states if key_of_part == STATE else groups).setdefault(optimizer_path, []).append(
                 (path, rest)
             )
     found = [
@@ -153,8 +155,8 @@ def _parse_optimizer(
     if not all(path in values for path, _ in group_leaves):
         return None
     group_values = {rest: values[path] for path, rest in group_leaves}
-    flattened = any(rest[:1] == (_FLATTENED,) for rest in group_values)
-    parsed = _parse_flattened_groups(group_values) if flattened else _parse_groups(group_values)
+    is_flattened = any(rest[:1] == (_FLATTENED,) for rest in group_values)
+    parsed = _parse_flattened_groups(group_values) if is_flattened else _parse_groups(group_values)
     if parsed is None:
         return None
     groups, name_by_index = parsed
@@ -178,17 +180,17 @@ def _parse_flattened_groups(
 
     Parameters with equal hyperparameters form one group.
     """
-    by_parameter: dict[str, dict[str, Any]] = {}
+    hyperparameters_by_parameter: dict[str, dict[str, Any]] = {}
     for rest, value in group_values.items():
         if rest[:1] != (_FLATTENED,):
             return None
         parameter, dot, key = str(rest[1]).rpartition(".")
         if not dot:
             return None
-        by_parameter.setdefault(parameter, {})[key] = value
+        hyperparameters_by_parameter.setdefault(parameter, {})[key] = value
     groups = [
         ParamGroup((parameter,), hyperparameters)
-        for parameter, hyperparameters in by_parameter.items()
+        for parameter, hyperparameters in hyperparameters_by_parameter.items()
         # Flattened states also list each group under its index. Skip these entries: they repeat
         # the hyperparameters that are listed by parameter.
         if not (parameter.isdigit() and PARAMS in hyperparameters)

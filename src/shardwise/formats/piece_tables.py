@@ -88,11 +88,11 @@ def join_tables(*tables: PieceTable) -> PieceTable:
     return PieceTable(Pieces(*columns), np.concatenate([table.stride for table in padded]))
 
 
-def select_rows(table: PieceTable, keep: npt.NDArray[np.bool_]) -> PieceTable:
-    """Return a table of the rows where `keep` is true."""
+def select_rows(table: PieceTable, is_kept: npt.NDArray[np.bool_]) -> PieceTable:
+    """Return a table of the rows where `is_kept` is true."""
     pieces = table.pieces
     columns = pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
-    return PieceTable(Pieces(*(column[keep] for column in columns)), table.stride[keep])
+    return PieceTable(Pieces(*(column[is_kept] for column in columns)), table.stride[is_kept])
 
 
 def pad_table(table: PieceTable, dims: int) -> PieceTable:
@@ -156,11 +156,11 @@ def tie_equal_arrays(foreign: Foreign) -> Foreign:
 def _rows_with_shared_start(pieces: Pieces) -> Iterator[int]:
     """Yield the rows that start where another row starts, ordered by tensor."""
     order = np.lexsort((pieces.start, pieces.file))
-    same = (np.diff(pieces.file[order]) == 0) & (np.diff(pieces.start[order]) == 0)
-    shared = np.zeros(len(order), bool)
-    shared[1:] |= same
-    shared[:-1] |= same
-    rows = order[shared]
+    is_same = (np.diff(pieces.file[order]) == 0) & (np.diff(pieces.start[order]) == 0)
+    is_shared = np.zeros(len(order), bool)
+    is_shared[1:] |= is_same
+    is_shared[:-1] |= is_same
+    rows = order[is_shared]
     yield from rows[np.argsort(pieces.tensor[rows], kind="stable")].tolist()
 
 
@@ -197,12 +197,12 @@ def _rows_of_array(
 def _dims_with_shared_bytes(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     """Return the dimensions along which elements share bytes with other elements."""
     shared_dims = []
-    reach = 0  # elements from the first to the last, along the dimensions so far
+    extent = 0  # elements from the first to the last, along the dimensions so far
     for step, dim in sorted((step, dim) for dim, step in enumerate(stride) if shape[dim] > 1):
-        if step <= reach:
+        if step <= extent:
             shared_dims.append(dim)
         else:
-            reach += (shape[dim] - 1) * step
+            extent += (shape[dim] - 1) * step
     return shared_dims
 
 

@@ -51,8 +51,8 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         )
     )
     remapped = _add_unchanged(remapped, catalogue, np.flatnonzero(inside_values).tolist())
-    stored = PieceTable(opened.pieces, opened.stride)
-    composed, _ = _compose_pieces(remapped, remapped.table, catalogue, opened, stored)
+    stored_table = PieceTable(opened.pieces, opened.stride)
+    composed_table, _ = _compose_pieces(remapped, remapped.table, catalogue, opened, stored_table)
     objects = tuple(
         _rename_members(each, remapped, opened.manifest.tensors) for each in opened.manifest.objects
     )
@@ -61,8 +61,8 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     return replace(
         opened,
         manifest=manifest,
-        pieces=composed.pieces,
-        stride=composed.stride,
+        pieces=composed_table.pieces,
+        stride=composed_table.stride,
         left_out=left_out,
         replicas=_remap_replicas(remapped, catalogue, opened),
     )
@@ -74,9 +74,9 @@ def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> 
     Replicas have two origins: old tensors that the specification makes copies of other tensors, and
     replicas of old tensors.
     """
-    stored = PieceTable(opened.pieces, opened.stride)
+    stored_table = PieceTable(opened.pieces, opened.stride)
     tables: list[tuple[PieceTable, tuple[str, ...], PieceTable, tuple[str, ...]]]
-    tables = [(remapped.replicas, remapped.replica_names, stored, ())]
+    tables = [(remapped.replicas, remapped.replica_names, stored_table, ())]
     if opened.replicas is not None:
         replica_table = PieceTable(opened.replicas.pieces, opened.replicas.stride)
         tables.append((remapped.table, (), replica_table, opened.replicas.names))
@@ -88,17 +88,17 @@ def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> 
     for new_table, new_names, old_table, old_names in tables:
         if not len(new_table) or not len(old_table):
             continue
-        composed, (new_rows, old_rows) = _compose_pieces(
+        composed_table, (new_rows, old_rows) = _compose_pieces(
             remapped, new_table, catalogue, opened, old_table
         )
-        composed_tables.append(composed)
+        composed_tables.append(composed_table)
         for row, old_row in zip(new_rows.tolist(), old_rows.tolist(), strict=True):
             name = opened.manifest.tensors[int(old_table.pieces.tensor[old_row])].name
             names.append(new_names[row] if new_names else old_names[old_row] if old_names else name)
     if not composed_tables:
         return None
-    joined = join_tables(*composed_tables)
-    return Replicas(joined.pieces, joined.stride, tuple(names))
+    joined_table = join_tables(*composed_tables)
+    return Replicas(joined_table.pieces, joined_table.stride, tuple(names))
 
 
 def _find_tensors_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -119,9 +119,9 @@ def _find_tensors_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dty
 
 def _drop_means(remapped: Foreign) -> Foreign:
     """Replace each mean by its only term, because global tensors have no ranks to average over."""
-    mean_of = {term: mean for mean, terms in remapped.averages.items() for term in terms}
+    mean_by_term = {term: mean for mean, terms in remapped.averages.items() for term in terms}
     tensors = tuple(
-        msgspec.structs.replace(entry, name=mean_of.get(entry.name, entry.name))
+        msgspec.structs.replace(entry, name=mean_by_term.get(entry.name, entry.name))
         for entry in remapped.tensors
         if entry.name
         not in remapped.averages  # means are the last tensors, so the other indices stay valid
@@ -154,10 +154,12 @@ def catalogue_of_tensors(tensors: Sequence[TensorEntry]) -> Catalogue:
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     shape = padded_rows([tensor.shape for tensor in tensors], dims, 1)
     ndim = np.array([len(tensor.shape) for tensor in tensors], np.int64)
-    inside = np.arange(dims) < ndim[:, None]
+    is_dim = np.arange(dims) < ndim[:, None]
     dtypes = sorted({tensor.dtype for tensor in tensors})
     rows = np.arange(len(tensors))
-    stored = np.array([tensor_index[tensor.same_as or tensor.name] for tensor in tensors], np.int64)
+    stored_index = np.array(
+        [tensor_index[tensor.same_as or tensor.name] for tensor in tensors], np.int64
+    )
     itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
     nbytes = shape.prod(axis=1) * itemsize
     return Catalogue(
@@ -170,11 +172,11 @@ def catalogue_of_tensors(tensors: Sequence[TensorEntry]) -> Catalogue:
         dtypes=dtypes,
         name=rows,
         dtype=np.array([dtypes.index(tensor.dtype) for tensor in tensors], np.int64),
-        file=stored,
+        file=stored_index,
         start=np.zeros(len(tensors), np.int64),
         ndim=ndim,
         shape=shape,
-        stride=np.where(inside, row_major(shape), 0),
+        stride=np.where(is_dim, row_major(shape), 0),
         coordinate=np.zeros((len(tensors), 0), np.int64),
     )
 
@@ -263,9 +265,9 @@ def _refuse_reshapes(
     path: str,
     remapped: Foreign,
     table: PieceTable,
-    wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
+    is_reshaped: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
 ) -> None:
-    rows = np.flatnonzero(wrong.any(axis=1))
+    rows = np.flatnonzero(is_reshaped.any(axis=1))
     if len(rows):
         name = remapped.tensors[int(table.pieces.tensor[rows[0]])].name
         raise StateError(
@@ -276,34 +278,42 @@ def _refuse_reshapes(
 
 
 def _pad_columns(columns: Int, dims: int, fill: int) -> Int:
-    missing = dims - columns.shape[1]
-    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
+    missing_dims = dims - columns.shape[1]
+    return (
+        np.pad(columns, ((0, 0), (0, missing_dims)), constant_values=fill)
+        if missing_dims
+        else columns
+    )
 
 
 def _rename_members(
     entry: ObjectEntry, remapped: Foreign, old: Sequence[TensorEntry]
 ) -> ObjectEntry:
     """Return parameter groups with the new names of their members; other values unchanged."""
-    root, _, last = entry.name.rpartition(".")
+    optimizer_name, _, last = entry.name.rpartition(".")
     if last != "param_groups" or not isinstance(entry.value, list):
         return entry
     pieces = remapped.table.pieces
     pairs = np.unique(np.column_stack([pieces.file, pieces.tensor]), axis=0).tolist()
-    names: dict[str, dict[str, None]] = {}  # ordered sets of new names
-    for source, target in pairs:
-        before, after = (
-            _parameter_of(old[source].name, root),
-            _parameter_of(remapped.tensors[target].name, root),
+    new_names: dict[str, dict[str, None]] = {}  # ordered sets of new names
+    for old_index, new_index in pairs:
+        old_parameter, new_parameter = (
+            _parameter_of(old[old_index].name, optimizer_name),
+            _parameter_of(remapped.tensors[new_index].name, optimizer_name),
         )
-        if before is not None and after is not None:
-            names.setdefault(before, {})[after] = None
+        if old_parameter is not None and new_parameter is not None:
+            new_names.setdefault(old_parameter, {})[new_parameter] = None
     groups = [
-        {**group, "members": [n for each in group["members"] for n in names.get(each, (each,))]}
+        {**group, "members": [n for each in group["members"] for n in new_names.get(each, (each,))]}
         for group in entry.value
     ]
     return ObjectEntry(entry.name, groups)
 
 
-def _parameter_of(name: str, root: str) -> str | None:
-    """Return the parameter of an optimizer state below `root`; None for other names."""
-    return name[len(root) + 1 :].rpartition(".")[0] if name.startswith(f"{root}.") else None
+def _parameter_of(name: str, optimizer_name: str) -> str | None:
+    """Return the parameter of an optimizer state below `optimizer_name`; None for other names."""
+    return (
+        name[len(optimizer_name) + 1 :].rpartition(".")[0]
+        if name.startswith(f"{optimizer_name}.")
+        else None
+    )

@@ -104,7 +104,7 @@ def _check_names(foreign: Foreign) -> None:
 
 
 def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
-    by_name = {tensor.name: tensor for tensor in tensors}
+    tensor_by_name = {tensor.name: tensor for tensor in tensors}
     for tensor in tensors:
         dtype_info = DTYPES.get(tensor.dtype)
         if dtype_info is None:
@@ -122,16 +122,16 @@ def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
                 f"{tensor.name}: the entry contains pieces, which belong into the table; "
                 f"{_COPY_AGAIN}"
             )
-        target = by_name.get(tensor.same_as) if tensor.same_as is not None else tensor
-        if target is None or (target is not tensor and target.same_as is not None):
+        owner = tensor_by_name.get(tensor.same_as) if tensor.same_as is not None else tensor
+        if owner is None or (owner is not tensor and owner.same_as is not None):
             raise FormatError(
                 f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, which is not stored; "
                 f"{_COPY_AGAIN}"
             )
-        if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+        if (owner.dtype, owner.shape) != (tensor.dtype, tensor.shape):
             raise FormatError(
                 f"{tensor.name}: the tensor is {tensor.dtype} {list(tensor.shape)}, but is tied to "
-                f"{tensor.same_as!r}, which is {target.dtype} {list(target.shape)}; {_COPY_AGAIN}"
+                f"{tensor.same_as!r}, which is {owner.dtype} {list(owner.shape)}; {_COPY_AGAIN}"
             )
 
 
@@ -149,17 +149,20 @@ def _check_pieces(foreign: Foreign, table: PieceTable) -> None:
                 f"not in [0, {count}); {_COPY_AGAIN}"
             )
     shapes = _padded_shapes(foreign, pieces.offset.shape[1])[pieces.tensor]
-    inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
-    inside &= pieces.offset <= shapes - pieces.shape
-    _refuse_pieces(foreign, table, ~inside.all(axis=1), "is empty or outside the tensor")
+    is_inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
+    is_inside &= pieces.offset <= shapes - pieces.shape
+    _refuse_pieces(foreign, table, ~is_inside.all(axis=1), "is empty or outside the tensor")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in foreign.tensors], np.int64)
     sizes = np.array([file.size for file in foreign.files], np.int64)[pieces.file]
     # In floating point, because integers could overflow.
-    last_element = ((pieces.shape - 1.0) * stride).sum(axis=1) * itemsize[pieces.tensor]
-    available = sizes - pieces.start - itemsize[pieces.tensor]
+    last_element_offset = ((pieces.shape - 1.0) * stride).sum(axis=1) * itemsize[pieces.tensor]
+    last_allowed_offset = sizes - pieces.start - itemsize[pieces.tensor]
     _refuse_pieces(foreign, table, (stride < 0).any(axis=1), "has negative strides")
     _refuse_pieces(
-        foreign, table, (pieces.start < 0) | (last_element > available), "is outside its file"
+        foreign,
+        table,
+        (pieces.start < 0) | (last_element_offset > last_allowed_offset),
+        "is outside its file",
     )
     _refuse_pieces(
         foreign,
@@ -192,8 +195,10 @@ def _are_disjoint_in_order(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
     return disjoint
 
 
-def _refuse_pieces(foreign: Foreign, table: PieceTable, wrong: npt.ArrayLike, problem: str) -> None:
-    rows = np.flatnonzero(np.asarray(wrong))
+def _refuse_pieces(
+    foreign: Foreign, table: PieceTable, is_wrong: npt.ArrayLike, problem: str
+) -> None:
+    rows = np.flatnonzero(np.asarray(is_wrong))
     if len(rows):
         tensor = foreign.tensors[int(table.pieces.tensor[rows[0]])]
         file = foreign.files[int(table.pieces.file[rows[0]])]

@@ -98,17 +98,17 @@ class PickleMachine:
 
     def resolve_global(self, module: str, name: str) -> object:
         """Return the value of a global name; a placeholder if the name is not in `allowed`."""
-        if (found := self.globals.get((module, name))) is None:
+        if (value := self.globals.get((module, name))) is None:
             full_name = f"{_RENAMED_MODULES.get(module, module)}.{name}"
-            if (allowed := self.allowed.get(full_name)) is None:
+            if (allowed_value := self.allowed.get(full_name)) is None:
                 self.unknown_names.add(full_name[:200])
-                found = UnknownObject(full_name[:200])
-            elif isinstance(allowed, Constant):
-                found = allowed.value
+                value = UnknownObject(full_name[:200])
+            elif isinstance(allowed_value, Constant):
+                value = allowed_value.value
             else:
-                found = AllowedCallable(full_name, allowed)
-            self.globals[module, name] = found
-        return found
+                value = AllowedCallable(full_name, allowed_value)
+            self.globals[module, name] = value
+        return value
 
     def call(self, constructor: object, args: object) -> object:
         """Call an allowed class or function, and return the value that it constructs.
@@ -155,7 +155,7 @@ def _read_frame(machine: PickleMachine, position: int) -> int:
     return position + 8
 
 
-def _pop(machine: PickleMachine, position: int) -> int:
+def _pop_top(machine: PickleMachine, position: int) -> int:
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
     else:
@@ -163,7 +163,7 @@ def _pop(machine: PickleMachine, position: int) -> int:
     return position
 
 
-def _pop_mark(machine: PickleMachine, position: int) -> int:
+def _pop_to_mark(machine: PickleMachine, position: int) -> int:
     machine.pop_to_mark()
     return position
 
@@ -242,12 +242,12 @@ def _build_tuple(count: int) -> Operation:
     return push
 
 
-def _append(machine: PickleMachine, position: int) -> int:
+def _append_item(machine: PickleMachine, position: int) -> int:
     _extend_list(machine, [machine.stack.pop()])
     return position
 
 
-def _appends(machine: PickleMachine, position: int) -> int:
+def _append_items(machine: PickleMachine, position: int) -> int:
     _extend_list(machine, machine.pop_to_mark())
     return position
 
@@ -348,8 +348,8 @@ def _make_operation_table() -> list[Operation]:
     for code, operation in {
         pickle.PROTO: _read_protocol,
         pickle.FRAME: _read_frame,
-        pickle.POP: _pop,
-        pickle.POP_MARK: _pop_mark,
+        pickle.POP: _pop_top,
+        pickle.POP_MARK: _pop_to_mark,
         pickle.DUP: _duplicate_top,
         pickle.LONG_BINGET: _get_memo,
         pickle.MEMOIZE: _memoize,
@@ -376,8 +376,8 @@ def _make_operation_table() -> list[Operation]:
         pickle.TUPLE1: _build_tuple(1),
         pickle.TUPLE2: _build_tuple(2),
         pickle.TUPLE3: _build_tuple(3),
-        pickle.APPEND: _append,
-        pickle.APPENDS: _appends,
+        pickle.APPEND: _append_item,
+        pickle.APPENDS: _append_items,
         pickle.SETITEM: _set_item,
         pickle.SETITEMS: _set_items,
         pickle.ADDITEMS: _add_to_set,

@@ -118,9 +118,9 @@ def set_state(value: object, state: object) -> None:
 def _fill_array(array: Array, state: object) -> None:
     if not isinstance(state, tuple) or len(state) != 5:
         raise TypeError("the state of a numpy array is not a tuple of five values")
-    _, shape, dtype, fortran, data = state
+    _, shape, dtype, is_fortran_order, data = state
     _check_array(dtype, shape, data)
-    array.__setstate__((1, shape, dtype, bool(fortran), bytes(data)))  # type: ignore[arg-type]
+    array.__setstate__((1, shape, dtype, bool(is_fortran_order), bytes(data)))  # type: ignore[arg-type]
 
 
 def _check_array(dtype: object, shape: object, data: object) -> None:
@@ -176,7 +176,7 @@ def _make_bytes(data: object = b"", codec: object = None) -> bytes:
 def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
         return OrderedDict()  # each tensor has an empty OrderedDict, for its hooks
-    pair_list = list(_pairs_of(pairs))
+    pair_list = list(_list_pairs(pairs))
     check_keys(key for key, _ in pair_list)
     return OrderedDict(pair_list)
 
@@ -189,24 +189,24 @@ def _make_dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-def _pairs_of(pairs: object) -> Iterable[tuple[Any, Any]]:
+def _list_pairs(pairs: object) -> Iterable[tuple[Any, Any]]:
     if isinstance(pairs, dict):
         return pairs.items()
-    return [(key, value) for key, value in _as_list(pairs)]
+    return [(key, value) for key, value in _list_items(pairs)]
 
 
-def _as_list(items: object) -> list[Any]:
+def _list_items(items: object) -> list[Any]:
     if not isinstance(items, (list, tuple, set, frozenset)):
         raise TypeError(f"expected a list, tuple or set of items, found {type(items).__name__}")
     return list(items)
 
 
 def _make_list(items: object = (), *_: object) -> list[Any]:
-    return _as_list(items)
+    return _list_items(items)
 
 
 def _make_set(items: object = ()) -> set[Any]:
-    item_list = _as_list(items)
+    item_list = _list_items(items)
     check_keys(item_list)
     return set(item_list)
 
@@ -271,8 +271,8 @@ def _format_datetime(*args: object) -> str:
     if not isinstance(data, bytes) or len(data) != 10:
         raise TypeError("a datetime is not stored as ten bytes")
     year, (month, day, hour, minute, second) = int.from_bytes(data[:2], "big"), data[2:7]
-    micro = int.from_bytes(data[7:], "big")
-    return f"{year:04}-{month & 127:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micro:06}"
+    microsecond = int.from_bytes(data[7:], "big")
+    return f"{year:04}-{month & 127:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{microsecond:06}"
 
 
 def _format_date(data: object) -> str:
@@ -282,10 +282,10 @@ def _format_date(data: object) -> str:
 
 
 def _seconds_of_timedelta(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
-    counts = [days, seconds, microseconds]
-    if not all(type(n) is int and abs(n) < 2**40 for n in counts):
+    durations = [days, seconds, microseconds]
+    if not all(type(n) is int and abs(n) < 2**40 for n in durations):
         raise TypeError("timedelta() is called with a value that is not an integer, or too large")
-    return sum(n * unit for n, unit in zip(counts, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
+    return sum(n * unit for n, unit in zip(durations, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
 
 
 def _make_text(text: object = "") -> str:
@@ -324,7 +324,7 @@ ALLOWED_NAMES: AllowedNames = {
     "builtins.set": _make_set,
     "builtins.slice": _make_slice,
     "builtins.str": _make_text,
-    "builtins.tuple": lambda items=(): tuple(_as_list(items)),
+    "builtins.tuple": lambda items=(): tuple(_list_items(items)),
     "builtins.xrange": _make_range,
     "collections.Counter": _make_counter,
     "collections.OrderedDict": _make_ordered_dict,
@@ -366,7 +366,7 @@ def check_expanded_size(value: object, max_values: int) -> None:
         current, children_done = stack.pop()
         if id(current) in sizes_and_depths:
             continue
-        parts = _children(current)
+        parts = _list_children(current)
         containers = [part for part in parts if isinstance(part, _CONTAINERS)]
         if children_done or not containers:
             open_ids.discard(id(current))
@@ -389,7 +389,7 @@ def check_expanded_size(value: object, max_values: int) -> None:
             stack += [(part, False) for part in containers]
 
 
-def _children(value: object) -> Sequence[object]:
+def _list_children(value: object) -> Sequence[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, PickledInstance):

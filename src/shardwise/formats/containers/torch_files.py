@@ -211,14 +211,14 @@ def _parse_pickle(
         start = file_range.offset + entry.start
         return Storage(file_range.file_index, start, size, storage_type.dtype)
 
-    pickled = unpickle(
+    unpickled = unpickle(
         pickle_bytes,
         file_range.label,
         also_allowed=allowed,
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
     )
-    return TorchFileContents(pickled.value, pickled.skipped_names, file_range.file_index)
+    return TorchFileContents(unpickled.value, unpickled.skipped_names, file_range.file_index)
 
 
 def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
@@ -336,16 +336,16 @@ def _parse_legacy(
 
     storage_keys = unpickle(data, file_range.label, start=read_values().end)
     _locate_storages(file_range, storages, storage_keys.value, storage_keys.end)
-    pickled = read_values()  # again, because the starts of storages are known now
-    return pickled.value, pickled.skipped_names
+    unpickled = read_values()  # again, because the starts of storages are known now
+    return unpickled.value, unpickled.skipped_names
 
 
 def _read_pickles_in_order(data: bytes, source: str) -> Iterator[UnpickleResult]:
     position = 0
     while True:
-        pickled = unpickle(data, source, start=position)
-        position = pickled.end
-        yield pickled
+        unpickled = unpickle(data, source, start=position)
+        position = unpickled.end
+        yield unpickled
 
 
 def _locate_storages(

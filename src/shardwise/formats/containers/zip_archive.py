@@ -98,11 +98,11 @@ def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int, int]:
             "source"
         )
     _, disk, first_disk, _, count, size, start, _ = END_RECORD.unpack_from(tail, position)
-    end = tail_offset + position
+    end_record_offset = tail_offset + position
     locator = tail[max(0, position - LOCATOR_RECORD.size) : position]
     if locator.startswith(LOCATOR_SIGNATURE):
-        end = LOCATOR_RECORD.unpack(locator)[2]
-        fields = END64_RECORD.unpack(archive.read(end, END64_RECORD.size))
+        end_record_offset = LOCATOR_RECORD.unpack(locator)[2]
+        fields = END64_RECORD.unpack(archive.read(end_record_offset, END64_RECORD.size))
         numbers_32 = count, size, start
         signature, disk, first_disk, count, size, start = fields[0], *fields[4:6], *fields[7:]
         records_agree = all(
@@ -111,7 +111,7 @@ def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int, int]:
         )
         if signature != END64_SIGNATURE or not records_agree:
             raise _damage_error(archive, "its two end records contradict each other")
-    if disk or first_disk or start + size != end or count * ENTRY_RECORD.size > size:
+    if disk or first_disk or start + size != end_record_offset or count * ENTRY_RECORD.size > size:
         raise _damage_error(archive, "its directory is not before its end record")
     return archive.read(start, size), count, start
 

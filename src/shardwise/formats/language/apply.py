@@ -68,36 +68,36 @@ def apply_spec(
         matches = match_rules(spec, catalogue, environment)
         environment = add_capture_sizes(spec, catalogue, matches, environment)
     except MismatchError as error:
-        raise _mismatch(spec, checkpoint, error.problems) from error
+        raise _mismatch_error(spec, checkpoint, error.problems) from error
     except LayoutError as error:
-        raise _mismatch(spec, checkpoint, [str(error)]) from error
+        raise _mismatch_error(spec, checkpoint, [str(error)]) from error
     collector = Collector(spec, catalogue, matches, environment)
     for rule_index, rule in enumerate(spec.rules):
         if isinstance(rule, Rule) and len(matches.rows[rule_index]):
             _apply_rule(collector, rule_index, rule)
     foreign = assemble_checkpoint(collector)
     if collector.problems:
-        raise _mismatch(spec, checkpoint, collector.problems)
+        raise _mismatch_error(spec, checkpoint, collector.problems)
     return foreign
 
 
-def _mismatch(spec: Spec, checkpoint: str, problems: list[str]) -> MismatchError:
+def _mismatch_error(spec: Spec, checkpoint: str, problems: list[str]) -> MismatchError:
     message = f"{spec.source.source} does not fit {checkpoint}:"
     return MismatchError(message, list(dict.fromkeys(problems)))
 
 
 def _apply_rule(collector: Collector, rule_index: int, rule: Rule) -> None:
     try:
-        declared = evaluate_rule_sizes(rule, collector.environment)
+        declared_sizes = evaluate_rule_sizes(rule, collector.environment)
     except LayoutError as error:
         collector.problems.append(f"{collector.source_line(rule)}: {error}")
         return
     if rule.flat_axes:
-        _apply_flat_rule(collector, rule_index, rule, declared)
+        _apply_flat_rule(collector, rule_index, rule, declared_sizes)
         return
-    shares = {name: size for name, size in declared.items() if isinstance(size, tuple)}
+    shares = {name: size for name, size in declared_sizes.items() if isinstance(size, tuple)}
     for target in rule.targets:
-        groups = _group_arrays(collector, rule_index, rule, target, declared)
+        groups = _group_arrays(collector, rule_index, rule, target, declared_sizes)
         for group in resolve_ragged_axes(groups, shares, collector.report_tensor):
             _add_boxes(collector, rule, group)
 
@@ -107,13 +107,13 @@ def _group_arrays(
     rule_index: int,
     rule: Rule,
     target: Target,
-    declared: Mapping[str, NumberOrList],
+    declared_sizes: Mapping[str, NumberOrList],
 ) -> list[ArrayGroup]:
     """Group a rule's arrays by shape. Report arrays whose shape does not fit."""
     rows = collector.matches.rows[rule_index]
     catalogue = collector.catalogue
     positions = collector.positions(rule_index)
-    known_sizes = collector.known_sizes(rule, declared)
+    known_sizes = collector.known_sizes(rule, declared_sizes)
     groups = []
     for indices in group_by_shape(catalogue, rows):
         first = int(rows[indices[0]])
@@ -155,7 +155,7 @@ def _add_boxes(collector: Collector, rule: Rule, group: ArrayGroup) -> None:
 
 
 def _apply_flat_rule(
-    collector: Collector, rule_index: int, rule: Rule, declared: Mapping[str, NumberOrList]
+    collector: Collector, rule_index: int, rule: Rule, declared_sizes: Mapping[str, NumberOrList]
 ) -> None:
     """Apply a `flat over` rule.
 
@@ -178,16 +178,16 @@ def _apply_flat_rule(
         for target in rule.targets:
             array_starts = ranges.start - tensor_start
             tensor_start += _add_flat_boxes(
-                collector, rule_index, rule, target, declared, array_starts
+                collector, rule_index, rule, target, declared_sizes, array_starts
             )
     except LayoutError as error:
         collector.report_arrays(rows, rule, str(error))
         return
-    too_short = tensor_start > ranges.total
-    if too_short.any():
-        total = ranges.total[too_short][0]
+    is_too_short = tensor_start > ranges.total
+    if is_too_short.any():
+        total = ranges.total[is_too_short][0]
         problem = f"the tensors have {tensor_start} elements, but the arrays have only {total}"
-        collector.report_arrays(rows[too_short], rule, problem)
+        collector.report_arrays(rows[is_too_short], rule, problem)
 
 
 def _locate_flat_ranges(collector: Collector, rule_index: int, rule: Rule) -> Shares:
@@ -220,7 +220,7 @@ def _add_flat_boxes(
     rule_index: int,
     rule: Rule,
     target: Target,
-    declared: Mapping[str, NumberOrList],
+    declared_sizes: Mapping[str, NumberOrList],
     array_starts: Int,
 ) -> int:
     """Add the boxes of one tensor of a flat rule; return the number of its elements.
@@ -229,9 +229,9 @@ def _add_flat_boxes(
         array_starts: the offset of each array in the tensor, in elements.
     """
     rows = collector.matches.rows[rule_index]
-    dimension_map, sizes = _map_flat_array(collector, rule, target, declared)
-    counts = [size_of(dim, sizes) or 0 for dim in dimension_map.array_dims]
-    strides = row_major(np.array([counts], np.int64))[0].tolist()
+    dimension_map, sizes = _map_flat_array(collector, rule, target, declared_sizes)
+    dim_sizes = [size_of(dim, sizes) or 0 for dim in dimension_map.array_dims]
+    strides = row_major(np.array([dim_sizes], np.int64))[0].tolist()
     shape = compute_tensor_shape(dimension_map.tensor_dims, sizes, collector.environment)
     positions = collector.positions(rule_index)
     group = ArrayGroup(rows, positions, NO_DIMENSIONS, collector.environment.sizes, (), rows)
@@ -243,11 +243,11 @@ def _add_flat_boxes(
     for boxes in find_relative_boxes(dimension_map, sizes, strides):
         table = place_boxes(boxes, rows, tensor, positions, np.array(shape))
         collector.boxes.append(_clip_boxes(table, ranges))
-    return int(np.prod(counts, dtype=np.int64))
+    return int(np.prod(dim_sizes, dtype=np.int64))
 
 
 def _map_flat_array(
-    collector: Collector, rule: Rule, target: Target, declared: Mapping[str, NumberOrList]
+    collector: Collector, rule: Rule, target: Target, declared_sizes: Mapping[str, NumberOrList]
 ) -> tuple[DimensionMap, dict[str, int]]:
     """Return the map from dimensions of the unflattened array to a target, and all axis sizes."""
     dimension_map = map_dimensions(collector.spec, rule, target, ellipsis_dims=0)
@@ -257,10 +257,10 @@ def _map_flat_array(
             f"a tensor of a `flat` rule cannot have a ragged axis: remove the `~` of {names}, or "
             "the clause `flat over`"
         )
-    known_sizes = collector.known_sizes(rule, declared)
+    known_sizes = collector.known_sizes(rule, declared_sizes)
     sizes = {name: size for name, size in known_sizes.items() if isinstance(size, int)}
-    unknown = any(size_of(dim, sizes) is None for dim in dimension_map.array_dims)
-    if unknown or rule.shape_of(target).ellipsis is not None:
+    has_unknown_size = any(size_of(dim, sizes) is None for dim in dimension_map.array_dims)
+    if has_unknown_size or rule.shape_of(target).ellipsis is not None:
         raise LayoutError(
             "the shapes of the tensors of a `flat` rule do not follow from the arrays: give "
             "dimensions in brackets, and their sizes with `where`"

@@ -124,7 +124,7 @@ def map_array(
     rule: Rule,
     target: Target,
     array_shape: tuple[int, ...],
-    declared: Mapping[str, NumberOrList],
+    declared_sizes: Mapping[str, NumberOrList],
 ) -> tuple[DimensionMap, dict[str, int]]:
     """Return how an array of a given shape becomes part of a target, and the sizes of all axes.
 
@@ -133,9 +133,9 @@ def map_array(
     """
     ellipsis_dims = count_ellipsis_dims(spec, rule, target, len(array_shape))
     dimension_map = map_dimensions(spec, rule, target, ellipsis_dims)
-    known = {name: size for name, size in declared.items() if isinstance(size, int)}
+    known_sizes = {name: size for name, size in declared_sizes.items() if isinstance(size, int)}
     equations = list(zip(dimension_map.array_dims, array_shape, strict=True))
-    return dimension_map, solve_sizes(equations, known)
+    return dimension_map, solve_sizes(equations, known_sizes)
 
 
 def repeat_split_arrays(group: ArrayGroup) -> ArrayGroup:
@@ -150,13 +150,13 @@ def repeat_split_arrays(group: ArrayGroup) -> ArrayGroup:
 
 def resolve_ragged_axes(
     groups: Sequence[ArrayGroup],
-    declared: Mapping[str, tuple[int, ...]],
+    declared_shares: Mapping[str, tuple[int, ...]],
     report: Callable[[int, str], None],
 ) -> list[ArrayGroup]:
     """Find where shares of ragged axes begin, and split groups by the sums of the shares.
 
     Args:
-        declared: for each axis, the shares that the rule declares.
+        declared_shares: for each axis, the shares that the rule declares.
         report: receives the index of a tensor and a description of its problem.
     """
     axes = {axis.name: axis for group in groups for axis in group.dimension_map.ragged_axes}
@@ -180,8 +180,8 @@ def resolve_ragged_axes(
             )
         for wrong_tensor in shares.incomplete_groups.tolist():
             report(wrong_tensor, f"the shares of {name} of some ranks are missing; copy all files")
-        if name in declared:
-            _compare_shares(declared[name], tensor, position, size, name, report)
+        if name in declared_shares:
+            _compare_shares(declared_shares[name], tensor, position, size, name, report)
         groups = [group for group in groups if axis not in group.dimension_map.ragged_axes]
         first_row = 0
         for group in ragged_groups:
@@ -197,18 +197,18 @@ def resolve_ragged_axes(
 
 
 def _compare_shares(
-    declared: tuple[int, ...],
+    declared_shares: tuple[int, ...],
     tensor: Int,
     position: Int,
     size: Int,
     axis: str,
     report: Callable[[int, str], None],
 ) -> None:
-    count = max(int(position.max(initial=0)) + 1, len(declared))
+    count = max(int(position.max(initial=0)) + 1, len(declared_shares))
     expected = np.full(count, -1, np.int64)
-    expected[: len(declared)] = declared
+    expected[: len(declared_shares)] = declared_shares
     for wrong_tensor in np.unique(tensor[expected[position] != size]).tolist():
-        report(wrong_tensor, f"the shares of {axis} are not {list(declared)}, as declared")
+        report(wrong_tensor, f"the shares of {axis} are not {list(declared_shares)}, as declared")
 
 
 def _position_along(axes: Sequence[str], group: ArrayGroup) -> Int:

@@ -133,10 +133,10 @@ def _split_copies(boxes: BoxTable, shapes: TensorShapes) -> tuple[BoxTable, BoxT
         return boxes, boxes
     first_element = (boxes.offset * strides[boxes.tensor]).sum(axis=1)
     order = np.lexsort((first_element, boxes.tensor))
-    same = (np.diff(boxes.tensor[order]) == 0) & (np.diff(first_element[order]) == 0)
-    same &= (np.diff(boxes.shape[order], axis=0) == 0).all(axis=1)
+    is_same_box = (np.diff(boxes.tensor[order]) == 0) & (np.diff(first_element[order]) == 0)
+    is_same_box &= (np.diff(boxes.shape[order], axis=0) == 0).all(axis=1)
     is_copy = np.zeros(len(order), bool)
-    is_copy[order[1:]] = same
+    is_copy[order[1:]] = is_same_box
     return _select_rows(boxes, ~is_copy), _select_rows(boxes, is_copy)
 
 
@@ -157,18 +157,18 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
     stored_elements = np.zeros(len(shapes), np.int64)
     np.add.at(stored_elements, boxes.tensor, boxes.shape.prod(axis=1))
     order = np.argsort(boxes.tensor, kind="stable")
-    bounds = np.searchsorted(boxes.tensor[order], np.stack([wrong_tensors, wrong_tensors + 1]))
+    row_bounds = np.searchsorted(boxes.tensor[order], np.stack([wrong_tensors, wrong_tensors + 1]))
     for i, tensor in enumerate(wrong_tensors.tolist()):
         total = int(padded_shapes[tensor].prod())
-        rows = boxes.array_row[order[bounds[0, i] : bounds[1, i]]]
+        rows = boxes.array_row[order[row_bounds[0, i] : row_bounds[1, i]]]
         catalogue = collector.catalogue
         arrays = list(dict.fromkeys(catalogue.names[k] for k in catalogue.name[rows]))
-        sources = ", ".join(arrays[:MOST_SHOWN]) + (" …" if len(arrays) > MOST_SHOWN else "")
+        source_names = ", ".join(arrays[:MOST_SHOWN]) + (" …" if len(arrays) > MOST_SHOWN else "")
         problem = f"{stored_elements[tensor]} of its {total} elements are there"
         if stored_elements[tensor] >= total:
             problem = "its arrays overlap"
         shape = list(shapes[tensor] or ())
-        collector.report_tensor(tensor, f"{shape}: {problem}, from {sources or 'no array'}")
+        collector.report_tensor(tensor, f"{shape}: {problem}, from {source_names or 'no array'}")
 
 
 def _check_numbers_in_names(collector: Collector) -> None:
@@ -199,11 +199,11 @@ def _make_entries(
         if shape is not None and dtype is not None
     }
     for mean, terms in tensors.tensors_to_average.items():
-        found = [entries[name] for name in terms if name in entries]
+        term_entries = [entries[name] for name in terms if name in entries]
         if mean in entries:
             collector.problems.append(f"{mean}: it is stored, and is also the mean of other arrays")
-        elif found:
-            entries[mean] = TensorEntry(mean, found[0].dtype, found[0].shape)
+        elif term_entries:
+            entries[mean] = TensorEntry(mean, term_entries[0].dtype, term_entries[0].shape)
     for tied, target in ties.items():
         if target not in entries:
             collector.problems.append(f"{tied}: it is tied to {target}, which does not exist")
@@ -281,11 +281,11 @@ def _split_tied(
     They become copies of boxes of the other tensor.
     """
     tensors = collector.tensors
-    target_of = np.arange(len(tensors.names))
+    target_index_of = np.arange(len(tensors.names))
     for tied, target in ties.items():
         if tied in tensors and target in tensors:
-            target_of[tensors.index_of(tied)] = tensors.index_of(target)
-    new_tensor = target_of[boxes.tensor]
+            target_index_of[tensors.index_of(tied)] = tensors.index_of(target)
+    new_tensor = target_index_of[boxes.tensor]
     is_tied = new_tensor != boxes.tensor
     copies = replace(_select_rows(boxes, is_tied), tensor=new_tensor[is_tied])
     return _select_rows(boxes, ~is_tied), copies

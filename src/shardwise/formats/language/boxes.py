@@ -82,15 +82,15 @@ def find_relative_boxes(
     array_terms = {
         frozenset(term.steps): term for term in expand_terms(dimension_map.array_dims, sizes)
     }
-    found = []
+    boxes_of_terms = []
     for tensor_term in expand_terms([dim.axes for dim in dimension_map.tensor_dims], sizes):
         local_axes = {axis for axis in tensor_term.steps if dimension_map.is_local(axis)}
         array_term = array_terms[frozenset(local_axes | set(dimension_map.split_axes))]
         if all(size_of_axis(axis, sizes) for axis in local_axes):
-            found.append(
+            boxes_of_terms.append(
                 _find_boxes_of_term(dimension_map, tensor_term, array_term, sizes, strides)
             )
-    return found
+    return boxes_of_terms
 
 
 def _find_boxes_of_term(
@@ -113,8 +113,8 @@ def _find_boxes_of_term(
         size, box_dim = size_of_axis(axis, sizes), box_dims[dim]
         if size == 1:
             continue
-        contiguous = array_steps[axis] == box_dim.size * box_dim.stride
-        extends_box = step == box_dim.size and (box_dim.size == 1 or contiguous)
+        is_contiguous = array_steps[axis] == box_dim.size * box_dim.stride
+        extends_box = step == box_dim.size and (box_dim.size == 1 or is_contiguous)
         if extends_box and not box_dim.is_closed:
             box_dim.stride = array_steps[axis] if box_dim.size == 1 else box_dim.stride
             box_dim.size *= size
@@ -171,12 +171,12 @@ def place_boxes(
     starts = (start[:, None] + boxes.start).ravel()
     offsets = (offset[:, None, :] + boxes.offset).reshape(len(starts), dims)
     shape = np.minimum(boxes.shape, tensor_shape - offsets)
-    kept = (shape > 0).all(axis=1)
+    is_kept = (shape > 0).all(axis=1)
     return BoxTable(
-        np.repeat(tensor, count)[kept],
-        np.repeat(rows, count)[kept],
-        starts[kept],
-        offsets[kept],
-        shape[kept],
-        np.broadcast_to(boxes.stride, shape.shape)[kept],
+        np.repeat(tensor, count)[is_kept],
+        np.repeat(rows, count)[is_kept],
+        starts[is_kept],
+        offsets[is_kept],
+        shape[is_kept],
+        np.broadcast_to(boxes.stride, shape.shape)[is_kept],
     )

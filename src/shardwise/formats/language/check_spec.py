@@ -86,12 +86,12 @@ def _check_rule(spec: Spec, rule: Rule) -> None:
         if (shape.ellipsis is None) != ((rule.array_shape or shape).ellipsis is None):
             raise spec.source.error(target.position, "`...` must be on both sides or on neither")
     try:
-        maps = [map_dimensions(spec, rule, target, 0) for target in rule.targets]
-        _check_array_parts(rule, maps)
+        dimension_maps = [map_dimensions(spec, rule, target, 0) for target in rule.targets]
+        _check_array_parts(rule, dimension_maps)
     except LayoutError as error:
         positions = [shape.position for shape in rule.shapes() if shape.position]
         raise spec.source.error((*positions, rule.position)[0], str(error)) from error
-    for target, dimension_map in zip(rule.targets, maps, strict=True):
+    for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
         _check_axes(spec, rule, target, frozenset(dimension_map.split_axes))
 
 
@@ -105,14 +105,14 @@ def _check_variables(
             )
 
 
-def _check_array_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
+def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> None:
     """Check that tensors use every part of the stored array, and only parts that it has.
 
     Raises:
         LayoutError: a part is unused or missing, or an axis occurs twice.
     """
     used_parts: set[frozenset[str]] = set()
-    for target, dimension_map in zip(rule.targets, maps, strict=True):
+    for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
         array_parts = _axes_of_terms(dimension_map.array_dims)
         for tensor_part in _axes_of_terms([dim.axes for dim in dimension_map.tensor_dims]):
             local_axes = frozenset(
@@ -127,7 +127,7 @@ def _check_array_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
             used_parts.add(local_axes)
     if rule.array_shape is None:
         return
-    for part in _axes_of_terms(maps[0].array_dims):
+    for part in _axes_of_terms(dimension_maps[0].array_dims):
         if part not in used_parts and not any(is_unused(axis) for axis in part):
             raise LayoutError(
                 f"no tensor takes {_format_axes(part)}; call a part that no tensor needs `_`"
@@ -140,9 +140,9 @@ def _axes_of_terms(dims: Sequence[AxisExpression]) -> list[frozenset[str]]:
     Raises:
         LayoutError: an axis occurs twice in a term, or two terms have the same axes.
     """
-    ones = {axis.name: 1 for dim in dims for axis in axes_in(dim)}
-    ones |= {f"~{name}": 1 for name in ones}
-    parts = [frozenset(term.steps) for term in expand_terms(dims, ones)]
+    unit_sizes = {axis.name: 1 for dim in dims for axis in axes_in(dim)}
+    unit_sizes |= {f"~{name}": 1 for name in unit_sizes}
+    parts = [frozenset(term.steps) for term in expand_terms(dims, unit_sizes)]
     if len(set(parts)) < len(parts):
         raise LayoutError("two parts of a sum have the same axes; give them different names")
     return parts
@@ -163,9 +163,8 @@ def _check_axes(spec: Spec, rule: Rule, target: Target, split_axes: frozenset[st
     target_axes = Rule(pattern=rule.pattern, targets=(target,)).axis_names()
     if any(is_unused(axis) for axis in target_axes):
         fail("`_` is a part of an array that no tensor takes; use it only on the left")
-    if split_axes & target_axes:
-        both = ", ".join(sorted(split_axes))
-        fail(f"{both} is in the name of the tensor, so it cannot also be an axis of the tensor")
+    for axis in sorted(split_axes & target_axes):
+        fail(f"{axis} is in the name of the tensor, so it cannot also be an axis of the tensor")
     if split_axes and rule.flat_axes:
         fail("a `flat` rule cannot divide an array into tensors by a number in their names")
 

@@ -65,26 +65,28 @@ def expand_like_statements(
 
 def _copy_rule(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule | Skip | None:
     """Return a copy of a rule, renamed by a `like` statement; None if the rule has other names."""
-    own_pattern = _rename_stars(like.rule.pattern)
-    variables = [i for i, part in enumerate(like.name_pattern.parts) if not isinstance(part, str)]
-    variable = like.name_pattern.parts[variables[0]] if len(variables) == 1 else None
+    renamed_pattern = _rename_stars(like.rule.pattern)
+    variable_indices = [
+        i for i, part in enumerate(like.name_pattern.parts) if not isinstance(part, str)
+    ]
+    variable = like.name_pattern.parts[variable_indices[0]] if len(variable_indices) == 1 else None
     star = _rename_star(variable.name) if isinstance(variable, Variable) else None
-    if star is None or Capture(star, star=True) not in own_pattern.parts:
+    if star is None or Capture(star, star=True) not in renamed_pattern.parts:
         raise source.error(
             like.rule.position, "the name after `like` must contain one `*` of the name before it"
         )
     star_parts = _strip_text(
-        rule.pattern.parts, _text_around(like.name_pattern.parts, variables[0])
+        rule.pattern.parts, _text_around(like.name_pattern.parts, variable_indices[0])
     )
     if star_parts is None:
         return None
-    shared = set(own_pattern.capture_names()) & set(rule.pattern.capture_names())
-    if shared:
-        names, line = " and ".join(sorted(shared)), source.line_number(rule.position)
+    shared_captures = set(renamed_pattern.capture_names()) & set(rule.pattern.capture_names())
+    if shared_captures:
+        names, line = " and ".join(sorted(shared_captures)), source.line_number(rule.position)
         raise source.error(
             like.rule.position, f"{names} is captured here and in line {line}; rename one"
         )
-    pattern = Pattern(substitute_captures(own_pattern.parts, {star: star_parts}))
+    pattern = Pattern(substitute_captures(renamed_pattern.parts, {star: star_parts}))
     if isinstance(rule, Skip):
         return Skip(pattern, like.rule.position)
     targets = [_rename_target(like, target, source) for target in rule.targets]
@@ -130,13 +132,15 @@ def _text_around(parts: Sequence[object], index: int) -> tuple[str, str]:
 
 def _rename_target(like: LikeStatement, target: Target, source: SourceText) -> Target | None:
     result_parts = like.results.parts
-    stars = [i for i, part in enumerate(result_parts) if isinstance(part, Capture) and part.star]
-    if len(stars) != 1 or sum(not isinstance(part, str) for part in result_parts) != 1:
+    star_indices = [
+        i for i, part in enumerate(result_parts) if isinstance(part, Capture) and part.star
+    ]
+    if len(star_indices) != 1 or sum(not isinstance(part, str) for part in result_parts) != 1:
         raise source.error(
             like.rule.position, "the name between `,` and `->` must contain exactly one `*`"
         )
     (star,) = like.results.capture_names()
-    star_parts = _strip_text(target.name.parts, _text_around(result_parts, stars[0]))
+    star_parts = _strip_text(target.name.parts, _text_around(result_parts, star_indices[0]))
     if star_parts is None:
         return None
     (new_target,) = like.rule.targets

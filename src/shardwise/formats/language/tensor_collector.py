@@ -60,7 +60,7 @@ class TensorNames:
             self.names.append(name)
         return index
 
-    def add(
+    def name_tensors(
         self,
         template: Template,
         average_axes: Sequence[str],
@@ -130,7 +130,7 @@ def _format_values(expression: Expression, environment: Environment) -> str:
 
 def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
     """Return the first row of each distinct combination, and each row's index among these."""
-    key = np.zeros_like(columns[0])
+    combination_key = np.zeros_like(columns[0])
     combinations = 1
     for column in columns:
         size = int(column.max(initial=0)) + 1
@@ -140,9 +140,11 @@ def _distinct_rows(columns: Sequence[Int]) -> tuple[Int, Int]:
                 f"the numbers in names have more than {MOST_COMBINATIONS} combinations; check the "
                 "numbers that the rule captures"
             )
-        key = key * size + column
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first.astype(np.int64), inverse.astype(np.int64)
+        combination_key = combination_key * size + column
+    _, first_row, combination_index = np.unique(
+        combination_key, return_index=True, return_inverse=True
+    )
+    return first_row.astype(np.int64), combination_index.astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -184,8 +186,10 @@ class Collector:
         self, rule: Rule, declared: Mapping[str, NumberOrList]
     ) -> dict[str, NumberOrList]:
         """Return the axis sizes of a rule that are known without the shapes of its arrays."""
-        indexed = self.spec.rank_axes | set(rule.pattern.capture_names())
-        sizes = {name: size for name, size in self.environment.sizes.items() if name in indexed}
+        indexed_axes = self.spec.rank_axes | set(rule.pattern.capture_names())
+        sizes = {
+            name: size for name, size in self.environment.sizes.items() if name in indexed_axes
+        }
         return {**self.environment.constants, **sizes, **declared}
 
     def add_tensors(self, rule_index: int, rule: Rule, target: Target, group: ArrayGroup) -> Int:
@@ -202,7 +206,7 @@ class Collector:
             for i, captured in self.matches.captured[rule_index].items()
         }
         environment = replace(self.environment, sizes=sizes)
-        return self.tensors.add(
+        return self.tensors.name_tensors(
             target.name, rule.average_axes, texts, array_names, group.positions, environment
         )
 
