@@ -105,7 +105,7 @@ class Follower:
         self._answer_request(action, "protect", ProtectRequest, make_copies_or_parity)
 
     def remove_old(self, action: decide.RemoveOld) -> None:
-        """Remove old checkpoints from storage, as long as the request exists."""
+        """Remove old checkpoints from storage. Stop if the request is withdrawn."""
         name = records.request_record(records.REMOVE_OLD, action.save_id)
 
         def remove(request: RemoveOldRequest) -> int:
@@ -125,9 +125,9 @@ class Follower:
         )
 
     def rescue(self, action: Rescue) -> None:
-        """Have a snapshot persisted that was meant for memory only.
+        """Request to persist a snapshot that was for memory only.
 
-        The leader is asked first, then the other nodes including this one, until one accepts.
+        Ask the leader first, then the other nodes, including this node, until a node accepts.
         """
         place = action.place
         log.warning("%s: persisting step %d", action.why, place.step)
@@ -147,7 +147,7 @@ class Follower:
                 return
 
     def _copy_files(self, place: Place, request: PersistRequest) -> int:
-        """Copy files to storage, each as soon as it is staged, several at a time."""
+        """Copy several files at a time to storage, each as soon as it is staged."""
         throttle = Throttle(request.budget)
 
         def copy(name: str, store: Store) -> int:
@@ -205,7 +205,7 @@ class Follower:
 
 
 def _request_mirroring(place: Place, request: RemoveOldRequest, mirror: MirrorRequest) -> int:
-    """Have a checkpoint mirrored, and old checkpoints removed once they are mirrored; return 0."""
+    """Request to mirror a checkpoint, and to remove mirrored old checkpoints; return 0."""
     task = MirrorTask(
         root=request.root,
         mirror=mirror,
@@ -244,7 +244,7 @@ def free(action: Free) -> None:
 def look_up_root(action: LookUpRoot, observer: Observer) -> None:
     """Read the root of a run without trainers, and pass the result to the observer.
 
-    If the root cannot be read, the observer keeps the earlier result, marked as not reached.
+    If the root cannot be read, the observer keeps the earlier result, with `is_reachable=False`.
     """
     run, now = action.run, observer.clock()
     earlier = observer.run(run).root or RootView(read_at=now)

@@ -1,6 +1,6 @@
 """The threads of an agent: one observes the node and decides, the others perform the actions.
 
-All state is in the records on the node. If an agent is killed, the next one observes the same
+All state is in the records on the node. If an agent is killed, the next agent observes the same
 records and makes the same decisions.
 """
 
@@ -101,8 +101,8 @@ class Agent:
     def perform(self, action: Action) -> bool:
         """Perform an action if it is still due; return whether to observe again at once.
 
-        This observes the run again first, because the action may be done already, or trainers may
-        have resumed the run from an older step.
+        The run is observed again first, because another thread may have done the action, or
+        trainers may have resumed the run from an older step.
         """
         try:
             if not self._is_still_due(action):
@@ -184,18 +184,18 @@ def run_of(action: Action) -> Run:
 
 @dataclass(slots=True)
 class _Attempts:
-    """How many times an action was performed or has failed, and the time of the last attempt."""
+    """The number of attempts at an action, and the time of the last attempt."""
 
     count: int = 0
     last_at: float = 0.0
 
     def add(self, now: float) -> None:
-        """Count one more time; start again from zero if the last time was long ago."""
+        """Count an attempt. If the last attempt was long ago, forget the earlier attempts."""
         self.count = self.count + 1 if now - self.last_at < FORGET_DELAY else 1
         self.last_at = now
 
     def is_due(self, now: float) -> bool:
-        """Return whether to try again: at once after the first time, then after growing delays."""
+        """Return whether to try again: at once after one attempt, later after growing delays."""
         delay = min(2.0 ** (self.count - 2), LONGEST_DELAY) if self.count > 1 else 0.0
         return now - self.last_at >= delay
 
@@ -203,9 +203,8 @@ class _Attempts:
 class Retries:
     """Decides when to retry each action, and which failures to log. Threads may share it.
 
-    An action that has succeeded, but that `decide` returns again, is delayed like an action that
-    has failed. Failures with the same cause are logged ever more rarely, the first with its
-    traceback.
+    `decide` may return an action again that has succeeded. Such an action is delayed like a failed
+    action. Failures with the same cause are logged ever more rarely, the first with its traceback.
 
     Args:
         clock: a monotonic clock, in seconds.

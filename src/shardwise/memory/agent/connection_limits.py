@@ -101,7 +101,7 @@ class RateLimitedLog(logging.Logger):
         self._logged: dict[str, float] = {}
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Count a log record, and log it unless another of its kind was logged recently."""
+        """Count a log record, and log it unless a record of the same kind was logged recently."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             self._report("a request is not valid HTTP", error, with_trace=False)
@@ -141,7 +141,7 @@ async def serve_connections(
     Args:
         listener: the listening socket. It is closed at the end.
         tls: certificate and key for https; None for http.
-        idle_timeout: seconds until a connection without a complete request is closed.
+        idle_timeout: seconds until a connection is closed on which no complete request arrived.
         most: the largest number of connections. Further connections are closed immediately. At
             most half of the connections may be unauthenticated.
         errors: the logger for requests that cannot be answered.

@@ -2,8 +2,7 @@
 
 The leader has the pending manifest. It requests each stage from the other nodes by a record, waits
 for their records that the stage is done, and writes the outcome to all nodes. A stage that fails
-has an outcome too. The agent retries an action only if the action raises, as it does while the
-storage does not answer.
+has an outcome too. If storage does not answer, the action raises, and the agent tries it again.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Leader:
     def persist(self, action: decide.Persist) -> None:
         """Have all nodes copy their files to storage, and publish the manifest there.
 
-        A rescue can make another node than that of rank 0 do this.
+        After a rescue, this can be another node than the node of rank 0.
         """
         self._perform(action, "persist", _LeaderSave.persist)
 
@@ -105,7 +104,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class _LeaderSave:
-    """A save that this node leads. The methods do the work of a stage, and return its bytes.
+    """A save that this node leads. Each method does the work of a stage, and returns its bytes.
 
     Attributes:
         nodes: connections to the nodes of the save.
@@ -134,8 +133,8 @@ class _LeaderSave:
         entries_of = run_on_nodes(files_of, collect_entries)
         entries = [entries_of[node][name] for name, node in self.pending.files]
         manifest = complete_manifest(self.pending.manifest.encode(), entries)
-        # First on this node: if another node is lost, and its files are not needed, the commit here
-        # must not wait for it.
+        # Write to this node first: the commit here must not wait for a lost node whose files are
+        # not needed.
         self.nodes.write(self.leader.node, MANIFEST, manifest)
         pending_copy = records.pending_copy_record(self.pending.save_id), self.pending
         self.nodes.write_to_others(pending_copy, (MANIFEST, manifest))
@@ -178,9 +177,9 @@ class _LeaderSave:
         return copied
 
     def _copy_files(self, store: Store) -> int:
-        """Have each node copy its files to storage. Copy here what storage does not have then."""
+        """Have each node copy its files to storage, then copy the files that are still missing."""
         files_of = self._files_by_node()
-        # Request from all nodes before waiting for any.
+        # Send all requests before waiting for any node.
         reached = run_on_nodes(files_of, lambda node: self._request_copy(node, files_of[node]))
         outcome_of = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
         copied = {node: done for node, done in outcome_of.items() if done is not None}
@@ -192,7 +191,7 @@ class _LeaderSave:
                 f"step {self.place.step} cannot be persisted, because its commit failed: "
                 f"{commit.failure}; save the step again"
             )
-        # An earlier attempt may have lost its lock during an outage, and its files with it.
+        # If an earlier attempt lost its lock in an outage, its files may have been removed.
         stored = set(store.list())
         names = [
             name
@@ -295,11 +294,11 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
 
 
 def try_stage(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> tuple[int, str]:
-    """Return the result of `work` and "", or 0 and why `work` failed, which is logged.
+    """Return the result of `work` and ""; or log why `work` failed, and return 0 and the reason.
 
     Raises:
         StoreUnavailableError: the storage does not answer, so the agent must try again. After
-            `LONGEST_OUTAGE`, this is a failure like any other.
+            `LONGEST_OUTAGE` seconds, this counts as a failure.
     """
     try:
         result = work(), ""
@@ -314,7 +313,7 @@ def try_stage(place: Place, stage: str, save_id: str, work: Callable[[], int]) -
 
 
 def _record_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
-    """Record why a stage is tried again; return False if it was tried for too long."""
+    """Record why a stage is tried again; return False if the attempts took too long."""
     path, now = place.path / records.retry_record(stage, save_id), time.time()
     with suppress(StoreError):
         earlier = read_record(path, Retry)

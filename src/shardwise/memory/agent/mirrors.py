@@ -43,7 +43,7 @@ class _ActiveTask:
 
 
 class Mirrors:
-    """Keeps the mirrors up to date that the tasks on this node name.
+    """Works on the tasks of this node: keeps the mirrors of roots up to date.
 
     Args:
         home: the home of the node.
@@ -81,7 +81,7 @@ class Mirrors:
         return bool(runs_with_mirrors(self._home.path))
 
     def update_tasks(self) -> None:
-        """Start threads for new tasks, pass news to the others, and remove tasks that are done."""
+        """Start threads for new tasks, update the other threads, and remove completed tasks."""
         tasks: dict[str, tuple[Run, MirrorTask]] = {}
         for name in runs_with_mirrors(self._home.path):
             with suppress(StoreError):  # not the name of a run
@@ -118,7 +118,7 @@ class Mirrors:
         return self._clock() - active.started_at >= REOPEN_PERIOD
 
     def _is_finished(self, run: Run, active: _ActiveTask) -> bool:
-        """Return whether a run has ended, and its mirror has everything or is given up."""
+        """Return whether a run has ended, and its mirror is complete or has failed for too long."""
         if has_trainers(run) or run.steps():
             return False
         if active.worker is not None and active.worker.is_current:

@@ -116,8 +116,8 @@ class Publication:
     Attributes:
         store: the directory.
         pending: the pending manifest of the save.
-        is_published: whether the manifest is there already, because an earlier agent published it
-            and ended before it recorded that.
+        is_published: whether the manifest is there already. An earlier agent may have published it,
+            and ended before it wrote the outcome.
     """
 
     store: Store
@@ -149,10 +149,10 @@ def lock_for_publishing(
 
     Args:
         root: the root of the save, opened.
-        deadline: how long to wait for the lock. By default, until the lock of an agent that was
-            killed has surely expired: twice its time, because servers report whole seconds. To
-            this, one second is added, because a Checkpointer that is being opened holds the lock
-            for a moment, while it looks for leftovers.
+        deadline: the limit for waiting for the lock. By default, twice the expiry of locks, and one
+            second. The lock of a killed agent has surely expired then: servers report whole
+            seconds. The second is for a new Checkpointer, which briefly holds the lock while it
+            looks for leftovers.
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
@@ -183,7 +183,7 @@ def lock_for_publishing(
 
 
 def _published_save_id(store: Store) -> str | None:
-    """Return the id of the save that is published in a directory; None if it is unreadable."""
+    """Return the id of the save that is published in a directory; None without a readable one."""
     try:
         return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
     except (FileNotFoundError, FormatError):
@@ -215,8 +215,8 @@ def remove_old_checkpoints(
 ) -> int:
     """Remove the checkpoints that a root no longer keeps; return how many.
 
-    Publishing does not wait for this: to free the blocks of a large file can take a third of the
-    time that it took to write the file.
+    Publishing does not wait for the removal: freeing the blocks of a large file can take a third of
+    the time that writing the file took.
 
     Args:
         root: the root of the request, opened.

@@ -84,7 +84,7 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
         directory: the directory of the node's snapshots.
 
     Returns:
-        Whether all actions in progress have finished. The next agent repeats unfinished ones.
+        Whether all actions in progress have finished. The next agent repeats unfinished actions.
 
     Raises:
         StoreError: another agent runs on the node, or the address or port cannot be used.
@@ -224,7 +224,7 @@ def _open_listener(home: Home, address: str, port: int) -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files of this process, which connections and snapshots need."""
+    """Raise this process's limit of open files: connections and snapshots need many."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

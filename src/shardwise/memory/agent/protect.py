@@ -114,8 +114,8 @@ class _ProtectionFiles:
     """Makes the copies and parity of one snapshot that this node stores for others.
 
     A group is protected in one of two ways. In a ring, a rank of this node has made the copy or
-    parity from its own replicas, and the agent adds what that rank did not have. Otherwise, or if
-    the rank's file is missing or wrong, the agent reads the data from the other nodes.
+    parity from its replicas, and the agent adds the missing bytes. In other groups, or if the file
+    of the rank is missing or wrong, the agent reads the data from the other nodes.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class _ProtectionFiles:
 
         Args:
             index: the index of this node in the group.
-            number: the index of the copy or parity block among the blocks of the rank.
+            number: the index of the file among the copies or parity chunks of the rank.
             name: the final name of the file.
         """
         if group not in self._rings:
@@ -222,7 +222,7 @@ class _ProtectionFiles:
         ((data_file, _),) = group.members[index].files
         record = records.ring_record(data_file, number)
         for _ in self._deadline.attempts(pause=POLL_PAUSE):
-            # In this order: if the rank ends in between, it has written the record before.
+            # Look for the process first: if the rank then ends, it has already written the record.
             is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)
             if is_ring_file_made(self._place, record):
                 return claim_ring_file(self._place, record, name, group)
@@ -322,10 +322,10 @@ def complete_parity(
     entries: Mapping[str, FileEntry],
     nodes: Nodes,
 ) -> bool:
-    """Add the missing data to a parity block; return whether the data in it was as sealed.
+    """Add the missing data to a parity chunk; return whether its data matches the sealed files.
 
     Args:
-        data: the parity block with its checksums, mapped.
+        data: the parity chunk with its checksums, mapped.
         index: the index of this node in the ring.
         entries: the entries of the data files, by name.
 
@@ -388,7 +388,7 @@ def _missing_ranges(
 def _incomplete_pieces(
     ring_file: RingFile, group: ProtectionGroup, index: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
-    """Yield the offsets of the pieces of a parity block that lack data of a file."""
+    """Yield the offsets of the sections of a parity chunk that lack data of a file."""
     stripe = parity_stripes(group, index)[ring_file.parity_index or 0]
     for low in range(0, group.chunk, SECTION):
         high = min(low + SECTION, group.chunk)

@@ -45,7 +45,7 @@ class TensorStatus:
         nodes: the nodes that store its parts.
         survives: the number of nodes that can be lost, in any combination, without loss of the
             tensor; 0 if a part is not protected.
-        protections: the distinct protections of its parts.
+        protections: the protections of its parts, without repetitions.
     """
 
     name: str

@@ -113,9 +113,9 @@ class _Handlers:
     async def _receive_body(self, request: web.Request) -> AsyncIterator[bytearray]:
         """Receive the body of a request, and yield it.
 
-        The body must have the length that the header states, and fit into a record. The sum of all
-        bodies that are being received has the same limit. A client that exceeds it can try again
-        later.
+        The body must have the length that the header states, and at most `LARGEST_RECORD` bytes.
+        All bodies that are being received together have the same limit. If a body does not fit, the
+        client gets status 503 and can try again later.
         """
         size = request.content_length
         if size is None:
@@ -127,8 +127,8 @@ class _Handlers:
         end = clock() + STALL_TIMEOUT + size / SLOWEST_RATE
 
         async def receive() -> None:
-            # One timeout for both bounds: a wait_for around another one can lose its cancellation
-            # if a chunk arrives at the same moment (Python before 3.12).
+            # Do not nest two `wait_for`, one for each time limit: before Python 3.12, the inner
+            # one can lose the cancellation by the outer one.
             while len(body) <= size:
                 seconds_left = min(STALL_TIMEOUT, end - clock())
                 chunk = await asyncio.wait_for(request.content.readany(), seconds_left)
@@ -200,7 +200,7 @@ def _json(value: object) -> web.Response:
 
 
 def _path_of(request: web.Request) -> tuple[str, str, str]:
-    """Return run, step directory and file name of a request. Each is one plain path component."""
+    """Return run, step directory and file name of a request; each is a single path component."""
     info = request.match_info
     name = info["name"]
     try:

@@ -71,7 +71,7 @@ class SnapshotStatus:
 class StageLag:
     """How far a stage lags behind the newest staged snapshot.
 
-    If a failure occurs now that only this stage protects against, the training loses the steps and
+    If the training must now resume from what this stage has completed, it loses the steps and
     seconds of the lag.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""Computing parity chunks from the data of other nodes, one section of a chunk at a time.
+"""Computes parity chunks from the data of other nodes, one section of a chunk at a time.
 
-Each thread needs memory for three sections; with two or more parity chunks in a stripe, for one
-section of each data chunk and for the result. The memory does not depend on the size of the data.
+With one parity chunk in a stripe, each thread needs memory for three sections. With more, it needs
+one section for each data chunk, and one for the result. The size of the data does not matter.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SECTION = 16 * BLOCK
 """The size in bytes of a section, the part of a chunk that is processed at a time."""
 
 MOST_BYTES_PER_THREAD = 8 * SECTION
-"""How many bytes of other nodes' data a thread may hold at a time."""
+"""The largest number of bytes of other nodes' data that a thread may hold at a time."""
 
 ReadRange = Callable[[str, str, int, Buffer], Buffer]
 """`read_range(node, file, offset, out)` returns `len(out)` bytes of a file of `node`.
 
 The bytes are in `out`, or the result is a view of the memory that already contains them. Several
-threads may call the function at once. It has its own time limit, and raises `OSError` or
+threads may call the function at once. The function has a time limit. It raises `OSError` or
 `CorruptionError` if the bytes cannot be read.
 """
 
@@ -116,7 +116,7 @@ def write_parity(
 
 
 def parity_stripes(group: ProtectionGroup, index: int) -> list[Stripe]:
-    """Return, for the number of each parity chunk that a member stores, its stripe."""
+    """Return the stripe of each parity chunk that a member stores, by the chunk's index."""
     stripes = group.stripes()
     return [
         stripes[index_of_parity_stripe(index, parity_index, len(stripes))]
@@ -136,8 +136,8 @@ def encode_parity(
 ) -> None:
     """Compute sections of the parity chunks that a member stores.
 
-    Parity is linear. So it can be computed in two passes, each with zeros in place of the data that
-    the other pass reads. The XOR of both results is the parity.
+    Parity is linear, so it can be computed in two passes. Each pass reads part of the data, and
+    takes zeros for the rest. The XOR of both results is the parity.
 
     Args:
         group: the group.
@@ -145,7 +145,7 @@ def encode_parity(
         sections: for each section, the index of the parity chunk in its stripe, and the offset of
             the section in the chunk, in bytes.
         read_range: reads the data files of the other members.
-        write_section: receives the number of the chunk, the offset of the section, and its bytes.
+        write_section: receives the index of the chunk, the offset of the section, and its bytes.
         section_size: size of a section in bytes; a multiple of `SECTION`.
         threads: the number of threads that work at the same time.
 
@@ -186,8 +186,8 @@ def encode_parity(
 def bytes_per_read(k: int, m: int) -> int:
     """Return how many bytes of a chunk to read from another node in one request.
 
-    The result is a power of two. So the checksums of a section of parity are in one page of the
-    table.
+    The result is a power of two, so that the checksums of a section of parity are in one page of
+    the table.
 
     Args:
         k: the number of data chunks in a stripe.

@@ -46,8 +46,8 @@ class Extent:
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A node of a group, and its data files of a snapshot.
 
-    The data of a node is its files joined in order, padded with zeros to the size that parity
-    needs.
+    The data of a node consists of its files, joined in order, and padded with zeros to the size
+    that parity needs.
 
     Attributes:
         node: the node's name.
@@ -160,8 +160,7 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         save_id: the id of the protected save.
         groups: the groups. Each file is in one group. A node may be in several groups, with
             different files in each.
-        gaps: one sentence for each set of nodes with less protection than requested. The sentence
-            gives the reason.
+        gaps: for each set of nodes with less protection than requested, a sentence with the reason.
 
     Raises:
         ValueError: a group or a file is repeated, or `save_id` is invalid.
@@ -194,9 +193,8 @@ def form_groups(
     """Form groups of nodes that protect each other.
 
     Group sizes differ by at most one node. The nodes of a failure domain are spread evenly over the
-    groups. With parity, the function forms more and smaller groups if every group can then survive
-    the loss of a whole domain. Each group still has more than `parity` nodes. The order of
-    `members` does not matter.
+    groups. With parity, the groups are smaller if every group can then survive the loss of a whole
+    domain. Each group still has more than `parity` nodes. The order of `members` does not matter.
 
     Args:
         members: all nodes of the snapshot.
@@ -324,9 +322,10 @@ def parity_file_name(save_id: str, group: ProtectionGroup, q: int) -> str:
 
 
 def parity_file_size(chunk: int) -> int:
-    """Return the size of a parity file in bytes, given that of a chunk.
+    """Return the size of a parity file in bytes, given the size of a chunk.
 
-    The file is the chunk and a table with a CRC-32 of each 64 KiB. The table is padded with zeros.
+    The file consists of the chunk and a table with a CRC-32 of each 64 KiB. The table is padded
+    with zeros.
     """
     return chunk + -(-4 * block_count(chunk) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 

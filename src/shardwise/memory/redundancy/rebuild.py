@@ -1,4 +1,4 @@
-"""Decoding the files of lost nodes from the remaining nodes' data and parity.
+"""Decodes the files of lost nodes from the data and parity of the remaining nodes.
 
 `stripes.py` explains stripes and chunks.
 """
@@ -45,9 +45,9 @@ from shardwise.store.store import Buffer
 class Rebuilder:
     """Decodes any range of a lost node's file from the other members of its group.
 
-    The rebuilder verifies parity, but not the data of other nodes: verify the result with the
-    checksums of the manifest. After a read of a file has failed, the rebuilder does not read that
-    file again. Several threads may call `read`.
+    The rebuilder verifies parity, but not the data of other nodes. So verify the result with the
+    checksums of the manifest. A file that could not be read once is not read again. Several threads
+    may call `read`.
 
     Args:
         protection: the groups of nodes that protect each other.
@@ -116,7 +116,7 @@ class Rebuilder:
         buffers: list[Buffer],
         out: Buffer,
     ) -> None:
-        """Decode part of a stripe. If a chunk cannot be read, try again with another one."""
+        """Decode part of a stripe. If a chunk cannot be read, try again with another chunk."""
         while True:
             numbers = self._choose_chunks(group, part)
             chunks = (
@@ -241,8 +241,8 @@ def find_unreadable_files(
 
     Args:
         protection: the groups of nodes that protect each other.
-        stored: for each live node, the names of its complete files: its own data files, copies of
-            others', and parity.
+        stored: for each live node, the names of its complete files: data files, copies of other
+            nodes' files, and parity.
     """
     data_files = {
         name for group in protection.groups for each in group.members for name, _ in each.files
@@ -308,8 +308,8 @@ def split_range(
     """Split bytes `low:high` of a member's data into parts of stripes, in order.
 
     Chunks are cut at multiples of `cut_every` bytes, and where a file begins or ends in any data
-    chunk of the stripe. So each part of a data chunk belongs to one file at most, and the part is
-    readable if that file is.
+    chunk of the stripe. So each part of a data chunk belongs to at most one file. If the file is
+    readable, the part is readable.
     """
     chunk, n = group.chunk, len(group.members)
     stripes = group.stripes()

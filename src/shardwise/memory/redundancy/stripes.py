@@ -101,14 +101,14 @@ class ErasureCode(Protocol):
     window: int
 
     def recover(self, chunks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
-        """Compute chunks of a stripe from `k` other chunks: lost ones, or parity to be made.
+        """Compute lost chunks or new parity chunks of a stripe from `k` other chunks.
 
-        Chunks may be parts of whole chunks: the same byte range of each, of equal length.
+        Instead of whole chunks, callers may pass the same byte range of each chunk.
 
         Args:
             chunks: number and bytes of at least `k` chunks; only the first `k` are used. An
-                iterator may reuse its memory: a chunk must stay unchanged until `window` more
-                have been taken.
+                iterator may reuse memory, but a chunk must stay unchanged until `window` further
+                chunks have been taken.
             out: number of each chunk to compute, and the memory to fill.
 
         Raises:
@@ -154,8 +154,8 @@ class _ReedSolomon:
     """A code that pyeclib computes. It holds the GIL for each slice, about 20 µs.
 
     A fragment of pyeclib is a header and a chunk. Headers do not depend on the data, so they are
-    not stored: encoding zeros makes them again. Parity is computed as the reconstruction of lost
-    parity chunks. That copies each chunk once, where pyeclib's `encode` copies it three times.
+    not stored: encoding zeros makes them again. Parity is computed by reconstructing parity chunks
+    as if they were lost. This copies each chunk once; pyeclib's `encode` copies it three times.
     """
 
     def __init__(self, k: int, m: int) -> None:
@@ -190,7 +190,7 @@ class _ReedSolomon:
         for low in range(0, size, _SLICE_SIZE):
             high = min(low + _SLICE_SIZE, size)
             fragments = [self._make_fragment(number, chunk[low:high]) for number, chunk in used]
-            # It accepts only bytes objects: any other type crashes the process.
+            # pyeclib accepts only bytes objects: any other type crashes the process.
             recovered = self._driver.reconstruct(fragments, list(missing))
             for number, fragment in zip(missing, recovered, strict=True):
                 start = len(fragment) - _padded_size(high - low)

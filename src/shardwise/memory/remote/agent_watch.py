@@ -1,4 +1,4 @@
-"""Watching agents while waiting for a save, so that the wait ends if they are gone."""
+"""Watches agents while a rank waits for a save, so that the wait ends if the agents are gone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SaveAgents:
 
 
 class AgentWatch:
-    """Watches the agents during one wait for a save, so that the wait ends if they are gone.
+    """Watches the agents of a save during one wait, so that the wait ends if they are gone.
 
     Args:
         agents: the agents.
@@ -122,8 +122,9 @@ class AgentWatch:
     def _check_leader(self, timeout: float) -> None:
         """Fail if the leader has no pending manifest of the save.
 
-        An agent that has the pending manifest ends the save, successfully or not. Without it, no
-        agent does: rank 0 has ended, or failed and could not even write a record of its failure.
+        An agent that has the pending manifest ends the save, successfully or not. Without the
+        pending manifest, no agent ends the save: rank 0 has ended, or could not even record its
+        failure.
         """
         names = self._names_at_leader(timeout)
         if names is None:

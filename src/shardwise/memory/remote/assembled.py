@@ -64,7 +64,7 @@ class AssembledStore(ReadOnlyStore):
         run: the directories of the run on this node.
         node: the name of this node.
         tls: certificates for connections to other nodes.
-        threads: the number of threads that decode one read.
+        threads: the number of threads that decode the data of one read.
 
     Raises:
         StoreError: the assembly has no step.

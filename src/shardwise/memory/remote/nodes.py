@@ -1,4 +1,4 @@
-"""The nodes of a snapshot: waiting for records on other nodes, writing records there, reading."""
+"""The nodes of a snapshot: reads and writes records on them, waits for records, and reads files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_on_nodes(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]
 
 
 class _NoRetryError(StoreError):
-    """A retry is pointless: the run continued without a node, or a node without the snapshot."""
+    """A retry is pointless: the run continued without a node, or a node discarded the snapshot."""
 
 
 class Nodes:
@@ -203,7 +203,7 @@ class Nodes:
         self.retry(write_to_remaining)
 
     def write_to_all(self, name: str, record: object) -> None:
-        """Write a record on all nodes, on this one last: then the others have it, or are lost.
+        """Write a record on all nodes, and on this node last, after the others have it or are lost.
 
         Raises:
             StoreError: some nodes do not answer (the others have the record), or the snapshot was
@@ -317,7 +317,7 @@ class Nodes:
         return True
 
     def _poll_record(self, node: str, name: str, record_type: type[T], seconds: float) -> T | None:
-        """Return a record; None if it does not appear within these seconds, or sooner."""
+        """Return a record; wait for it at most `seconds`, and return None if it does not appear."""
         place = self._place
         if node == self._this_node:
             found = read_record(place.path / name, record_type)

@@ -1,4 +1,4 @@
-"""Finding the newest snapshot that the nodes of a run can provide together."""
+"""Finds the newest snapshot that the nodes of a run can provide together."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def ask_all_nodes(
 ) -> tuple[list[NodeFiles], dict[str, AgentInfo]]:
     """Ask nodes for their files, then the nodes that these nodes know, and so on.
 
-    The nodes of earlier trainings may be known to one node only, and by an address that differs
-    from the one known here.
+    Perhaps only one node knows the nodes of an earlier training, or knows another address of such a
+    node than this node does.
 
     Args:
         nodes: the files of nodes that need not be asked.
         infos: the agents of these nodes and of others.
         run: the id of the run.
         tls: certificates for the connections; None if they are unencrypted.
-        is_enough: whether the answers so far suffice. Further answers are not awaited then.
+        is_enough: returns whether the answers so far suffice. If so, the others are not awaited.
 
     Returns:
         The files of all nodes that answered, and `infos` with their agents added.
@@ -195,9 +195,9 @@ class Search:
     def is_complete(self, step: int | None) -> bool:
         """Return whether no other node can hold a newer snapshot than these nodes do.
 
-        Other nodes hold nothing newer if the newest step that these nodes know is complete on these
-        nodes, and was saved after the run was last resumed. Its nodes also know every later step of
-        the same training, because no step is committed without them.
+        The newest step that these nodes know must be complete on these nodes, and saved after the
+        run was last resumed. Then the nodes of this step also know every later step of the same
+        training, because no step is committed without them.
 
         Args:
             step: consider only this step.
@@ -229,7 +229,7 @@ class Search:
         """Return where the files of a step are, or why the step cannot be read.
 
         All nodes have the same manifest, unless a manifest is damaged, or a node was away when the
-        step was saved again. So this tries each manifest until all files of one are found.
+        step was saved again. So each manifest is tried, until all files of a manifest are found.
 
         Args:
             step: the step.
