@@ -28,7 +28,7 @@ from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
 from shardwise.store import Store, open_store
-from shardwise.tiers.record import open_tiers
+from shardwise.tiers.record import open_with_mirror
 
 Place = str | os.PathLike[str] | Store
 Index = str | os.PathLike[str]
@@ -215,7 +215,7 @@ def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
 
     def enter() -> Store:
         store = open_store(place)
-        return open_tiers(store) if isinstance(place, (str, os.PathLike)) else store
+        return open_with_mirror(store) if isinstance(place, (str, os.PathLike)) else store
 
     below = place_below(enter, step, group)
     return (lambda: enter().at(below)) if below else enter

@@ -15,7 +15,7 @@ from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.testing.faulty_store import Fault, FaultyStore
-from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from tests.breadth import mostly_long
 from tests.tiers.test_mirror import state
 
@@ -38,8 +38,8 @@ def loaded(root: Path, step: int) -> int:
 
 def catch_up(root: Path, mirror: Path, fault: Fault) -> bool:
     tiers = (FaultyStore(LocalStore(each), fault) for each in (root, mirror))
-    rules = Rules(sw.Keep(last=1), sw.Keep(last=2))
-    return Mirroring(*tiers, rules).catch_up(lambda: Saved(3))
+    rules = TierRules(sw.Keep(last=1), sw.Keep(last=2))
+    return Mirroring(*tiers, rules).catch_up(lambda: SavedSteps(3))
 
 
 def kill_at(root: Path, mirror: Path, index: int) -> None:

@@ -18,7 +18,7 @@ from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.testing.faulty_store import FULL_DISK, Fault, FaultyStore
-from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.record import MIRROR, read_mirror_record
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
@@ -66,7 +66,7 @@ def mirror(tmp_path: Path) -> Path:
 
 
 def mirroring(root: Path, mirror: Path, keep: sw.Keep, mirror_keep: sw.Keep) -> Mirroring:
-    return Mirroring(LocalStore(root), LocalStore(mirror), Rules(keep, mirror_keep))
+    return Mirroring(LocalStore(root), LocalStore(mirror), TierRules(keep, mirror_keep))
 
 
 def test_every_checkpoint_is_copied_and_the_record_says_so(root: Path, mirror: Path) -> None:
@@ -253,18 +253,18 @@ class Simulation:
     def start(self) -> None:
         """Start, as another process after the first one has ended."""
         store = Outage(self.mirror, self.down, self.calls)
-        rules = Rules(self.keep, sw.Keep())
+        rules = TierRules(self.keep, sw.Keep())
         self.mirroring = Mirroring(LocalStore(self.root), store, rules, lambda: self.now)
         self.worker = MirrorWorker(self.mirroring, lambda: self.now)
 
     def save(self, step: int) -> None:
         sw.save(self.root / step_directory(step), state(step), step=step)
-        self.worker.set_saved(Saved(step))
+        self.worker.set_saved(SavedSteps(step))
 
     def run(self, seconds: float) -> int:
         """Let time pass; return the number of attempts."""
         end, attempts = self.now + seconds, 0
-        while (due := self.worker.due_in()) <= end - self.now:
+        while (due := self.worker.seconds_until_due()) <= end - self.now:
             self.now += due + 0.001
             self.worker.attempt()
             attempts += 1
@@ -292,7 +292,7 @@ def test_an_outage_of_minutes(root: Path, mirror: Path, caplog: pytest.LogCaptur
     assert "503 Slow Down" in record.failure
     assert record.failing_since == pytest.approx(1e9 + 5.0, abs=1.0)
     watch = MirrorWatch(LocalStore(root))
-    assert "Checkpoints that it lacks: 4; of them, 3 stay in" in watch.problem()
+    assert "Checkpoints that it lacks: 4; of them, 3 stay in" in watch.describe_problem()
     errors = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert 1 <= len(errors) <= 2
     simulation.down.clear()
@@ -330,8 +330,8 @@ def test_a_broken_copy_is_continued(root: Path, mirror: Path) -> None:
     flip(data_file(mirror, 1), 70_000)
     calls: list[str] = []
     store = Outage(mirror, threading.Event(), calls)
-    each = Mirroring(LocalStore(root), store, Rules(sw.Keep(), sw.Keep()))
-    assert each.catch_up(Saved)
+    each = Mirroring(LocalStore(root), store, TierRules(sw.Keep(), sw.Keep()))
+    assert each.catch_up(SavedSteps)
     assert calls.count("create") == 1
     assert [each.record.steps[step].bytes > 0 for step in (1, 2)] == [True, False]
     for step in (1, 2):
@@ -342,11 +342,11 @@ def test_a_damaged_checkpoint_does_not_stop_the_others(root: Path, mirror: Path)
     save(root, 1, 2, 3)
     flip(data_file(root, 2), 70_000)
     each = mirroring(root, mirror, LAST, sw.Keep())
-    assert not each.catch_up(lambda: Saved(3))
+    assert not each.catch_up(lambda: SavedSteps(3))
     assert committed_steps(LocalStore(mirror)) == [1, 3]
     assert committed_steps(LocalStore(root)) == [2, 3]
     assert "damaged" in each.record.failures[2]
-    assert each.catch_up(lambda: Saved(3, frozenset({2})))
+    assert each.catch_up(lambda: SavedSteps(3, frozenset({2})))
 
 
 def test_a_mirror_that_refuses_deletes_gets_everything(root: Path, mirror: Path) -> None:
@@ -360,11 +360,11 @@ def test_a_mirror_that_refuses_deletes_gets_everything(root: Path, mirror: Path)
         def delete(self, key: str) -> None:
             raise PermissionError(1, "AccessDenied", key)
 
-    each = Mirroring(LocalStore(root), WithoutDelete(mirror), Rules(LAST, LAST))
-    assert each.catch_up(lambda: Saved(2))  # step 3 is of another branch
+    each = Mirroring(LocalStore(root), WithoutDelete(mirror), TierRules(LAST, LAST))
+    assert each.catch_up(lambda: SavedSteps(2))  # step 3 is of another branch
     assert committed_steps(target) == [2, 3]
     save(root, 4)
-    assert not each.catch_up(lambda: Saved(4))
+    assert not each.catch_up(lambda: SavedSteps(4))
     assert committed_steps(target) == [2, 3, 4]
     assert "cannot remove step 2 from the mirror" in each.record.failure
     assert committed_steps(LocalStore(root)) == [4]
@@ -375,19 +375,19 @@ def test_only_one_process_mirrors_a_root(root: Path, mirror: Path) -> None:
     first, second = (mirroring(root, mirror, LAST, sw.Keep()) for _ in range(2))
     inside, release = threading.Event(), threading.Event()
 
-    def wait() -> Saved:
+    def wait() -> SavedSteps:
         inside.set()
         release.wait(20.0)
-        return Saved()
+        return SavedSteps()
 
     thread = threading.Thread(target=first.catch_up, args=(wait,))
     thread.start()
     assert inside.wait(20.0)
-    assert not second.catch_up(Saved)
+    assert not second.catch_up(SavedSteps)
     assert not mirror.exists()
     release.set()
     thread.join(20.0)
-    assert second.catch_up(Saved)
+    assert second.catch_up(SavedSteps)
     assert committed_steps(LocalStore(mirror)) == [1]
 
 
@@ -395,9 +395,9 @@ def test_a_checkpoint_that_is_read_stays_until_later(root: Path, mirror: Path) -
     save(root, 1, 2)
     each = mirroring(root, mirror, LAST, LAST)
     with LocalStore(root / step_directory(1)).hold(MANIFEST, shared=True):
-        assert each.catch_up(lambda: Saved(2))
+        assert each.catch_up(lambda: SavedSteps(2))
         assert committed_steps(LocalStore(root)) == [1, 2]
-    assert each.catch_up(lambda: Saved(2))
+    assert each.catch_up(lambda: SavedSteps(2))
     assert committed_steps(LocalStore(root)) == [2]
 
 
@@ -407,9 +407,9 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_failure_for_others(
     save(root, 1, 2)
     each = mirroring(root, mirror, sw.Keep(), sw.Keep())
     with LocalStore(root / step_directory(2)).hold(MANIFEST, shared=False):
-        assert not each.catch_up(Saved)
+        assert not each.catch_up(SavedSteps)
     assert committed_steps(LocalStore(mirror)) == [1]
-    assert each.catch_up(Saved)
+    assert each.catch_up(SavedSteps)
     assert committed_steps(LocalStore(mirror)) == [1, 2]
 
 
@@ -419,7 +419,7 @@ def test_leftovers_in_the_mirror_are_removed(root: Path, mirror: Path) -> None:
     left.mkdir(parents=True)
     (left / f"r00000-{'0' * 16}.safetensors").write_bytes(b"part")
     (left / "notes.txt").write_text("mine")
-    assert mirroring(root, mirror, sw.Keep(), sw.Keep()).catch_up(Saved)
+    assert mirroring(root, mirror, sw.Keep(), sw.Keep()).catch_up(SavedSteps)
     assert [path.name for path in left.iterdir()] == ["notes.txt"]
 
 

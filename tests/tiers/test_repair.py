@@ -16,7 +16,7 @@ from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.testing.faulty_store import Fault, FaultyStore
-from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.record import read_mirror_record
 from tests.memory.test_snapshots import shm
 from tests.tiers.test_mirror import (
@@ -59,9 +59,9 @@ def repaired_files(root: Path, step: int) -> tuple[str, ...]:
     return record.repaired[step].files if record and step in record.repaired else ()
 
 
-def catch_up(root: Path, mirror: Path, saved: Saved | None = None) -> Mirroring:
-    each = Mirroring(LocalStore(root), LocalStore(mirror), Rules(ALL, ALL))
-    assert each.catch_up(lambda: saved or Saved())
+def catch_up(root: Path, mirror: Path, saved: SavedSteps | None = None) -> Mirroring:
+    each = Mirroring(LocalStore(root), LocalStore(mirror), TierRules(ALL, ALL))
+    assert each.catch_up(lambda: saved or SavedSteps())
     return each
 
 
@@ -146,7 +146,7 @@ def test_a_missing_file_is_repaired_without_a_restore(root: Path, mirror: Path) 
 def test_a_removed_checkpoint_is_not_repaired(root: Path, mirror: Path) -> None:
     save(root, 1, 2, mirror=mirror)
     (root / step_directory(1) / MANIFEST).unlink()
-    catch_up(root, mirror, Saved(2, suspected={1: 1.0}))
+    catch_up(root, mirror, SavedSteps(2, suspected={1: 1.0}))
     assert committed_steps(LocalStore(root)) == [2]
 
 
@@ -157,11 +157,11 @@ def test_a_checkpoint_that_is_damaged_in_both_tiers_stays_as_it_is(
     for tier in (root, mirror):
         flip(data_file(tier, 1), 70_000)
     before = files_of(root, 1), files_of(mirror, 1)
-    each = catch_up(root, mirror, Saved(1, suspected={1: 1.0}))
+    each = catch_up(root, mirror, SavedSteps(1, suspected={1: 1.0}))
     assert (files_of(root, 1), files_of(mirror, 1)) == before
     assert "step 1 is damaged there and in its mirror" in caplog.text
     caplog.clear()
-    assert each.catch_up(lambda: Saved(1, suspected={1: 1.0}))
+    assert each.catch_up(lambda: SavedSteps(1, suspected={1: 1.0}))
     assert not caplog.text  # it is not read again
 
 
@@ -170,8 +170,8 @@ def test_an_earlier_save_of_the_mirror_never_replaces_a_later_one(root: Path, mi
     save(root, 1, seed=100)
     flip(data_file(root, 1), 70_000)
     before = files_of(root, 1)
-    each = Mirroring(LocalStore(root), LocalStore(mirror), Rules(ALL, ALL))
-    assert not each.catch_up(lambda: Saved(1, suspected={1: 1.0}))
+    each = Mirroring(LocalStore(root), LocalStore(mirror), TierRules(ALL, ALL))
+    assert not each.catch_up(lambda: SavedSteps(1, suspected={1: 1.0}))
     assert "damaged" in each.record.failures[1]
     assert files_of(root, 1) == before
 
@@ -207,7 +207,9 @@ def kill_while_repairing(root: Path, mirror: Path, index: int) -> None:
         try:
             fault = Fault(index)
             tiers = (FaultyStore(LocalStore(each), fault) for each in (root, mirror))
-            Mirroring(*tiers, Rules(ALL, ALL)).catch_up(lambda: Saved(1, suspected={1: 1.0}))
+            Mirroring(*tiers, TierRules(ALL, ALL)).catch_up(
+                lambda: SavedSteps(1, suspected={1: 1.0})
+            )
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -221,7 +223,9 @@ def test_killed_at_any_operation_the_checkpoint_can_be_read(root: Path, mirror: 
     fault = Fault()
     tiers: list[Any] = [FaultyStore(LocalStore(each), fault) for each in (root, mirror)]
     flip(data_file(root, 1), 70_000)
-    assert Mirroring(*tiers, Rules(ALL, ALL)).catch_up(lambda: Saved(1, suspected={1: 1.0}))
+    assert Mirroring(*tiers, TierRules(ALL, ALL)).catch_up(
+        lambda: SavedSteps(1, suspected={1: 1.0})
+    )
     assert files_of(root, 1) == intact
     verbs = {operation.split()[0] for operation in fault.operations}
     assert {"create", "write_at", "commit"} <= verbs
@@ -235,5 +239,5 @@ def test_killed_at_any_operation_the_checkpoint_can_be_read(root: Path, mirror: 
         with sw.Checkpointer(root, mirror=mirror, memory=None) as checkpointer:
             assert checkpointer.restore(target) == 1
         assert torch.equal(target["t"], state(1)["t"])
-        catch_up(root, mirror, Saved(1, suspected={1: 1.0}))
+        catch_up(root, mirror, SavedSteps(1, suspected={1: 1.0}))
         assert files_of(root, 1) == intact, fault.operations[index]

@@ -15,7 +15,7 @@ from shardwise.memory.home import Home
 from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.options import MirrorRequest
 from shardwise.tiers.record import MIRROR
 from tests.cli.conftest import Run, run
@@ -89,8 +89,10 @@ def test_the_status_of_an_agent_shows_a_failing_mirror(
     mirror = tmp_path / "mirror"
     shutil.rmtree(mirror)
     mirror.write_text("in the way")
-    rules = Rules(sw.Keep(last=1), sw.Keep())
-    assert not Mirroring(LocalStore(root), LocalStore(mirror), rules).catch_up(lambda: Saved(4))
+    rules = TierRules(sw.Keep(last=1), sw.Keep())
+    assert not Mirroring(LocalStore(root), LocalStore(mirror), rules).catch_up(
+        lambda: SavedSteps(4)
+    )
     assert committed_steps(LocalStore(root)) == [3, 4]
     home = Home(tmp_path / "shm")
     task = MirrorTask(root=str(root), mirror=MirrorRequest(str(mirror)), newest=4)

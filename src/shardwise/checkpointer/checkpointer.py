@@ -48,7 +48,7 @@ from shardwise.retention import Choice, Keep, choose_step, committed_steps
 from shardwise.tiers.options import Mirror
 
 STAGING_ONLY = Memory(snapshot_every=0, slots=1)
-"""Saves in the background, but keeps no snapshots: memory holds a save until it is persisted."""
+"""Saves in the background without snapshots: memory holds each save until it is persisted."""
 
 log = logging.getLogger("shardwise")
 

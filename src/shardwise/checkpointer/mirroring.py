@@ -1,4 +1,4 @@
-"""The mirror of a run's root, as the ranks of a training use it."""
+"""`RunMirror`: the ranks of a training start, follow and stop the mirroring of their root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.store import Store
-from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.options import Mirror
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
@@ -24,7 +24,9 @@ log = logging.getLogger("shardwise")
 
 
 class RunMirror:
-    """Has the root of a run mirrored: by the agent of rank 0's node, or by a thread of rank 0.
+    """Mirrors the root of a run.
+
+    The agent of rank 0's node does the copying. Without agents, a thread of rank 0 does.
 
     Args:
         settings: the options of the Checkpointer.
@@ -56,12 +58,12 @@ class RunMirror:
         if self._is_mirroring and snapshots is not None:
             self._set_task(snapshots)
         elif self._is_mirroring and isinstance(mirror.place, Store):
-            rules = Rules(settings.keep, mirror.keep, mirror.budget)
+            rules = TierRules(settings.keep, mirror.keep, mirror.budget)
             self._worker = MirrorWorker(Mirroring(settings.root, mirror.place, rules))
             self._worker.start()
 
     def _set_task(self, snapshots: Snapshots) -> None:
-        """Have the agent of this node mirror."""
+        """Request mirroring from the agent of this node."""
         root, mirror = self._settings.root, self._settings.mirror_request()
         if mirror is None:
             return
@@ -74,24 +76,24 @@ class RunMirror:
         snapshots.home.wake()
 
     def report_saved(self, step: int) -> None:
-        """Say that a step was saved to the root. With agents, the agent learns it by itself."""
+        """Report that a step was saved to the root. An agent notices new steps without this."""
         self._newest = step
-        self._tell_worker()
+        self._update_worker()
 
     def suspect(self, step: int) -> None:
-        """Have a step checked in the root, and repaired, because parts of it were read elsewhere.
+        """Request to check and repair a step in the root: parts of it were read from the mirror.
 
-        Only rank 0 does anything.
+        Only rank 0 sends the request.
         """
         self._suspected = {**self._suspected, step: time.time()}
-        self._tell_worker()
+        self._update_worker()
         if self._is_mirroring and self._snapshots is not None:
             self._set_task(self._snapshots)
 
-    def _tell_worker(self) -> None:
+    def _update_worker(self) -> None:
         if self._worker is not None:
             damaged = frozenset(self._damaged)
-            self._worker.set_saved(Saved(self._newest, damaged, self._suspected))
+            self._worker.set_saved(SavedSteps(self._newest, damaged, self._suspected))
 
     def with_mirror_progress(self, handle: SaveHandle, recorder: Recorder) -> SaveHandle:
         """Return a handle that can wait for the mirror. On rank 0, report copies and failures."""
@@ -100,13 +102,16 @@ class RunMirror:
         return handle.with_mirror(self._watch)
 
     def note_mirror_failure(self, error: OSError) -> None:
-        """Add to a failure of the root that the mirror fails, which can be why the root is full."""
-        if self._leads and (problem := self._watch.problem()):
+        """If the mirror fails, add this to an error of the root.
+
+        Old checkpoints stay in the root until they are copied, so the root may be full.
+        """
+        if self._leads and (problem := self._watch.describe_problem()):
             add_note(error, problem)
             log.error("%s", problem)
 
     def close(self, *, wait: bool) -> None:
-        """Wait until the mirror has everything, and log an error if it fails; then stop."""
+        """Wait until the mirror has all checkpoints, or log why it fails; then stop."""
         if (
             self._is_mirroring
             and wait

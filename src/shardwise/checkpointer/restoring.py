@@ -263,7 +263,7 @@ class Restoring:
         return tiers.with_prefetched(files)
 
     def _try(self, load: Load, store: Store, step: int) -> tuple[LoadReport | None, str]:
-        """Load a checkpoint on all ranks, and record the time. The result is of `_load_on_all`."""
+        """Load a checkpoint on all ranks, and record the time. Return report and damage."""
         start = time.perf_counter()
         with ExitStack() as locks:
             if isinstance(store, AssembledStore):  # a load locks storage itself, on one rank
@@ -299,7 +299,7 @@ class Restoring:
 
         Returns:
             The report, and ""; or None and the damage, if the checkpoint is damaged on any rank.
-            Also whether any rank read from the mirror.
+            The third value is whether any rank read from the mirror.
         """
         report: LoadReport | None = None
         failure: Exception | None = None

@@ -93,7 +93,7 @@ class Saving:
 
         Args:
             step, state, metrics, overwrite: as for `Checkpointer.save`.
-            durable: save to the root. Otherwise save to memory only, if a snapshot is due.
+            durable: whether to save to the root. If False, save to memory, if a snapshot is due.
 
         Returns:
             A handle; None if the step was not due, no slot was free for its snapshot, or the save
@@ -264,7 +264,7 @@ class Saving:
             return snapshots.prepare(make_save, self.plan_cache, Recorder(self._settings.on_event))
 
     def suspect(self, step: int) -> None:
-        """Have a step checked in the root, and repaired, because the mirror gave parts of it."""
+        """Request to check and repair a step in the root: parts of it came from the mirror."""
         if self._mirror is not None:
             self._mirror.suspect(step)
 
@@ -272,7 +272,7 @@ class Saving:
         """Stop mirroring in this process.
 
         Args:
-            wait: first wait until the mirror has everything. If it fails, an error is logged.
+            wait: first wait until the mirror has all checkpoints. If it fails, log an error.
         """
         if self._mirror is not None:
             self._mirror.close(wait=wait)

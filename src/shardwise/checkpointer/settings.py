@@ -206,8 +206,8 @@ def prepare_root_and_check_memory(
         settings: the options of this rank.
         signals: the signals that this rank handles.
         group: the ranks.
-        has_start: whether `start_from` is given. Otherwise a root that is a checkpoint is refused,
-            because the user may have meant to start from it.
+        has_start: whether `start_from` is given. If not, a root that is a checkpoint is refused,
+            because the user may have meant `start_from`.
 
     Returns:
         Whether snapshots can be used. They need a writable root: a file in it identifies the run.

@@ -1,6 +1,6 @@
-"""Copy a checkpoint to a mirror: data files first, the manifest last, every block verified.
+"""Copies a checkpoint to a mirror: data files first, the manifest last, every block verified.
 
-In the other direction, the damaged files of a checkpoint are replaced by those of the mirror.
+In the other direction, replaces damaged files of a checkpoint by the files of the mirror.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def copy_checkpoint(
 ) -> tuple[Manifest, int]:
     """Copy the checkpoint in one directory to another directory, and replace another save there.
 
-    A file that is there already, complete and intact, is not sent again. If this process is killed,
-    the target has either its previous checkpoint or this one, and another call continues.
+    A file that is complete and intact in the target is not sent again. If this process is killed,
+    the target has either its previous checkpoint or the new one. Another call continues the copy.
 
     Args:
         source: the directory with the checkpoint. It is locked, so that retention waits.
         target: the directory for the copy.
         throttle: limits the bytes per second.
-        copied: the names of files that this process has copied, which need no check. Names are
-            added.
-        before_chunk: called before each chunk. If it raises, the copy ends.
+        copied: the names of the files that this process has copied, and need not check again. The
+            names of further files are added.
+        before_chunk: called before each chunk. If this function raises, the copy ends.
 
     Returns:
         The manifest, and the bytes that were sent.
@@ -62,11 +62,11 @@ def copy_checkpoint(
             manifest = decode_manifest(data)
         except FormatError as error:
             raise FormatError(f"{source}: {error}") from error
-        with _locked(target, lock_file(manifest.save_id)):
-            present = set(target.list())
+        with _lock_for_copy(target, lock_file(manifest.save_id)):
+            names_in_target = set(target.list())
 
             def copy(entry: FileEntry, check: Callable[[], object]) -> int:
-                is_present = entry.name in present
+                is_present = entry.name in names_in_target
                 if is_present and (
                     entry.name in copied or is_intact(target, entry, throttle, check)
                 ):
@@ -80,8 +80,8 @@ def copy_checkpoint(
             target.sync()
             if saved_manifest(target) != manifest:
                 files = [file.name for file in manifest.files]
-                publish_manifest(target, data, files, replace=MANIFEST in present)
-            _remove_replaced(target, lock_file(manifest.save_id))
+                publish_manifest(target, data, files, replace=MANIFEST in names_in_target)
+            _remove_older_saves(target, lock_file(manifest.save_id))
         return manifest, nbytes
 
 
@@ -91,17 +91,17 @@ def repair_checkpoint(
     throttle: Throttle,
     before_chunk: Callable[[], object] = lambda: None,
 ) -> tuple[Manifest, dict[str, int]]:
-    """Replace what is damaged in a directory by the files of another directory of the same save.
+    """Replace damaged files in a directory by the files of another directory with the same save.
 
     All data files in the damaged directory are read. Each file is replaced atomically, and verified
-    while it is copied. The manifest is replaced only if it cannot be decoded: without a manifest,
-    the checkpoint was removed.
+    while it is copied. A manifest that cannot be decoded is replaced. A missing manifest is not,
+    because the checkpoint was removed.
 
     Args:
         damaged: the directory with a damaged checkpoint. It is locked, so that retention waits.
         intact: the directory with an intact checkpoint of the same save. It is locked, too.
         throttle: limits the bytes per second.
-        before_chunk: called before each chunk. If it raises, the repair ends.
+        before_chunk: called before each chunk. If this function raises, the repair ends.
 
     Returns:
         The manifest; and the names of the files that were replaced, with their sizes in bytes.
@@ -123,7 +123,7 @@ def repair_checkpoint(
             manifest = decode_manifest(data)
         except FormatError as error:
             raise CorruptionError(f"{intact}: {error}") from error
-        with _locked(damaged, lock_file(manifest.save_id)):
+        with _lock_for_copy(damaged, lock_file(manifest.save_id)):
             replaced: dict[str, int] = {}
             for entry in manifest.files:
                 if not is_intact(damaged, entry, throttle, before_chunk):
@@ -162,7 +162,7 @@ def _copy_all(
     copy: Callable[[FileEntry, Callable[[], object]], int],
     before_chunk: Callable[[], object],
 ) -> int:
-    """Copy several files at a time, and return the bytes. If a copy fails, the others end too."""
+    """Copy files, several at a time, and return the bytes. If one copy fails, all copies end."""
     failed = threading.Event()
 
     def check() -> None:
@@ -180,14 +180,14 @@ def _copy_all(
             raise
 
 
-def _remove_replaced(target: Store, own_lock: str) -> None:
+def _remove_older_saves(target: Store, own_lock: str) -> None:
     with suppress(OSError):  # the mirror may refuse to delete; then the files of older saves stay
         remove_leftovers(target, own_lock=own_lock)
 
 
 @contextmanager
-def _locked(target: Store, lock: str) -> Iterator[None]:
-    """Hold a lock, so that neither another copy nor a save removes the files of this one."""
+def _lock_for_copy(target: Store, lock: str) -> Iterator[None]:
+    """Hold a lock, so that no other copy and no save removes the files of this copy."""
     with target.hold(lock, shared=False) as held:
         if not held:
             raise CheckpointInUse(

@@ -2,12 +2,14 @@
 
 The decision is a pure function of what the tiers have. These rules hold for every decision:
 
-- A checkpoint leaves the root only if the mirror has it, or if the rules of the mirror drop it.
-- A checkpoint leaves the mirror only if newer checkpoints *in the mirror* replace it by its rules.
-- Copies go newest first, because a restore after a loss of the root wants the newest checkpoint.
+- A checkpoint is removed from the root only if the mirror has it, or the rules of the mirror drop
+  it.
+- A checkpoint is removed from the mirror only if, by the rules of the mirror, newer checkpoints *in
+  the mirror* replace it.
+- The newest checkpoint is copied first, because a restore after a loss of the root needs it.
 - A checkpoint in the root is repaired only by a copy of the same save.
-- Steps newer than the step that was saved last belong to a branch that the run has left. Their
-  turn to be copied comes last, and no rule counts or removes them.
+- Steps that are newer than the step that was saved last are superseded. They are copied last, and
+  no rule counts or removes them.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ class Tiers:
 
     Attributes:
         root, mirror: the checkpoints of each tier, by step.
-        newest: the step that was saved last; None if it is unknown. Then nothing is removed.
+        newest: the step that was saved last; None if it is unknown. If None, nothing is removed.
         damaged: steps in the root that are known to be damaged in both tiers. They are neither
             copied, repaired nor removed, and do not count for the rules of the root.
-        suspected: steps in the root that may be damaged. Each has the id of the save whose files
-            are there; "" if it is unknown.
+        suspected: steps in the root that may be damaged, each with the id of the save whose files
+            are there; "" if the save is unknown.
     """
 
     root: Mapping[int, StoredCheckpoint]
@@ -56,10 +58,10 @@ class TierPlan:
     """What to do next. All fields are steps.
 
     Attributes:
-        repair: to check in the root, and to repair from the mirror, in this order.
-        copy: to copy from the root to the mirror, in this order.
-        remove_from_root, remove_from_mirror: to remove, ascending.
-        pinned: steps in the root that its rules drop, but that stay until the mirror has them.
+        repair: the steps to check in the root, and to repair from the mirror, in this order.
+        copy: the steps to copy from the root to the mirror, in this order.
+        remove_from_root, remove_from_mirror: the steps to remove, ascending.
+        pinned: the steps that the rules of the root drop, but that stay until the mirror has them.
     """
 
     repair: tuple[int, ...]
@@ -79,18 +81,22 @@ def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
     """
     root = {step: each for step, each in tiers.root.items() if step not in tiers.damaged}
     mirror = tiers.mirror
-    every = {**mirror, **root}
-    last = tiers.newest if tiers.newest is not None else max(every, default=0)
-    left_branch = {step for step in every if step > last}
+    all_checkpoints = {**mirror, **root}
+    last_step = tiers.newest if tiers.newest is not None else max(all_checkpoints, default=0)
+    newer_than_last = {step for step in all_checkpoints if step > last_step}
 
-    wanted = _kept(every, mirror_keep, last) | left_branch
-    missing = {step for step in root if _save_of(mirror, step) != root[step].save_id}
+    wanted = _steps_to_keep(all_checkpoints, mirror_keep, last_step) | newer_than_last
+    missing = {step for step in root if _save_id_of_step(mirror, step) != root[step].save_id}
     waiting = missing & wanted
     if tiers.newest is None:
         dropped_by_root, dropped_by_mirror = set[int](), set[int]()
     else:
-        dropped_by_root = root.keys() - _kept(root, keep, last) - left_branch - {last}
-        dropped_by_mirror = mirror.keys() - _kept(mirror, mirror_keep, last) - left_branch
+        dropped_by_root = (
+            root.keys() - _steps_to_keep(root, keep, last_step) - newer_than_last - {last_step}
+        )
+        dropped_by_mirror = (
+            mirror.keys() - _steps_to_keep(mirror, mirror_keep, last_step) - newer_than_last
+        )
     repairable = [
         step
         for step, save_id in tiers.suspected.items()
@@ -98,17 +104,19 @@ def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
     ]
     return TierPlan(
         repair=tuple(sorted(repairable, reverse=True)),
-        copy=tuple(sorted(waiting, key=lambda step: (step > last, -step))),
+        copy=tuple(sorted(waiting, key=lambda step: (step > last_step, -step))),
         remove_from_root=tuple(sorted(dropped_by_root - waiting)),
         remove_from_mirror=tuple(sorted(dropped_by_mirror)),
         pinned=tuple(sorted(dropped_by_root & waiting)),
     )
 
 
-def _kept(checkpoints: Mapping[int, StoredCheckpoint], keep: Keep, last: int) -> set[int]:
-    """Return the steps up to `last` that the rules keep."""
-    return keep.steps_to_keep({s: each.info for s, each in checkpoints.items() if s <= last})
+def _steps_to_keep(
+    checkpoints: Mapping[int, StoredCheckpoint], keep: Keep, last_step: int
+) -> set[int]:
+    """Return the steps up to `last_step` that the rules keep."""
+    return keep.steps_to_keep({s: each.info for s, each in checkpoints.items() if s <= last_step})
 
 
-def _save_of(checkpoints: Mapping[int, StoredCheckpoint], step: int) -> str | None:
+def _save_id_of_step(checkpoints: Mapping[int, StoredCheckpoint], step: int) -> str | None:
     return checkpoints[step].save_id if step in checkpoints else None

@@ -1,7 +1,4 @@
-"""`Mirroring`: compares a root with its mirror, copies what the mirror lacks, and removes.
-
-It also repairs checkpoints in the root from the mirror.
-"""
+"""`Mirroring`: compares a root with its mirror, then copies, repairs and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -33,16 +30,16 @@ from shardwise.tiers.tier import REREAD_PERIOD, Tier, describe_checkpoint
 
 LOCK = "mirroring.lock"
 MOST_REPAIRS = 100
-"""The number of repairs in the record."""
+"""The largest number of repairs in the record; older repairs are dropped."""
 log = logging.getLogger("shardwise.mirror")
 
 
-class Stopped(Exception):  # noqa: N818
+class MirroringStopped(Exception):  # noqa: N818
     """The copying was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class TierRules:
     """The retention rules of both tiers, and the limit for copying in bytes per second."""
 
     keep: Keep
@@ -51,7 +48,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedSteps:
     """What a trainer knows about its root.
 
     Attributes:
@@ -81,7 +78,7 @@ class _Suspicion:
 
 
 class Mirroring:
-    """Keeps a mirror of a root. One process at a time does this for a root; the others wait.
+    """Keeps a mirror of a root up to date. Only one process at a time does this for a root.
 
     Args:
         root: the root.
@@ -97,7 +94,7 @@ class Mirroring:
         self,
         root: Store,
         mirror: Store,
-        rules: Rules,
+        rules: TierRules,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root = root
@@ -112,16 +109,16 @@ class Mirroring:
         self._checked: set[tuple[int, _Suspicion]] = set()
         self._stopping = threading.Event()
         self._cleaned_at: float | None = None
-        self._logged = ""
-        self._written: MirrorRecord | None = None
+        self._logged_failure = ""
+        self._written_record: MirrorRecord | None = None
         self.record = MirrorRecord(place=str(mirror))
 
     def stop(self) -> None:
         """Make `catch_up` return soon, between two chunks."""
         self._stopping.set()
 
-    def catch_up(self, saved: Callable[[], Saved]) -> bool:
-        """Copy all checkpoints that the mirror lacks, repair the root, and remove what rules drop.
+    def catch_up(self, saved: Callable[[], SavedSteps]) -> bool:
+        """Copy missing checkpoints to the mirror, repair the root, and remove old checkpoints.
 
         A checkpoint that is saved meanwhile is copied next.
 
@@ -137,10 +134,10 @@ class Mirroring:
                 return False
             try:
                 return self._catch_up(saved)
-            except Stopped:
+            except MirroringStopped:
                 return False
             except (ShardwiseError, OSError) as error:
-                self._note(plan=None, failures={}, failure=describe_error(error))
+                self._update_record(plan=None, failures={}, failure=describe_error(error))
                 return False
 
     def _read_record_of_other(self) -> None:
@@ -148,15 +145,15 @@ class Mirroring:
         with suppress(ShardwiseError, OSError):
             self.record = read_mirror_record(self._root) or self.record
 
-    def _catch_up(self, saved: Callable[[], Saved]) -> bool:
+    def _catch_up(self, saved: Callable[[], SavedSteps]) -> bool:
         failures: dict[int, str] = {}
         while True:
-            known = saved()
-            plan, failure = self._plan(known)
+            saved_steps = saved()
+            plan, failure = self._make_plan(saved_steps)
             is_reachable = not failure
             failure = failure or self._remove_from_mirror(plan)
-            self._remove_from_root(plan, known.newest)
-            self._note(plan, failures, failure)
+            self._remove_from_root(plan, saved_steps.newest)
+            self._update_record(plan, failures, failure)
             steps = [*plan.copy, *plan.repair]
             step = next((each for each in steps if each not in failures), None)
             if step is None or not is_reachable:
@@ -169,11 +166,11 @@ class Mirroring:
                 failures[step] = describe_error(error)
                 self._root_tier.forget(step)
 
-    def _plan(self, known: Saved) -> tuple[TierPlan, str]:
-        """Return what to do, and why the mirror cannot be listed, or "".
+    def _make_plan(self, saved_steps: SavedSteps) -> tuple[TierPlan, str]:
+        """Return what to do; and why the mirror cannot be listed, or "".
 
-        If the mirror cannot be listed, only checkpoints are removed from the root that the mirror
-        had when it was listed last.
+        If the mirror cannot be listed, the last list counts: only checkpoints in this list are
+        removed from the root.
         """
         failure = ""
         root = self._root_tier.read()
@@ -185,15 +182,19 @@ class Mirroring:
         except OSError as error:
             failure, mirror = describe_error(error), self._mirror_tier.known
         self._suspected = {
-            **{s: _Suspicion(root[s].save_id, t) for s, t in known.suspected.items() if s in root},
+            **{
+                s: _Suspicion(root[s].save_id, t)
+                for s, t in saved_steps.suspected.items()
+                if s in root
+            },
             **{s: _Suspicion(save_id) for s, save_id in self._root_tier.damaged.items()},
         }
         unchecked = self._suspected.items() - self._checked
         tiers = Tiers(
             root=root,
             mirror=mirror,
-            newest=known.newest,
-            damaged=known.damaged,
+            newest=saved_steps.newest,
+            damaged=saved_steps.damaged,
             suspected={step: each.save_id for step, each in unchecked},
         )
         plan = decide_tiers(tiers, self._rules.keep, self._rules.mirror_keep)
@@ -247,7 +248,7 @@ class Mirroring:
 
     def _refuse_stopped(self) -> None:
         if self._stopping.is_set():
-            raise Stopped
+            raise MirroringStopped
 
     def _remove_from_root(self, plan: TierPlan, newest: int | None) -> None:
         grace = self._root.traits.reading_grace > 0.0
@@ -273,7 +274,7 @@ class Mirroring:
     def _remove_leftovers(self) -> None:
         """Remove the files of removed checkpoints and of killed processes from the mirror.
 
-        A copy that is to be continued stays.
+        The files of a copy that will be continued stay.
         """
         root, mirror = self._root_tier.known, self._mirror_tier.known
         for name in self._mirror.list():
@@ -286,7 +287,7 @@ class Mirroring:
                 with suppress(OSError):  # the mirror may refuse to delete
                     remove_leftovers(self._mirror.at(name))
 
-    def _note(self, plan: TierPlan | None, failures: dict[int, str], failure: str) -> None:
+    def _update_record(self, plan: TierPlan | None, failures: dict[int, str], failure: str) -> None:
         """Update the record in the root, and log new failures."""
         mirror = self._mirror_tier.known
         steps = {
@@ -308,17 +309,17 @@ class Mirroring:
             repaired=self.record.repaired,
         )
         why = self.record.why_failing()
-        if why and why != self._logged:
+        if why and why != self._logged_failure:
             log.error(
                 "the mirror %s of %s fails, and is tried again (it lacks %d checkpoints): %s",
                 *(self._mirror, self._root, len(self.record.waiting), why),
             )
-        elif self._logged and not why:
+        elif self._logged_failure and not why:
             log.warning("the mirror %s of %s can be used again", self._mirror, self._root)
-        self._logged = why
-        if self.record != self._written:
+        self._logged_failure = why
+        if self.record != self._written_record:
             try:
                 write_mirror_record(self._root, self.record)
-                self._written = self.record
+                self._written_record = self.record
             except OSError as error:
                 log.warning("cannot write the state of the mirror to %s: %s", self._root, error)

@@ -1,7 +1,7 @@
 """`mirror.json` in a root: where its mirror is, which checkpoints the mirror has, and failures.
 
-The process that copies to the mirror writes it. Trainers, handles of saves, loads and tools read
-it.
+The process that copies to the mirror writes this file. Trainers, handles of saves, loads and tools
+read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.store import Store, open_store
 from shardwise.store.private import has_owners, publish_private, read_private
 from shardwise.tiers.store import TieredStore
 
-MIRROR = "mirror.json"
+MIRROR_FILE = "mirror.json"
 LARGEST_RECORD = 1 << 26
 log = logging.getLogger("shardwise")
 
@@ -42,9 +42,9 @@ class RepairedStep(msgspec.Struct, frozen=True):
     Attributes:
         save_id: the id of its save.
         files: the files that were replaced.
-        bytes: their size.
-        seconds: the duration of the repair, in which all files of the checkpoint were read.
-        time: when it ended, in seconds since 1970.
+        bytes: the size of these files.
+        seconds: the duration of the repair, which reads all files of the checkpoint.
+        time: the time when the repair ended, in seconds since 1970.
     """
 
     save_id: str
@@ -64,8 +64,8 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
         pinned: steps that the rules of the root would remove, but that stay until they are copied.
         failures: why a step could not be copied, by step.
         failure: why the mirror could not be used at all; "" if it could.
-        failing_since: the time since when every attempt has failed, in seconds since 1970; None if
-            the last attempt succeeded.
+        failing_since: the time of the first failure since the last success, in seconds since 1970;
+            None if the last attempt succeeded.
         repaired: the last repairs in the root, by step.
     """
 
@@ -97,13 +97,13 @@ def read_mirror_record(root: Store) -> MirrorRecord | None:
         StoreError: the record is damaged.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
-        data = root.read(MIRROR, limit=LARGEST_RECORD)
+        data = root.read(MIRROR_FILE, limit=LARGEST_RECORD)
         try:
             return msgspec.json.decode(data, type=MirrorRecord)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(
-                f"{root}: {MIRROR} is damaged ({error}); remove it: the next training with mirror= "
-                "writes it again"
+                f"{root}: {MIRROR_FILE} is damaged ({error}); remove it: the next training with "
+                "mirror= writes it again"
             ) from error
     return None
 
@@ -115,28 +115,28 @@ def write_mirror_record(root: Store, record: MirrorRecord) -> None:
         OSError: the root is full, or not writable.
     """
     data = msgspec.json.encode(record)
-    if not publish_private(root, MIRROR, data):
-        root.publish(MIRROR, data, replace=True)
+    if not publish_private(root, MIRROR_FILE, data):
+        root.publish(MIRROR_FILE, data, replace=True)
 
 
-def open_tiers(store: Store) -> Store:
+def open_with_mirror(store: Store) -> Store:
     """Return a root, or the directory of a step, together with the same place in its mirror.
 
     If no mirror is recorded in the root, the store is returned unchanged.
 
-    The record can name any URL, which would get requests with the user's credentials. Therefore it
-    is followed only if this user alone can have written it. A mirror that cannot be opened is left
-    out with a warning.
+    Somebody else could write a record whose URL leads to their server, which would then receive the
+    user's credentials. So a record counts only if nobody else can have written it. A mirror that
+    cannot be opened is left out with a warning.
     """
-    above = store.parent if step_of_directory(store.name) is not None else None
-    root = store if above is None else above
+    parent = store.parent if step_of_directory(store.name) is not None else None
+    root = store if parent is None else parent
     if not has_owners(root):
         return store
     try:
-        data = read_private(root, MIRROR, limit=LARGEST_RECORD)
+        data = read_private(root, MIRROR_FILE, limit=LARGEST_RECORD)
         place = msgspec.json.decode(data, type=MirrorRecord).place
         tiers = TieredStore([root, open_store(place)])
-        return tiers if above is None else tiers.at(store.name)
+        return tiers if parent is None else tiers.at(store.name)
     except (FileNotFoundError, NotADirectoryError):
         return store
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

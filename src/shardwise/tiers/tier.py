@@ -1,4 +1,4 @@
-"""`Tier`: what a tier has, read again when it changes."""
+"""`Tier`: the checkpoints of a tier, read again when they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ REREAD_PERIOD = 600.0
 
 
 class Tier:
-    """What a tier has. A manifest is read again if its directory has changed, and after a while.
+    """The checkpoints of a tier.
+
+    A manifest is read again if its directory has changed, and after `REREAD_PERIOD` seconds.
 
     Args:
         store: the tier.
@@ -26,7 +28,7 @@ class Tier:
     Attributes:
         known: the checkpoints with intact manifests and all files, by step.
         damaged: the steps whose manifest is damaged or that lack a file, each with the id of the
-            save whose files are there; "" if it is unknown.
+            save whose files are there; "" if the save is unknown.
         with_leftovers: the steps of `known` that also have files of other saves.
     """
 
@@ -48,7 +50,7 @@ class Tier:
             self.known, self._names, self._read_at = {}, {}, self._clock()
         found, self.damaged = {}, {}
         for step in committed_steps(self._store):
-            stored = self._describe(step)
+            stored = self._read_checkpoint(step)
             if stored is not None:
                 found[step] = stored
         self.known = found
@@ -59,7 +61,7 @@ class Tier:
         """Read a step again next time."""
         self.known.pop(step, None)
 
-    def _describe(self, step: int) -> StoredCheckpoint | None:
+    def _read_checkpoint(self, step: int) -> StoredCheckpoint | None:
         """Return a checkpoint; None if its manifest is damaged, or if a file of it is missing.
 
         The names of data files contain the id of the save, so another save changes the names.
@@ -86,5 +88,5 @@ class Tier:
 
 
 def describe_checkpoint(manifest: Manifest) -> StoredCheckpoint:
-    """Return what decisions need to know of a checkpoint."""
+    """Return the facts about a checkpoint that decisions need."""
     return StoredCheckpoint(manifest.save_id, info_of_manifest(manifest))

@@ -15,7 +15,7 @@ from shardwise.store import Store
 from shardwise.tiers.copying import saved_manifest
 from shardwise.tiers.record import MirrorRecord, read_mirror_record
 
-PATIENCE = 60.0
+FAILURE_TIMEOUT = 60.0
 LONGEST_COPY = 600.0
 REPORT_PERIOD = 600.0
 PAUSE, LONGEST_PAUSE = 0.01, 0.5
@@ -46,7 +46,7 @@ class MirrorWatch:
     def __init__(self, root: Store, clock: Clock | None = None) -> None:
         self._root = root
         self._clock = clock or Clock()
-        self._seen: Set[tuple[str, int, str | float]] | None = None
+        self._reported_stages: Set[tuple[str, int, str | float]] | None = None
         self._reported_at = 0.0
 
     def record(self) -> MirrorRecord | None:
@@ -55,8 +55,8 @@ class MirrorWatch:
             return read_mirror_record(self._root)
         return None
 
-    def problem(self) -> str:
-        """Return why the mirror lacks checkpoints; "" if it does not fail."""
+    def describe_problem(self) -> str:
+        """Return which checkpoints the mirror lacks, and why; "" if the mirror does not fail."""
         record = self.record()
         if record is None or record.failing_since is None:
             return ""
@@ -75,27 +75,27 @@ class MirrorWatch:
         """Record copies and repairs since the last call as events, and log a failing mirror."""
         record = self.record()
         if record is None:
-            self._seen = self._seen or set()
+            self._reported_stages = self._reported_stages or set()
             return
         done: dict[tuple[str, int, str | float], float] = {
             **{("mirror", step, each.save_id): each.seconds for step, each in record.steps.items()},
             **{("repair", step, each.time): each.seconds for step, each in record.repaired.items()},
         }
-        for stage, seconds in done.items() if self._seen is not None else ():
-            if self._seen is not None and stage not in self._seen:
+        for stage, seconds in done.items() if self._reported_stages is not None else ():
+            if self._reported_stages is not None and stage not in self._reported_stages:
                 recorder.add(stage[0], seconds)
-        self._seen = done.keys()
+        self._reported_stages = done.keys()
         if record.failing_since is None:
             self._reported_at = 0.0
         elif self._clock.now() - self._reported_at >= REPORT_PERIOD:
             self._reported_at = self._clock.now()
-            log.error("%s", self.problem())
+            log.error("%s", self.describe_problem())
 
     def wait(self, step: int, timeout: float | None) -> None:
         """Wait until the mirror has the checkpoint that the root has of a step.
 
-        Returns at once if the root no longer has the step: a checkpoint leaves the root only once
-        the mirror has it, or if the rules of the mirror drop it.
+        Returns at once if the root no longer has the step: a checkpoint is removed from the root
+        only after it was copied, or if the rules of the mirror drop it.
 
         Raises:
             TimeoutError: `timeout` seconds have passed.
@@ -111,20 +111,20 @@ class MirrorWatch:
             if timeout is not None and seconds >= timeout:
                 raise TimeoutError(
                     f"step {step} is not in the mirror after {timeout:g} s; the copy continues: "
-                    f"wait again, with a longer timeout. {self.problem()}".rstrip()
+                    f"wait again, with a longer timeout. {self.describe_problem()}".rstrip()
                 )
             since = record and record.failing_since
             if timeout is None and since and self._clock.now() - since >= LONGEST_COPY:
                 raise StoreError(
-                    f"step {step} is not in the mirror: {self.problem()}; the copy is tried again "
-                    "once the cause is mended"
+                    f"step {step} is not in the mirror: {self.describe_problem()}; remove the "
+                    "cause, and the copy is tried again"
                 )
 
     def wait_until_current(self, step: int | None) -> str:
-        """Wait until the mirror has everything that it should have.
+        """Wait until the mirror has all checkpoints that it should have.
 
-        Gives up if the mirror has failed for `PATIENCE` seconds, or if no copy has ended for
-        `LONGEST_COPY` seconds.
+        Returns early if the mirror has failed for `FAILURE_TIMEOUT` seconds, or if no copy has
+        ended for `LONGEST_COPY` seconds.
 
         Args:
             step: the step that was saved last; None if none was saved.
@@ -142,8 +142,8 @@ class MirrorWatch:
             if record != before:
                 before, changed_at = record, now
             if record is not None and record.failing_since is not None:
-                if now - record.failing_since >= PATIENCE:
-                    return self.problem()
+                if now - record.failing_since >= FAILURE_TIMEOUT:
+                    return self.describe_problem()
             elif now - changed_at >= LONGEST_COPY:
                 return f"no checkpoint was copied to the mirror for {LONGEST_COPY:.0f} s"
         return ""

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from shardwise.tiers.mirroring import Mirroring, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps
 
-PERIOD = 60.0
+CHECK_PERIOD = 60.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 NICENESS = 10
 log = logging.getLogger("shardwise.mirror")
@@ -37,10 +37,10 @@ class MirrorWorker:
         self._clock = clock
         self._lowers_priority = lowers_priority
         self._changed = threading.Condition()
-        self._saved = Saved()
+        self._saved = SavedSteps()
         self._due_at = clock()
         self._failures = 0
-        self._has_news = True
+        self._has_unseen_steps = True
         self._is_running = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="shardwise-mirror", daemon=True)
@@ -49,20 +49,20 @@ class MirrorWorker:
         """Start the thread."""
         self._thread.start()
 
-    def set_saved(self, saved: Saved) -> None:
-        """Say what the root has now; the thread copies it soon."""
+    def set_saved(self, saved: SavedSteps) -> None:
+        """Report what was saved to the root; the thread copies new checkpoints soon."""
         with self._changed:
             self._saved = saved
-            self._has_news = True
+            self._has_unseen_steps = True
             if not self._failures:
                 self._due_at = self._clock()
             self._changed.notify_all()
 
     @property
     def is_current(self) -> bool:
-        """Whether the mirror has everything that was said to be saved."""
+        """Whether the mirror has all checkpoints that `set_saved` reported."""
         with self._changed:
-            return not (self._has_news or self._failures or self._is_running)
+            return not (self._has_unseen_steps or self._failures or self._is_running)
 
     @property
     def is_failing(self) -> bool:
@@ -70,15 +70,15 @@ class MirrorWorker:
         with self._changed:
             return self._failures > 0 and not self._is_running
 
-    def due_in(self) -> float:
+    def seconds_until_due(self) -> float:
         """Return the seconds until the next attempt; 0 if it is due."""
         with self._changed:
             return max(0.0, self._due_at - self._clock())
 
     def attempt(self) -> bool:
-        """Bring the mirror up to date, and return whether it is. The thread calls this."""
+        """Bring the mirror up to date; return whether that succeeded. The thread calls this."""
         with self._changed:
-            self._has_news = False
+            self._has_unseen_steps = False
             self._is_running = True
         try:
             is_current = self.mirroring.catch_up(lambda: self._saved)
@@ -89,7 +89,7 @@ class MirrorWorker:
             self._is_running = False
             self._failures = 0 if is_current else self._failures + 1
             delay = min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
-            wait = delay if self._failures else 0.0 if self._has_news else PERIOD
+            wait = delay if self._failures else 0.0 if self._has_unseen_steps else CHECK_PERIOD
             self._due_at = self._clock() + wait
             self._changed.notify_all()
         return is_current

@@ -21,7 +21,7 @@ from shardwise.memory.mirror_tasks import (
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.retention import decode_keep
 from shardwise.store import open_store
-from shardwise.tiers.mirroring import Mirroring, Rules, Saved
+from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.worker import MirrorWorker
 
 POLL_PERIOD = 1.0
@@ -154,14 +154,14 @@ def _have_same_tiers(before: MirrorTask, after: MirrorTask) -> bool:
     return tiers(before) == tiers(after)
 
 
-def _saved_steps(task: MirrorTask) -> Saved:
-    return Saved(task.newest, frozenset(task.damaged), task.suspected)
+def _saved_steps(task: MirrorTask) -> SavedSteps:
+    return SavedSteps(task.newest, frozenset(task.damaged), task.suspected)
 
 
 def _start_worker(task: MirrorTask) -> MirrorWorker | None:
     """Start a thread for a task; return None if its stores cannot be opened."""
     try:
-        rules = Rules(decode_keep(task.keep), task.mirror.rules(), task.mirror.budget)
+        rules = TierRules(decode_keep(task.keep), task.mirror.rules(), task.mirror.budget)
         mirroring = Mirroring(open_store(task.root), open_store(task.mirror.place), rules)
     except (ShardwiseError, OSError, ValueError) as error:
         log.error("the mirror %s of %s cannot be used: %s", task.mirror.place, task.root, error)

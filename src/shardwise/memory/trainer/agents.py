@@ -1,4 +1,4 @@
-"""How the trainers of a run find, start and restart the agents of its nodes."""
+"""Finds, starts and restarts the agents of a run's nodes, from the side of the trainers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Membership(msgspec.Struct, array_like=True):
 
 
 def choose_interface(options: Memory, group: Group) -> Memory:
-    """Return the options; if the run has several hosts, with an `interface` that they can reach.
+    """Return the options. If the run has several hosts, set an `interface` that they can reach.
 
     All ranks call this together.
     """

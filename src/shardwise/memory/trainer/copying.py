@@ -1,4 +1,4 @@
-"""Copying a rank's data into a slot, paced so that the copy does not slow down the training."""
+"""Copies a rank's data into a slot, so slowly that the copy does not slow down the training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
 
 BYTES_AT_ONCE = 8 << 20
-"""How many bytes a thread copies at a time."""
+"""The number of bytes that a thread copies at a time."""
 SLACK_SHARE = 0.7
-"""The share of the slack over which a copy is spread."""
+"""A copy is spread over this fraction of the slack."""
 SAVES_MEASURED = 5
 Fill = Callable[[int, int, Buffer], None]
 """`fill(low, high, out)` copies bytes `low:high` of a file to `out`."""
@@ -106,8 +106,8 @@ class CopyProgress:
         all_queued: set when all data on the host has been copied, and all copies from devices are
             queued in their streams.
         done: set once the copy has succeeded or failed.
-        failure: the reason why this rank's file was not staged; "" if it was, or if the copy is not
-            done yet.
+        failure: the reason why this rank's file was not staged; "" if the file was staged, or the
+            copy is not done yet.
     """
 
     def __init__(self, total: int, slack: Slack | None) -> None:

@@ -1,8 +1,9 @@
-"""Copying from accelerators: streams, events, and page-locked memory.
+"""Copies from accelerators: streams, events, and page-locked memory.
 
-A rank's part of a snapshot is copied on separate streams, while the training continues on its own.
-The copy streams wait for the training's streams when the copy begins. The training's streams wait
-for the copy streams before the state changes. So no thread of the training waits for a copy.
+A rank's part of a snapshot is copied on separate streams, while the training continues on other
+streams. The copy streams wait for the training's streams when the copy begins. The training's
+streams wait for the copy streams before the state changes. So no thread of the training waits for a
+copy.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class TorchAccelerator:
     """The accelerator of torch. Not initialized before a tensor on it is copied."""
 
     def new_stream(self, device: torch.device) -> torch.Stream:
-        """Create a stream with the lowest priority, that of the default stream in CUDA.
+        """Create a stream with the lowest priority, which the default stream of CUDA has too.
 
-        The priority matters for kernels, which gather non-contiguous tensors. Copies ignore it.
+        The priority matters for the kernels that gather non-contiguous tensors, not for copies.
         """
         return torch.Stream(device, priority=_LOWEST_PRIORITY)
 
@@ -119,8 +120,8 @@ def _call_cuda(device: torch.device, function: str, *args: int) -> str:
     """Call a function of the CUDA runtime, and return the error, or "".
 
     The runtime remembers the last error of each thread, and raises it at the next launch. So the
-    call runs in a new thread. That thread selects the device first: otherwise it would create a
-    context on another device.
+    call runs in a new thread. The new thread selects the device first, because it would otherwise
+    create a context on another device.
     """
 
     def call() -> str:
@@ -147,7 +148,7 @@ class CopySource(Protocol):
 
 
 class CopyStreams:
-    """The copy streams: one for each device that holds data of a copy. None for host memory.
+    """The copy streams: one for each device that holds data of a copy. Host memory needs none.
 
     Only one copy is in progress at a time.
 
@@ -223,7 +224,7 @@ class CopyStreams:
     def _as_current(self) -> Iterator[None]:
         """Make the copy streams the current ones of this thread while the block runs.
 
-        That also selects a device that is in use. Otherwise the thread would create a context on
+        This also selects a device that is in use. Otherwise the thread would create a context on
         the first device.
         """
         accelerator = self._accelerator

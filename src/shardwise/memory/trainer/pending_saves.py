@@ -11,7 +11,7 @@ from shardwise.memory.trainer.save_handle import PendingSave
 
 
 class PendingSaves:
-    """A rank's saves in progress, and failed saves whose error was not raised yet, oldest first."""
+    """A rank's saves in progress, and failed saves with an error to raise; oldest first."""
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
@@ -67,10 +67,7 @@ class PendingSaves:
         return bool(self._saves) and self._saves[-1].is_durable
 
     def is_last_of_step(self, step: int) -> bool:
-        """Return whether the last save in this object is of this step.
-
-        Only such a save can be persisted afterwards.
-        """
+        """Return whether the last save is of this step, so that `persist_last` can persist it."""
         return bool(self._saves) and self._saves[-1].place.step == step
 
     def persist_last(self, *, deletes_older: bool, leads: bool) -> None:

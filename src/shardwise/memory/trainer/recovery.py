@@ -1,4 +1,4 @@
-"""Recovery: finding the newest snapshot that the remaining nodes can provide."""
+"""Recovery: finds the newest snapshot that the remaining nodes can provide."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _unanswered_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[s
 
 
 def _remove_damaged(place: Place) -> bool:
-    """Delete damaged files, so that other nodes provide them, and return whether any were."""
+    """Delete damaged files, so that other nodes provide them; return whether any were damaged."""
     try:
         manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def _remove_damaged(place: Place) -> bool:
     for name in damaged:
         (place.path / name).unlink(missing_ok=True)
         staged = place.path / records.staged_record(name)
-        staged.unlink(missing_ok=True)  # while it exists, the slot counts as used
+        staged.unlink(missing_ok=True)  # while the record exists, the slot counts as used
     return bool(damaged)
 
 
@@ -195,8 +195,8 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
 def _wait_for_commits(run: Run, saves: set[str]) -> None:
     """Wait, at most `COMMIT_TIMEOUT` seconds, until agents have committed these saves.
 
-    A save counts as committed once its manifest is on this node. The manifests on other nodes
-    are not waited for, because a node may be lost.
+    A save counts as committed once its manifest is on this node. This does not wait for other
+    nodes, because a node may be lost.
     """
     cache = RecordCache()
 

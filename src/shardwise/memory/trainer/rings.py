@@ -1,9 +1,9 @@
-"""Rings of ranks that hold the same data, and the copies or parity that they make of it.
+"""Rings of ranks that hold the same data, and the copies or parity that the ranks make.
 
-Under data parallelism, each rank of a ring already holds what the others are about to stage, as in
-the sharding groups of REFT (arXiv 2310.12670). So it makes copies or parity for the others from its
-own replica, without the network. A replica does not provide the headers, objects and checksums of
-the others' files. The agent adds these blocks, and compares the checksums.
+Under data parallelism, each rank of a ring already holds the data that the others are about to
+stage, as in the sharding groups of REFT (arXiv 2310.12670). So each rank makes copies or parity for
+the others from its replica, without the network. The replica lacks the headers, objects and
+checksums of the others' files. The agent adds these blocks, and compares the checksums.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Ring:
         return make_ring_group(files, copies=self.copies, parity=self.parity)
 
     def members_to_copy(self) -> list[RingMember]:
-        """Return the ranks whose files this rank copies. The agent numbers them in this order."""
+        """Return the ranks whose files this rank copies, in the order in which the agent asks."""
         by_name = {each.file.name: each for each in self.members}
         return [by_name[name] for _, name, _ in files_to_copy(self.group, self.index)]
 
@@ -130,7 +130,7 @@ def form_rings(
 def ranks_to_protect(
     rings: Sequence[Sequence[int]], world_size: int, *, copies: int
 ) -> list[list[int]]:
-    """Return for each rank the ranks of its ring whose files it copies or makes parity of."""
+    """Return for each rank the ranks whose files it copies, or from which it computes parity."""
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     for ring in rings:
         n = len(ring)
@@ -148,7 +148,7 @@ def range_in_replica(file: FileEntry) -> tuple[int, int]:
 
 
 class Rings:
-    """The rings of a run. They are formed for each snapshot, because what ranks hold may change.
+    """The rings of a run, formed anew for each snapshot, because the data of ranks may change.
 
     Args:
         options: the user's options.
@@ -167,7 +167,7 @@ class Rings:
         self.files: list[list[str]] = []
 
     def form(self, fingerprints: Sequence[bytes]) -> list[list[int]]:
-        """Form the rings on rank 0, and return for each rank the ranks whose shares it needs."""
+        """Form the rings on rank 0; return for each rank the ranks whose files it protects."""
         options = self._options
         if not self._are_needed():
             return [[] for _ in fingerprints]
@@ -182,7 +182,7 @@ class Rings:
         return ranks_to_protect(self._rings, self._group.size, copies=options.copies)
 
     def join(self, planned: PlannedSave) -> tuple[FileSource | None, Ring | None]:
-        """Return the source of this rank's file, and its ring, if there are any.
+        """Return the source of this rank's file and the ring of this rank, or None for each.
 
         All ranks call this together.
         """

@@ -1,4 +1,4 @@
-"""Handles of saves in progress: waiting for their stages, and reporting failures."""
+"""Handles of saves in progress: they wait for stages, and report failures."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ log = logging.getLogger("shardwise")
 class PendingSave:
     """A save that agents complete, stage by stage.
 
-    A failure of a snapshot that is for memory only does not end the training: the next snapshot
-    replaces it.
+    If a save is for memory only, its failure does not end the training: the next snapshot replaces
+    the failed snapshot.
 
     Attributes:
         agents: the agents that complete the save.
@@ -37,8 +37,8 @@ class PendingSave:
         save_id: the id of the save.
         stages: the stages to wait for, in order.
         logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
-        deletes_older: whether older checkpoints are deleted from storage after the last stage, and
-            this rank waits for the deletion. True only on rank 0.
+        deletes_older: whether this rank waits until older checkpoints are deleted from storage,
+            which happens after the last stage. True only on rank 0.
         copying: the copy of this rank's part.
     """
 
@@ -123,7 +123,7 @@ class PendingSave:
             # A newer snapshot replaced this one, so these stages run for the newer one instead.
             done = self._read_outcome(stage) or StageOutcome(save_id=self.save_id, stage=stage)
         if done is not None:
-            self._outcomes[stage] = done  # the record is deleted with the memory of the run
+            self._outcomes[stage] = done  # kept, because the record is deleted with the run
         failure = self.staging_failure if done is None else done.failure
         if failure:
             raise StoreError(f"{self._describe_failure(stage)}: {failure}")
@@ -184,14 +184,14 @@ class PendingSave:
 
 
 class _RetryNotice:
-    """Logs why a stage takes long, while somebody waits for it."""
+    """Logs why a stage takes long, while a caller waits for the stage."""
 
     def __init__(self, save: PendingSave, stage: str) -> None:
         self._save, self._stage = save, stage
         self._next_check = time.monotonic() + RETRY_CHECK_PERIOD
 
     def log_if_due(self) -> None:
-        """Log why the agent tries the stage again, if it does and this was not logged recently."""
+        """If the agent tries the stage again, log why, unless this was logged recently."""
         now = time.monotonic()
         if now < self._next_check:
             return
@@ -210,9 +210,9 @@ class SaveHandle:
     Args:
         report: the report of the work so far.
         pending: the stages to come; None if the save is durable.
-        copying: the copy to host memory; None if it has ended. While a caller waits for the copy,
-            it runs at full speed.
-        mirror: follows the mirror of the root, if it has one.
+        copying: the copy to host memory; None if it has ended. The copy runs at full speed while a
+            caller waits for it.
+        mirror: waits for the mirror of the root; None if the root has no mirror.
     """
 
     def __init__(

@@ -57,8 +57,8 @@ class _MappedFile:
 
     Attributes:
         buffer: the mapping.
-        mapped_bytes: the length of the start of `buffer` that still maps pages of the file, in
-            bytes. Shrinking the file takes later pages from it, so that data in them would be lost.
+        mapped_bytes: how many of the first bytes of `buffer` still map pages of the file. After the
+            file has shrunk, the later pages are no longer part of the file.
         lock_was_tried: whether page-locking was tried.
         is_locked: whether the memory is page-locked.
     """
@@ -110,7 +110,7 @@ class Slots:
 
         Args:
             nbytes: the size of the files that the slots are for.
-            device_bytes: the length of the start of each slot that a device copies to, in bytes.
+            device_bytes: how many of the first bytes of each slot a device copies to.
             leave_free: the number of bytes that must remain free for other purposes.
 
         Raises:
@@ -143,12 +143,12 @@ class Slots:
         """Return a free slot, resized to this many bytes; None if no slot is free.
 
         The file stays in the directory of free slots until the caller has filled it and moves it to
-        its snapshot. If the trainer is killed before, the slot is still free.
+        the snapshot. If the trainer is killed before the move, the slot is still free.
 
         Args:
             nbytes: the size of the file.
             excluding: the names of slots that are already being filled.
-            device_bytes: the length of the start of the slot that a device copies to, in bytes.
+            device_bytes: how many of the first bytes of the slot a device copies to.
 
         Raises:
             StoreError: the memory file system is full.

@@ -1,4 +1,4 @@
-"""Snapshots of a run: its ranks stage them here and leave the rest to the agents."""
+"""Snapshots of a run: the ranks stage them, and the agents complete them."""
 
 from __future__ import annotations
 
@@ -213,8 +213,8 @@ class Snapshots:
     def resume_from(self, step: int | None) -> None:
         """Discard the snapshots newer than the step that the run resumes from.
 
-        All ranks call this together. Nodes that are unreachable or without trainers may keep some
-        newer snapshots. So the root records which steps are abandoned.
+        All ranks call this together. Unreachable nodes and nodes without trainers may keep newer
+        snapshots. So the root records which steps are superseded.
         """
 
         def discard() -> bytes:

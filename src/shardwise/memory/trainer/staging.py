@@ -1,4 +1,4 @@
-"""Staging: copying a rank's part of a snapshot into the memory of its node."""
+"""Staging: copies a rank's part of a snapshot into the memory of its node."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Staging:
         return self._own_slots.has_free()
 
     def begin(self, part: SnapshotPart) -> CopyProgress:
-        """Begin to copy a part, with the values it has once the current streams reach this point.
+        """Begin to copy a part. The values are copied as they are when the streams reach this call.
 
         Failures are raised by `raise_failure`.
         """
@@ -225,8 +225,8 @@ class Staging:
     def _stage(self, part: SnapshotPart, copying: CopyProgress) -> None:
         """Stage a part in the background.
 
-        After a failure, this rank raises the error at its next save. The agents fail the commit, so
-        that every rank that waits for the save gets the error.
+        After a failure, this rank raises the error at its next save. The agents make the commit
+        fail, so that every rank that waits for the save gets the error.
         """
         failure = ""
         try:
@@ -341,10 +341,10 @@ class Staging:
         )
 
     def _bytes_to_lock(self, nbytes: int, ring: Ring) -> int:
-        """Return how many bytes of a file for others devices copy to: copies, but not parity."""
+        """Return how many bytes of a copy for another node devices write; 0 for parity."""
         return nbytes if ring.copies and self._streams.has_devices() else 0
 
 
 def _bytes_from_devices(source: FileSource) -> int:
-    """Return how many of the first bytes of a file devices copy to."""
+    """Return how many of the first bytes of a file devices write."""
     return source.layout.objects_at if source.devices else 0

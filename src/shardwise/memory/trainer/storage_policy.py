@@ -1,4 +1,4 @@
-"""What happens to a snapshot in storage, and the pending manifest that says it to the agents."""
+"""The rules for a snapshot in storage, and the pending manifest with which agents get them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.tiers.options import MirrorRequest
 
 @dataclass(frozen=True, slots=True)
 class StoragePolicy:
-    """What happens to a snapshot in storage.
+    """The rules for a snapshot, and for older checkpoints, in storage.
 
     Attributes:
         durable: whether to persist the snapshot in any case, not only if a trainer is lost.
@@ -32,7 +32,7 @@ class StoragePolicy:
 
     @property
     def removes_old(self) -> bool:
-        """Whether something happens to older checkpoints after the save."""
+        """Whether older checkpoints may be removed, or mirrored, after the save."""
         return self.keep.has_rules or self.mirror is not None
 
 
