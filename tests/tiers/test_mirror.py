@@ -19,7 +19,7 @@ from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.testing.faulty_store import FULL_DISK, Fault, FaultyStore
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
-from shardwise.tiers.record import MIRROR, read_mirror_record
+from shardwise.tiers.record import MIRROR_FILE, read_mirror_record
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
@@ -462,7 +462,7 @@ def test_a_mirror_is_checked(root: Path, mirror: Path) -> None:
 
 def test_a_damaged_record_is_replaced(root: Path, mirror: Path) -> None:
     save(root, 1, mirror=mirror)
-    (root / MIRROR).write_bytes(b"{")
+    (root / MIRROR_FILE).write_bytes(b"{")
     with pytest.raises(sw.StoreError, match="remove it"):
         read_mirror_record(LocalStore(root))
     save(root, 2, mirror=mirror)

@@ -17,7 +17,7 @@ from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.options import MirrorRequest
-from shardwise.tiers.record import MIRROR
+from shardwise.tiers.record import MIRROR_FILE
 from tests.cli.conftest import Run, run
 from tests.tiers.test_mirror import data_file, flip, save, state
 
@@ -49,7 +49,7 @@ def test_a_load_of_the_root_uses_the_mirror(root: Path) -> None:
 def test_a_record_that_cannot_be_trusted_is_not_followed(
     root: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = root / MIRROR
+    record = root / MIRROR_FILE
     if how == "others may read it":
         record.chmod(0o644)
     elif how == "damaged":
