@@ -206,7 +206,7 @@ class Trial:
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """Staging in buckets of 4 KiB, beside a training."""
-    monkeypatch.setattr("shardwise.memory.trainer.copying.BUCKET", 4096)
+    monkeypatch.setattr("shardwise.memory.trainer.copying.BYTES_AT_ONCE", 4096)
     found = Trial(tmp_path)
     yield found
     found.staging.close()
