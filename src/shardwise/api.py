@@ -22,7 +22,13 @@ from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.loading import LoadOptions, State, load_state, unite_local_states
 from shardwise.manifest.names import check_name
-from shardwise.opening import OpenOptions, open_any, place_below, refuse_file, refuse_foreign
+from shardwise.opening import (
+    OpenOptions,
+    find_step_directory,
+    open_any,
+    refuse_file,
+    refuse_foreign,
+)
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
@@ -154,10 +160,12 @@ def load(
     options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
         resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
         staging_bytes=staging_bytes)  # fmt: skip
-    reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
+    open_options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
-        return load_state(find_store(place, step, ranks), state, options, reading, ranks, recorder)
+        return load_state(
+            find_store(place, step, ranks), state, options, open_options, ranks, recorder
+        )
 
 
 @skip_compile
@@ -210,15 +218,15 @@ def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
         root of a run, the directory of the selected step.
 
     Raises:
-        ShardwiseError: as for `place_below`.
+        ShardwiseError: as for `find_step_directory`.
     """
 
     def enter() -> Store:
         store = open_store(place)
         return open_with_mirror(store) if isinstance(place, (str, os.PathLike)) else store
 
-    below = place_below(enter, step, group)
-    return (lambda: enter().at(below)) if below else enter
+    step_directory = find_step_directory(enter, step, group)
+    return (lambda: enter().at(step_directory)) if step_directory else enter
 
 
 @contextmanager
@@ -239,11 +247,11 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
         if chosen is None or has_cpu_backend(chosen):
             yield TorchGroup(chosen or dist.distributed_c10d._get_default_group())
             return
-        own = dist.new_group(dist.get_process_group_ranks(chosen), TIMEOUT, "gloo")
+        gloo_group = dist.new_group(dist.get_process_group_ranks(chosen), TIMEOUT, "gloo")
         try:
-            yield TorchGroup(own)
+            yield TorchGroup(gloo_group)
         finally:
-            dist.destroy_process_group(own)
+            dist.destroy_process_group(gloo_group)
     else:
         yield group
 
@@ -254,9 +262,9 @@ def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
     Raises:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.
     """
-    held = unite_local_states(
+    local_state = unite_local_states(
         each.local_state() for each in bind_state(state, allow_pickle=allow_pickle)
     )
-    for name in held.names():
+    for name in local_state.names():
         check_name(name)
-    return held
+    return local_state

@@ -53,7 +53,7 @@ class Checkpoint(Mapping[str, Any]):
         self._opened = opened
         self._saved = SavedNames(opened.manifest)
         self._arena = Arena.for_reading(opened.store.traits.transfer)
-        self._compared: set[int] = set()
+        self._compared_indices: set[int] = set()
         self.manifest: Manifest = opened.manifest
         self.metrics = opened.manifest.metrics
         self.verified = verify
@@ -257,11 +257,11 @@ class Checkpoint(Mapping[str, Any]):
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read tensors and plain values by name. Tied tensors share memory."""
         values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
-        inside_values = {each for v in values.values() for each in tensor_names_in_value(v)}
-        wanted = [name for name in names if name not in values and name not in inside_values]
+        names_inside_values = {each for v in values.values() for each in tensor_names_in_value(v)}
+        wanted = [name for name in names if name not in values and name not in names_inside_values]
         tensors: dict[int, torch.Tensor] = {}
         leaves = []
-        for name in [*wanted, *sorted(inside_values)]:
+        for name in [*wanted, *sorted(names_inside_values)]:
             entry = self._saved.tensor(name)
             if entry is None:
                 raise StateError(
@@ -285,10 +285,10 @@ class Checkpoint(Mapping[str, Any]):
         return {name: found[name] for name in names if name in found}
 
     def _read_leaves(self, leaves: Sequence[TensorLeaf]) -> None:
-        indices = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared
+        indices = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared_indices
         if self.verified and indices:
             check_sample(self._opened, self._arena, Recorder(), indices)
-            self._compared |= indices
+            self._compared_indices |= indices
         planned = plan_reads(leaves, self._saved, self._opened, self._arena)
         fill_alone(planned, self._opened, self._arena, verify=self.verified)
 

@@ -35,7 +35,7 @@ from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import DEFAULTS, OpenOptions, open_any, place_below
+from shardwise.opening import DEFAULT_OPTIONS, OpenOptions, find_step_directory, open_any
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store, open_store, resolve_links
 
@@ -193,7 +193,7 @@ class _Job:
                 for index, place in enumerate(places)
             ]
         by_path = {str(each.store): each for each in opened}
-        if len({_real_place(each.store) for each in opened}) < len(opened):
+        if len({_resolve_place(each.store) for each in opened}) < len(opened):
             raise StateError(
                 f"places= has a checkpoint twice ({', '.join(map(str, places))}): pass each one "
                 "once, and use weights= to give it a larger weight"
@@ -224,7 +224,9 @@ class _Job:
         with self.recorder.stage("open"):
             opened = self._open(base, f"{alpha}", reading)
             config = self._read_adapter_config(adapter)
-            opened_adapter = self._open(partial(_adapter_weights, adapter), f"{alpha}", DEFAULTS)
+            opened_adapter = self._open(
+                partial(_adapter_weights, adapter), f"{alpha}", DEFAULT_OPTIONS
+            )
         changes = self._find_changes(opened_adapter, opened, config, alpha)
 
         def open_source(arena: Arena) -> Source:
@@ -263,7 +265,7 @@ class _Job:
         def find_store() -> Store:
             return open_store(place() if callable(place) else place)
 
-        step_folder = place_below(find_store, "newest", self.group)
+        step_folder = find_step_directory(find_store, "newest", self.group)
 
         def enter() -> Store:
             self.options.check()
@@ -272,7 +274,7 @@ class _Job:
                 self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
-        return open_any(enter, self.group, f"{self.options.identity}, {identity}", reading)
+        return open_any(enter, self.group, f"{self.options.resume_key}, {identity}", reading)
 
     def _read_adapter_config(self, adapter: Place) -> AdapterConfig | None:
         """Read the PEFT configuration of an adapter on rank 0. Return None if it has none."""
@@ -313,7 +315,7 @@ def _check_alpha(alpha: float | None) -> None:
         raise StateError(f"alpha={alpha!r}: expected a finite number")
 
 
-def _real_place(store: Files) -> str:
+def _resolve_place(store: Files) -> str:
     """Return the place of a store with symbolic links resolved."""
     return str(resolve_links(store) if isinstance(store, Store) else store)
 

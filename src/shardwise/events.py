@@ -85,7 +85,7 @@ class Recorder:
         return sums
 
 
-def size(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Format a number of bytes in a binary unit, for example `0 B`, `1.50 KiB` or `250 MiB`."""
     value = float(nbytes)
     for unit in UNITS:

@@ -87,22 +87,22 @@ def export(
         max_file=max_file,
     )
     with pause_gc(), resolved_group(group) as ranks:
-        reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-        return _export(place, step, options, reading, ranks, Recorder(on_event))
+        open_options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
+        return _export(place, step, options, open_options, ranks, Recorder(on_event))
 
 
 def _export(
     place: Place,
     step: Choice,
     options: ExportOptions,
-    reading: OpenOptions,
+    open_options: OpenOptions,
     group: Group,
     recorder: Recorder,
 ) -> ConversionReport:
     with ExitStack() as cleanup:
         choose = find_store(place, step, group)
 
-        def enter() -> Store:
+        def open_and_hold() -> Store:
             options.check()
             store = choose()
             if group.rank == 0:  # it leaves the export last
@@ -110,7 +110,7 @@ def _export(
             return store
 
         with recorder.stage("open"):
-            opened = open_any(enter, group, options.identity, reading)
+            opened = open_any(open_and_hold, group, options.resume_key, open_options)
         open_source = partial(CheckpointSource, opened, verify=options.verify)
         return write_export(
             options,

@@ -66,7 +66,7 @@ class LoadOptions:
             check_staging_bytes(self.staging_bytes)
 
     @property
-    def terms(self) -> str:
+    def settings_text(self) -> str:
         """The options that must be equal on all ranks, formatted for error messages."""
         return (
             f"strict={self.strict}, cast={self.cast}, verify={self.verify}, "
@@ -123,16 +123,16 @@ def load_state(
                 _restore_values(bindings, found, saved, opened, group, verify=verify)
             return nbytes
 
-        moved = run_on_all(group, "loading", read)
+        bytes_moved = run_on_all(group, "loading", read)
         for binding in bindings:
             binding.rebuild_weights()
-    return _report(opened, plan.own.plan, moved, found, unexpected, bindings, recorder)
+    return _report(opened, plan.own.plan, bytes_moved, found, unexpected, bindings, recorder)
 
 
 def _report(
     opened: Opened,
     plan: LoadPlan,
-    moved: tuple[int, int],
+    bytes_moved: tuple[int, int],
     found: Matched,
     unexpected: tuple[str, ...],
     bindings: Sequence[Binding],
@@ -142,8 +142,8 @@ def _report(
         path=str(opened.store),
         step=opened.manifest.step,
         bytes_needed=plan.bytes_needed,
-        bytes_read=moved[0],
-        bytes_received=moved[1],
+        bytes_read=bytes_moved[0],
+        bytes_received=bytes_moved[1],
         files=len(set(plan.spans.file.tolist())),
         missing=tuple(found.missing),
         unexpected=unexpected,
@@ -171,7 +171,7 @@ def _open(
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
         return store
 
-    return open_any(enter_and_lock, group, options.terms, open_options)
+    return open_any(enter_and_lock, group, options.settings_text, open_options)
 
 
 def _fit_to_target(
@@ -192,7 +192,7 @@ def _fit_to_target(
             order = binding.parameter_order()
             if order is not None:
                 name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
-                found[name] = resizing.saved_order(order, saved)
+                found[name] = resizing.order_with_saved_shapes(order, saved)
         return found
 
     opened = name_parameters(opened, parameter_orders, group)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from shardwise.events import size
-from shardwise.layout import Box, plane
+from shardwise.events import format_bytes
+from shardwise.layout import Box, choose_plane
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
 
@@ -37,12 +37,14 @@ def checkpoint_html(path: str, manifest: Manifest) -> str:
         dtypes = ", ".join(sorted({each.dtype for each in entries}))
         is_value = len(plain) == 1 and plain[0].name == key
         shown = str(plain[0].value) if is_value else str(len(plain) or "")
-        rows.append((key, str(len(entries) or ""), dtypes, size(nbytes) if entries else "", shown))
+        rows.append(
+            (key, str(len(entries) or ""), dtypes, format_bytes(nbytes) if entries else "", shown)
+        )
     facts = {
         "format": manifest.format,
         "step": str(manifest.step),
         "ranks": str(manifest.world_size),
-        "size": size(sum(file.size for file in manifest.files)),
+        "size": format_bytes(sum(file.size for file in manifest.files)),
     }
     return _table(path, facts, ("key", "tensors", "dtype", "size", "values"), rows)
 
@@ -52,7 +54,7 @@ def tensor_html(entry: TensorEntry, boxes: Sequence[tuple[Box, int]]) -> str:
     facts = {
         "dtype": entry.dtype,
         "shape": str(list(entry.shape)),
-        "size": size(_nbytes(entry)),
+        "size": format_bytes(_nbytes(entry)),
         "boxes": f"{len(boxes)}, of {len({rank for _, rank in boxes})} rank(s) or file(s)",
     }
     if entry.same_as is not None:
@@ -87,17 +89,19 @@ def draw_boxes(
         raise ImportError(MATPLOTLIB_MISSING) from error
     if axes is None:
         axes = plt.subplots(layout="constrained")[1]
-    view = plane(shape, [box for box, _ in boxes])
-    numbers = sorted({number for _, number in boxes})
-    few = len(numbers) <= 10
-    palette = mpl.colormaps["tab10" if few else "viridis"]
-    colour = {n: palette(i if few else i / len(numbers)) for i, n in enumerate(numbers)}
+    view = choose_plane(shape, [box for box, _ in boxes])
+    owner_ids = sorted({owner_id for _, owner_id in boxes})
+    has_few_owners = len(owner_ids) <= 10
+    palette = mpl.colormaps["tab10" if has_few_owners else "viridis"]
+    colour = {
+        n: palette(i if has_few_owners else i / len(owner_ids)) for i, n in enumerate(owner_ids)
+    }
     for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
-        number = boxes[owner][1]
-        style: dict[str, Any] = {"facecolor": (*colour[number][:3], 0.6), "edgecolor": "white"}
+        owner_id = boxes[owner][1]
+        style: dict[str, Any] = {"facecolor": (*colour[owner_id][:3], 0.6), "edgecolor": "white"}
         axes.add_patch(Rectangle((left, top), right - left, bottom - top, **style))
         if len(view.boxes) <= MOST_LABELS:
-            label = f"{noun} {number}" if len(view.boxes) <= MOST_FULL_LABELS else str(number)
+            label = f"{noun} {owner_id}" if len(view.boxes) <= MOST_FULL_LABELS else str(owner_id)
             middle = (left + right) / 2, (top + bottom) / 2
             axes.text(*middle, label, ha="center", va="center", clip_on=True)
     axes.set_xlim(0, max(view.width, 1))

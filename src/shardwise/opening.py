@@ -35,7 +35,7 @@ from shardwise.formats.remap import remap
 from shardwise.formats.specification import Specification
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import FileEntry, Manifest
-from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
+from shardwise.manifest.names import MANIFEST, is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import Choice, choose_step, parse_choice
 from shardwise.store import Store
 
@@ -63,14 +63,14 @@ class OpenOptions:
             raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
 
 
-DEFAULTS = OpenOptions()
+DEFAULT_OPTIONS = OpenOptions()
 
 
 def open_any(
     enter: Callable[[], Store],
     group: Group,
-    terms: str = "",
-    options: OpenOptions = DEFAULTS,
+    settings_text: str = "",
+    options: OpenOptions = DEFAULT_OPTIONS,
 ) -> Opened:
     """Open the checkpoint at a place, of shardwise or foreign, on all ranks together.
 
@@ -79,7 +79,7 @@ def open_any(
     Args:
         enter: returns the store of the place. A failure on one rank is raised on all ranks.
         group: the ranks.
-        terms: further settings that must be equal on all ranks, formatted for error messages.
+        settings_text: further settings that must be equal on all ranks, for error messages.
         options: the options for reading the checkpoint.
 
     Raises:
@@ -91,7 +91,7 @@ def open_any(
 
     def make_message() -> tuple[Store, bytes]:
         store = enter()
-        return store, f"{store} {terms}".encode()
+        return store, f"{store} {settings_text}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
         require_equal(
@@ -105,7 +105,7 @@ def open_any(
         group, "opening a checkpoint", make_message, make_reply
     )
     if description.startswith(MAGIC):
-        opened = opened_foreign(FileTree(store), decode_index(description, str(store)))
+        opened = convert_to_opened(FileTree(store), decode_index(description, str(store)))
     else:
         opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
@@ -143,8 +143,8 @@ def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
     try:
         if options.index is None:
             return encode_index(read(tree))
-        terms = f"{spec}, {options.skip_unknown}, {options.format}"
-        return read_or_write_index(tree, options.index, read, terms)
+        settings_text = f"{spec}, {options.skip_unknown}, {options.format}"
+        return read_or_write_index(tree, options.index, read, settings_text)
     except FormatError as error:
         if tree.is_named_in(str(error)):
             raise
@@ -155,7 +155,7 @@ def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
         raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
 
-def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
+def find_step_directory(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or "".
 
     All ranks call this function together.
@@ -180,14 +180,14 @@ def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str
         require_equal(
             places, "ranks do not open the same checkpoint; pass the same path and step= on all:"
         )
-        return _step_below(store, parse_choice(choice)).encode()
+        return _choose_step_directory(store, parse_choice(choice)).encode()
 
     return exchange_with_local_value(group, "choosing a checkpoint", make_message, make_reply)[
         1
     ].decode()
 
 
-def _step_below(store: Store, choice: Choice) -> str:
+def _choose_step_directory(store: Store, choice: Choice) -> str:
     try:
         names = store.list()
     except NotADirectoryError:
@@ -202,7 +202,7 @@ def _step_below(store: Store, choice: Choice) -> str:
     return ""
 
 
-def open_foreign(store: Store, options: OpenOptions = DEFAULTS) -> Opened | None:
+def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened | None:
     """Open a foreign checkpoint in this process alone; None if the place has none.
 
     Raises:
@@ -212,7 +212,7 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULTS) -> Opened | None
         return None
     try:
         description = _describe_foreign(store, options)
-        return opened_foreign(FileTree(store), decode_index(description, str(store)))
+        return convert_to_opened(FileTree(store), decode_index(description, str(store)))
     except CheckpointNotFoundError:
         return None
 
@@ -238,7 +238,7 @@ def _may_be_foreign(store: Store) -> bool:
         names = store.list()
     except NotADirectoryError:
         return True
-    ours = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
+    ours = any(is_file_of_save(name) or step_of_directory(name) is not None for name in names)
     return bool(names) and not ours
 
 
@@ -280,7 +280,7 @@ def refuse_as_root(store: Store) -> None:
         )
 
 
-def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
+def convert_to_opened(tree: FileTree, foreign: Foreign) -> Opened:
     """Check the description of a foreign checkpoint, and return it as an `Opened` checkpoint.
 
     Raises:

@@ -23,7 +23,7 @@ KEEP_COMMON = "keep-common"
 Shape = tuple[int, ...]
 
 
-class Target(msgspec.Struct, frozen=True, array_like=True):
+class ResizeTarget(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the target that may be resized.
 
     Attributes:
@@ -46,7 +46,7 @@ class Resizing:
         optimizers: the names of the target's optimizers.
     """
 
-    targets: Mapping[str, Target] = field(default_factory=dict)
+    targets: Mapping[str, ResizeTarget] = field(default_factory=dict)
     optimizers: Collection[str] = ()
 
     @classmethod
@@ -72,17 +72,17 @@ class Resizing:
             return msgspec.msgpack.encode(_find_targets(resize, state))
 
         def make_reply(messages: list[bytes]) -> bytes:
-            found: dict[str, Target] = {}
+            found: dict[str, ResizeTarget] = {}
             optimizers: dict[str, None] = {}
             for each in messages:
                 targets, names = msgspec.msgpack.decode(
-                    each, type=tuple[dict[str, Target], list[str]]
+                    each, type=tuple[dict[str, ResizeTarget], list[str]]
                 )
                 optimizers |= dict.fromkeys(names)
                 for name, target in targets.items():
                     other = found.get(name, target)
                     is_meta = target.is_meta or other.is_meta
-                    found[name] = Target(target.shape, target.name_in_module, is_meta)
+                    found[name] = ResizeTarget(target.shape, target.name_in_module, is_meta)
             unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
             if unmatched:
                 raise MismatchError(
@@ -92,9 +92,9 @@ class Resizing:
             return msgspec.msgpack.encode((found, [*optimizers]))
 
         reply = exchange(group, "finding tensors to resize", make_message, make_reply)
-        return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, Target], list[str]]))
+        return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, ResizeTarget], list[str]]))
 
-    def saved_order(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
+    def order_with_saved_shapes(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
         """Return the order of an optimizer's parameters, with their shapes in the checkpoint."""
         saved_shapes: dict[tuple[str, Shape], Shape] = {}
         for name, target in self.targets.items():
@@ -152,7 +152,7 @@ class Resizing:
         return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=resized))
 
     def _moments(
-        self, name: str, target: Target, saved: SavedNames, selection: Selection
+        self, name: str, target: ResizeTarget, saved: SavedNames, selection: Selection
     ) -> Iterator[str]:
         """Yield the names of a parameter's moments in the optimizers' states."""
         parameter = saved.tensor(name)
@@ -186,7 +186,7 @@ def _check_patterns(resize: object) -> None:
 
 def _find_targets(
     patterns: Mapping[str, str], state: MutableMapping[str, object]
-) -> tuple[dict[str, Target], list[str]]:
+) -> tuple[dict[str, ResizeTarget], list[str]]:
     """Return this rank's tensors that match a pattern, and the names of its optimizers.
 
     The result includes the tensors that are tied to a matching tensor.
@@ -203,7 +203,7 @@ def _find_targets(
     }
     tied = {leaf.tie_key for _, leaf in leaves if leaf.name in matching} - {None}
     targets = {
-        leaf.name: Target(
+        leaf.name: ResizeTarget(
             leaf.shape,
             leaf.name.removeprefix(f"{owner}."),
             any(fragment.data.is_meta for fragment in leaf.fragments),

@@ -107,9 +107,11 @@ class SavedTensor:
             CorruptionError: bytes differ from the saved bytes.
         """
         parts = index if isinstance(index, tuple) else (index,)
-        plain = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in parts)
+        index_parts = tuple(
+            part.cpu() if isinstance(part, torch.Tensor) else part for part in parts
+        )
         try:
-            selections = select_positions(plain, self.shape)
+            selections = select_positions(index_parts, self.shape)
         except IndexError as error:
             raise IndexError(f"{self.name}: {error}") from None
         out = _read_selected(self._entry, selections, self._read_into)
@@ -207,6 +209,6 @@ def _read_selected(
         read_into([TensorLeaf(entry.name, dtype, entry.shape, tuple(fragments))])
         if has_gaps:
             for dim, each in enumerate(batch_covers):
-                data = data[(slice(None),) * dim + (each.within,)]
+                data = data[(slice(None),) * dim + (each.packed_index,)]
             out[batch] = data
     return out

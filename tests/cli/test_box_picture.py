@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.box_picture import HEIGHT, SHADES, WIDTH, draw_boxes
-from shardwise.layout import Box, plane
+from shardwise.layout import Box, choose_plane
 
 CUTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -27,7 +27,7 @@ def grid(*lengths: list[int]) -> tuple[tuple[int, ...], list[Box]]:
 
 def drawn(lengths: list[list[int]]) -> list[str]:
     shape, boxes = grid(*lengths)
-    return [line.plain for line in draw_boxes(plane(shape, boxes), list(range(len(boxes))))]
+    return [line.plain for line in draw_boxes(choose_plane(shape, boxes), list(range(len(boxes))))]
 
 
 @given(st.lists(CUTS, min_size=1, max_size=3))
@@ -72,15 +72,15 @@ def test_many_boxes_become_blocks_in_the_shades_of_their_ranks(n: int) -> None:
 
 def test_of_more_than_two_dimensions_the_split_ones_are_drawn() -> None:
     shape, boxes = grid([5], [2, 2], [6], [3, 3])
-    view = plane(shape, boxes)
+    view = choose_plane(shape, boxes)
     assert (view.vertical_dim, view.horizontal_dim, view.hidden) == (1, 3, ())
     assert len(view.boxes) == 4
     shape, boxes = grid([1, 1], [2, 2], [3, 3])
-    view = plane(shape, boxes)
+    view = choose_plane(shape, boxes)
     assert (view.vertical_dim, view.horizontal_dim, view.hidden) == (0, 1, (2,))
     assert view.owners == (0, 2, 4, 6)
 
 
 def test_a_scalar_is_one_box() -> None:
-    lines = draw_boxes(plane((), [Box((), ())]), [5])
+    lines = draw_boxes(choose_plane((), [Box((), ())]), [5])
     assert "5" in lines[2].plain

@@ -23,7 +23,7 @@ from shardwise.formats.index import decode_index, encode_index, read_or_write_in
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces
-from shardwise.opening import opened_foreign
+from shardwise.opening import convert_to_opened
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 
@@ -88,7 +88,7 @@ def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, 
     values = np.random.default_rng(seed).integers(0, 250, shape).astype(dtype)
     with tempfile.TemporaryDirectory() as folder:
         foreign = decode_index(encode_index(scattered(values, Path(folder), seed)), "here")
-        read = Checkpoint(opened_foreign(FileTree(folder), foreign), verify=True)["w"]
+        read = Checkpoint(convert_to_opened(FileTree(folder), foreign), verify=True)["w"]
         assert isinstance(read, sw.SavedTensor)
         assert np.array_equal(read[...].numpy(), values)
         assert np.array_equal(read[shape[0] // 2 :].numpy(), values[shape[0] // 2 :])

@@ -15,7 +15,7 @@ from shardwise.manifest.checksums import (
     block_checksums,
     block_count,
     crc32,
-    damaged_blocks,
+    find_damaged_blocks,
 )
 
 
@@ -29,10 +29,10 @@ def test_an_altered_byte_is_found_in_its_block(size: int, where: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     sums = block_checksums(data)
     assert len(sums) == block_count(size)
-    assert damaged_blocks(data, sums) == []
+    assert find_damaged_blocks(data, sums) == []
     if size:
         data[where % size] ^= 1 << where % 8
-        assert damaged_blocks(data, sums) == [where % size // BLOCK]
+        assert find_damaged_blocks(data, sums) == [where % size // BLOCK]
 
 
 def test_a_short_last_block_is_covered() -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.layout import Box, uncovered_tensors
+from shardwise.layout import Box, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     FileEntry,
@@ -230,7 +230,7 @@ def test_cover_is_exact_just_if_every_element_is_in_one_box(
     for tensor, box in boxes:
         times[tensor][box.slices()] += 1
     expected = [i for i, each in enumerate(times) if not (each == 1).all()]
-    found = uncovered_tensors(
+    found = find_uncovered_tensors(
         np.array(shapes, np.int64),
         np.array([tensor for tensor, _ in boxes], np.int64),
         np.array([box.offset for _, box in boxes], np.int64).reshape(-1, 2),

@@ -52,10 +52,10 @@ def test_what_a_save_makes_is_known_again() -> None:
     assert names.new_save_id() != save_id
     for name in (names.data_file(3, save_id), names.data_file(123_456, save_id)):
         assert names.check_file_name(name) == name
-        assert names.made_by_save(name)
-    assert names.made_by_save(names.lock_file(save_id))
+        assert names.is_file_of_save(name)
+    assert names.is_file_of_save(names.lock_file(save_id))
     assert names.is_lock_file(names.lock_file(save_id))
-    assert names.made_by_save(f".{names.MANIFEST}.0123abcd")
+    assert names.is_file_of_save(f".{names.MANIFEST}.0123abcd")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_a_save_makes_is_known_again() -> None:
     ["manifest.json", "model.safetensors", "r1-0000000000000000.safetensors", "notes.txt", ".git"],
 )
 def test_what_others_make_is_not_ours_to_remove(name: str) -> None:
-    assert not names.made_by_save(name)
+    assert not names.is_file_of_save(name)
 
 
 @pytest.mark.parametrize("save_id", ["", "0" * 15, "0" * 17, "G" * 16, "0123456789abcde\n"])

@@ -15,10 +15,10 @@ from shardwise.manifest.manifest import (
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
     Pieces,
+    entries_of_runs,
     expand_runs,
     find_runs,
-    piece_entries,
-    piece_runs,
+    runs_of_manifest,
 )
 
 SHAPE = (64, 64)
@@ -72,7 +72,7 @@ def test_expanding_undoes_folding(listed: list[Row]) -> None:
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     runs = find_runs(pieces_of(listed))
-    entries = piece_entries(runs, [2, 2, 2])
+    entries = entries_of_runs(runs, [2, 2, 2])
     tensors = tuple(
         TensorEntry(f"t{i}", "uint8", SHAPE, tuple(own)) for i, own in enumerate(entries)
     )
@@ -87,7 +87,7 @@ def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     )
     again = decode_manifest(encode_manifest(manifest))
     assert again == manifest
-    assert rows_of(expand_runs(piece_runs(again))) == listed
+    assert rows_of(expand_runs(runs_of_manifest(again))) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:

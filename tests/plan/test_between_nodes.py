@@ -12,11 +12,11 @@ from shardwise.plan.between_nodes import (
     NOBODY,
     NodeRates,
     NodeReads,
-    is_faster_shared,
+    is_sharing_faster,
     reads_of_node,
     share_between_nodes,
 )
-from shardwise.plan.ranges import Ranges, unite
+from shardwise.plan.ranges import Ranges, unite_ranges
 from shardwise.plan.share import share_reads
 
 BLOCK = 64
@@ -40,7 +40,7 @@ def blocks_of(file: int, low: int, high: int) -> Blocks:
 
 def divide(wanted: list[list[Blocks]], largest: int) -> tuple[NodeReads, list[Ranges]]:
     """Divide as rank 0 does, with each different list once."""
-    lists = [unite([ranges_of(rank) for rank in node]) for node in wanted]
+    lists = [unite_ranges([ranges_of(rank) for rank in node]) for node in wanted]
     keys = [b"".join(c.tobytes() for c in (r.file, r.low, r.high)) for r in lists]
     distinct = list(dict.fromkeys(keys))
     reads = share_between_nodes(
@@ -90,7 +90,7 @@ def test_each_read_reaches_each_node_once_and_in_order(
     sent: list[tuple[int, int, int, int]] = []
     received: list[tuple[int, int, int, int]] = []
     for node in ranks:
-        own = reads.of_node(node)
+        own = reads.restrict_to_node(node)
         near = {each: ranks[each] for each in {node, *reads.neighbours(node)}}
         part = reads_of_node(own, node, near)
         assert sum((part.ranges.high - part.ranges.low)[part.source != NOBODY]) == (
@@ -119,7 +119,7 @@ def test_ranks_of_a_node_have_all_that_they_want(wanted: list[list[Blocks]], lar
     reads, _ = divide(wanted, largest)
     ranks = ranks_of(wanted)
     for node, of_ranks in enumerate(wanted):
-        part = reads_of_node(reads.of_node(node), node, ranks)
+        part = reads_of_node(reads.restrict_to_node(node), node, ranks)
         shared = share_reads(
             [ranges_of(each) for each in of_ranks],
             largest_read=largest * BLOCK,
@@ -179,7 +179,7 @@ def test_a_node_gets_only_its_own_reads_of_thousands() -> None:
     ]
     kinds = [node % len(lists) for node in range(nodes)]
     reads = share_between_nodes(lists, kinds, [8] * nodes, largest_read=8 * BLOCK)
-    own = reads.of_node(17)
+    own = reads.restrict_to_node(17)
     assert len(own) == files * 64
     assert len(own.groups) == 1
     assert own.neighbours(17) == {7, 27}
@@ -195,11 +195,11 @@ def test_the_slower_of_storage_and_network_decides(
     store: float, network: float, faster: bool
 ) -> None:
     nodes = [NodeRates(store, network, 1000, 250, 750)] * 4
-    assert is_faster_shared(nodes) == faster
+    assert is_sharing_faster(nodes) == faster
 
 
 def test_a_node_without_a_rate_of_the_network_reads_alone() -> None:
     nodes = [NodeRates(1e9, 0.0, 1000, 500, 500), NodeRates(1e9, 1e9, 1000, 500, 500)]
-    assert not is_faster_shared(nodes)
+    assert not is_sharing_faster(nodes)
     idle = NodeRates(0.0, 0.0, 0, 0, 0)
-    assert is_faster_shared([idle, *[NodeRates(1e6, 1e9, 1000, 500, 500)] * 2])
+    assert is_sharing_faster([idle, *[NodeRates(1e6, 1e9, 1000, 500, 500)] * 2])

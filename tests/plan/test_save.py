@@ -16,8 +16,8 @@ from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
-from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, piece_runs
-from shardwise.plan.save import SavePlan, divide, fill_levels, plan_save
+from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, runs_of_manifest
+from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
 from shardwise.plan.tables import Description, decode_description, decode_pieces
 from shardwise.testing.strategies import BoxesByRank, Tensor, holdings, tensors
 
@@ -54,7 +54,7 @@ def pieces_of(plan: SavePlan) -> Pieces:
         objects=(),
         tensors=entries_of(plan),
     )
-    return expand_runs(piece_runs(manifest))
+    return expand_runs(runs_of_manifest(manifest))
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
@@ -85,7 +85,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     for rank, description in enumerate(descriptions):
         pieces = decode_pieces(plan.encode_pieces(rank), description)
         for fragment, (name, _, shape, box), whole in zip(
-            pieces.fragment, pieces.listed(description), pieces.whole, strict=True
+            pieces.fragment, pieces.describe_pieces(description), pieces.whole, strict=True
         ):
             n = len(shape)
             own = Box(
@@ -125,7 +125,7 @@ def test_the_manifest_says_where_each_piece_lies(
     dims = pieces.offset.shape[1]
     for rank, description in enumerate(descriptions):
         table = decode_pieces(plan.encode_pieces(rank), description)
-        listed_pieces = table.listed(description)
+        listed_pieces = table.describe_pieces(description)
         for start, (name, dtype, _, box) in zip(table.start.tolist(), listed_pieces, strict=False):
             padding = dims - len(box.shape)
             offset, shape = box.offset + (0,) * padding, box.shape + (1,) * padding
@@ -298,7 +298,7 @@ def test_every_element_goes_to_one_holder(
     loads = np.array(start, np.float64)
     times = [np.zeros(shape, int) for _, shape, _ in described]
     given_bytes = np.zeros(WORLD)
-    for cut in divide(described, holders, loads, grain=grain):
+    for cut in divide_replicas(described, holders, loads, grain=grain):
         assert cut.rank in holders
         times[cut.replica][cut.box.slices()] += 1
         given_bytes[cut.rank] += cut.box.size * described[cut.replica][2]
@@ -313,15 +313,15 @@ def test_loads_are_level_but_for_a_grain(
     loads = np.array(start, np.float64)
     total = sum(math.prod(shape) * itemsize for _, shape, itemsize in described)
     before = loads[holders].copy()
-    ideal = before + fill_levels(before, float(total))
-    divide(described, holders, loads, grain=grain)
+    ideal = before + even_out_loads(before, float(total))
+    divide_replicas(described, holders, loads, grain=grain)
     assert (loads[holders] <= ideal + 2 * grain).all()
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 5000))
 def test_water_finds_its_level(start: list[int], amount: int) -> None:
     loads = np.array(start, np.float64)
-    poured = fill_levels(loads, float(amount))
+    poured = even_out_loads(loads, float(amount))
     assert (poured >= 0).all()
     assert math.isclose(poured.sum(), amount, abs_tol=1e-6)
     wet = poured > 1e-9

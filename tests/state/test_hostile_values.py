@@ -66,7 +66,7 @@ def in_lists(depth: int) -> object:
 
 def test_a_file_nested_too_deep_is_refused() -> None:
     for encoded in (in_lists(201), in_lists(5000), {"a": in_lists(5000)}):
-        with pytest.raises(StateError, match="deeper than 200 levels"):
+        with pytest.raises(StateError, match="more than 200 levels deep"):
             decode(encoded, "value")
 
 

@@ -19,7 +19,7 @@ from shardwise.adapters.deepspeed_optimizer import (
     leaf_of_frozen_parameter,
 )
 from shardwise.adapters.modules import ModuleContents, ModuleWeights
-from shardwise.adapters.parameters import CleanNames, Parameter
+from shardwise.adapters.parameters import NameCleaner, Parameter
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
@@ -107,7 +107,7 @@ class EngineWeights(ModuleWeights):
             leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
         }
         engine_leaves: dict[str, TensorLeaf] = {}
-        clean = CleanNames(self._module)
+        clean = NameCleaner(self._module)
         for path, parameter in self._module.named_parameters(remove_duplicate=False):
             leaf = leaves.get(names[id(parameter)])
             if leaf is None and hasattr(parameter, "ds_tensor"):
@@ -122,15 +122,15 @@ class EngineWeights(ModuleWeights):
         """Compute the module's weights from the master weights. This is a collective."""
         adapter = adapter_of(self._engine.optimizer)
         if adapter is not None:
-            adapter.rebuild(self._engine.optimizer)
+            adapter.rebuild_weights(self._engine.optimizer)
 
     def _master_weights(self) -> Iterator[Parameter]:
         adapter = adapter_of(self._engine.optimizer)
         if adapter is not None:
-            yield from adapter.masters(self._engine.optimizer, self._parameter_names())
+            yield from adapter.find_master_weights(self._engine.optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[int, str]:
-        clean = CleanNames(self._module)
+        clean = NameCleaner(self._module)
         return {id(each): clean(path) for path, each in self._module.named_parameters()}
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.adapters.parameters import FlatRange, Parameter
 from shardwise.state.leaves import TensorLeaf
 
-Names = Mapping[int, str]
+NamesById = Mapping[int, str]
 """Names of parameters, by the `id` of the parameter."""
 
 
@@ -26,13 +26,14 @@ class OptimizerAdapter:
     """Functions for one of DeepSpeed's optimizer classes.
 
     Attributes:
-        masters: yields the weights that the optimizer steps, given the names of the parameters.
-        rebuild: computes the module's weights from the weights that the optimizer steps. This is a
-            collective.
+        find_master_weights: takes the optimizer and the names of the parameters, and yields the
+            weights that the optimizer steps.
+        rebuild_weights: computes the module's weights from the weights that the optimizer steps.
+            This is a collective.
     """
 
-    masters: Callable[[Any, Names], Iterator[Parameter]]
-    rebuild: Callable[[Any], None]
+    find_master_weights: Callable[[Any, NamesById], Iterator[Parameter]]
+    rebuild_weights: Callable[[Any], None]
 
 
 def is_deepspeed_optimizer(value: object) -> bool:
@@ -68,7 +69,7 @@ def leaf_of_frozen_parameter(parameter: Any, name: str) -> TensorLeaf:
     return _range_of_zero_3(parameter, name).leaf(name, parameter.ds_tensor.detach())
 
 
-def _masters_of_zero_1_and_2(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_zero_1_and_2(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
     columns = zip(
         optimizer.single_partition_of_fp32_groups,
         optimizer.round_robin_bit16_groups,
@@ -90,7 +91,7 @@ def _offsets_by_group(optimizer: Any) -> Sequence[Sequence[int]]:
     return [_offsets_end_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
 
 
-def _masters_of_bf16(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_bf16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
     columns = zip(
         optimizer.fp32_groups_flat_partition,
         optimizer.bf16_groups,
@@ -104,18 +105,18 @@ def _masters_of_bf16(optimizer: Any, names: Names) -> Iterator[Parameter]:
         )
 
 
-def _masters_of_fp16(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_fp16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
     for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
         yield _partition_as_parameter(flat, parameters, _offsets_end_to_end(parameters), 0, names)
 
 
-def _masters_of_fp16_unfused(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_fp16_unfused(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
     for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, parameter in zip(masters, parameters, strict=True):
             yield Parameter(master, names[id(parameter)])
 
 
-def _masters_of_zero_3(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_zero_3(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
     groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
     for flat, parameters in groups:
         ranges, start = [], 0
@@ -131,7 +132,7 @@ def _partition_as_parameter(
     parameters: Sequence[torch.Tensor],
     offsets: Sequence[int],
     rank: int,
-    names: Names,
+    names: NamesById,
 ) -> Parameter:
     """Return a rank's partition as a parameter.
 
@@ -160,7 +161,7 @@ def _offsets_end_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
     return list(accumulate((each.numel() for each in parameters), initial=0))[:-1]
 
 
-def _rebuild_gathered(optimizer: Any) -> None:
+def _rebuild_by_gather(optimizer: Any) -> None:
     optimizer.update_lp_params()
 
 
@@ -187,9 +188,9 @@ def _rebuild_zero_3(optimizer: Any) -> None:
 
 
 _ADAPTERS = {
-    "DeepSpeedZeroOptimizer": OptimizerAdapter(_masters_of_zero_1_and_2, _rebuild_gathered),
+    "DeepSpeedZeroOptimizer": OptimizerAdapter(_masters_of_zero_1_and_2, _rebuild_by_gather),
     "DeepSpeedZeroOptimizer_Stage3": OptimizerAdapter(_masters_of_zero_3, _rebuild_zero_3),
-    "BF16_Optimizer": OptimizerAdapter(_masters_of_bf16, _rebuild_gathered),
+    "BF16_Optimizer": OptimizerAdapter(_masters_of_bf16, _rebuild_by_gather),
     "FP16_Optimizer": OptimizerAdapter(_masters_of_fp16, _rebuild_fp16),
     "FP16_UnfusedOptimizer": OptimizerAdapter(_masters_of_fp16_unfused, _rebuild_fp16_unfused),
 }

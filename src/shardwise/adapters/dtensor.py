@@ -45,7 +45,7 @@ def fragments_of_local_tensor(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
-    splits = _splits(tuple(mesh.shape), tuple(coordinate), placements)
+    splits = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), placements)
     if splits is None:
         pending = next(
             placement for placement in placements if not isinstance(placement, _SUPPORTED)
@@ -55,7 +55,7 @@ def fragments_of_local_tensor(
             "are not reduced yet: redistribute it to Replicate() or Shard() first"
         )
     try:
-        pairs, size = _boxes(shape, splits)
+        pairs, size = _boxes_and_size(shape, splits)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
     if size != local.numel():
@@ -71,13 +71,15 @@ def fragments_of_local_tensor(
 
 
 @lru_cache(maxsize=4096)
-def _boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[list[tuple[Box, Box]], int]:
+def _boxes_and_size(
+    shape: tuple[int, ...], splits: tuple[Split, ...]
+) -> tuple[list[tuple[Box, Box]], int]:
     pairs = fragments_of_shard(shape, splits)
     return pairs, sum(box.size for box, _ in pairs)
 
 
 @lru_cache(maxsize=4096)
-def _splits(
+def _splits_of_placements(
     mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[Split, ...] | None:
     """Return the splits of a tensor in the order in which they apply; None if one is Partial."""

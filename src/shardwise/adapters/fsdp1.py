@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
-from shardwise.adapters.parameters import CleanNames, FlatRange, Parameter
+from shardwise.adapters.parameters import FlatRange, NameCleaner, Parameter
 from shardwise.state.leaves import TensorLeaf
 
 
@@ -24,7 +24,7 @@ def reshard_fsdp1(module: nn.Module) -> None:
 
     Otherwise the next forward would use the old gathered values.
     """
-    for _, handle in _units(module):
+    for _, handle in _fsdp_units(module):
         initialized = hasattr(handle.flat_param, "_local_shard")
         if initialized and handle.uses_sharded_strategy and not handle.needs_unshard():
             handle.reshard(free_unsharded_flat_param=True)
@@ -43,7 +43,7 @@ def leaves_of_flat_parameters(
     """
     leaves = []
     shared: dict[str, str] = {}
-    clean = CleanNames(module)
+    clean = NameCleaner(module)
     for flat, prefix, ranges in _flat_parameters(module):
         local = _local_shard(flat)
         for part in ranges:
@@ -66,8 +66,8 @@ def flat_parameters(module: nn.Module) -> Iterator[Parameter]:
 
 def _flat_parameters(module: nn.Module) -> Iterator[tuple[FlatParameter, str, list[FlatRange]]]:
     """Yield each flat parameter, the path prefix of its FSDP unit, and its original parameters."""
-    clean = CleanNames(module)
-    for path, handle in _units(module):
+    clean = NameCleaner(module)
+    for path, handle in _fsdp_units(module):
         flat = handle.flat_param
         prefix = f"{path}." if path else ""
         ranges = []
@@ -80,7 +80,7 @@ def _flat_parameters(module: nn.Module) -> Iterator[tuple[FlatParameter, str, li
         yield flat, prefix, ranges
 
 
-def _units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
+def _fsdp_units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
     """Yield the path and the handle of each FSDP unit that has parameters."""
     for path, part in module.named_modules():
         handle = getattr(part, "_handle", None)

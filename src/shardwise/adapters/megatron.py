@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.adapters.megatron_buckets import (
-    MASTER,
+    MASTER_KEY,
     BucketedState,
     ParameterInBucket,
     match_buckets,
@@ -31,7 +31,7 @@ from shardwise.adapters.megatron_optimizer import (
     refuse_unknown_optimizer,
 )
 from shardwise.adapters.modules import ModuleContents
-from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
+from shardwise.adapters.optimizers import OptimizerBinding, ParametersById
 from shardwise.adapters.parameters import Parameter, join_leaves, unwrap_data_parallel
 from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
@@ -139,14 +139,14 @@ class MegatronWeights:
         def has_tensor(name: str) -> bool:
             return saved.tensor(f"{module_name}.{name}") is not None
 
-        self._described = [each.match_names(has_tensor) for each in self._described]
+        self._descriptions = [each.match_names(has_tensor) for each in self._descriptions]
         contents = self._extra_state(module_name, with_copies=True)
         extras = {
-            f"{module_name}.{extra.name}" for each in self._described for extra in each.extras
+            f"{module_name}.{extra.name}" for each in self._descriptions for extra in each.extras
         }
         buckets = match_buckets(self._optimizers, saved)
         parts: dict[int, ParameterInBucket] = {}
-        if all(selection.selects(f"{part.bucket}.{MASTER}") for part in buckets.parts.values()):
+        if all(selection.selects(f"{part.bucket}.{MASTER_KEY}") for part in buckets.parts.values()):
             parts, contents.problems = buckets.parts, list(buckets.problems)
         leaves: list[TensorLeaf] = []
         for parameter, tensor in self._weights():
@@ -154,7 +154,7 @@ class MegatronWeights:
             if part is None:
                 leaves += _parameter_leaves(module_name, parameter, tensor)
             else:
-                leaves.append(part.leaf(MASTER, parameter.tensor))
+                leaves.append(part.leaf(MASTER_KEY, parameter.tensor))
                 contents.unselected += [f"{module_name}.{each.name}" for each in parameter.flat]
         contents.tensors = join_leaves(leaves, to_fill=True)
         # Extra state that the module does not have at present is not loaded.
@@ -165,7 +165,7 @@ class MegatronWeights:
 
     def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
         """Set extra state."""
-        for module, described in zip(self._modules, self._described, strict=True):
+        for module, described in zip(self._modules, self._descriptions, strict=True):
             states: dict[str, Any] = {}
             for extra in described.extras:
                 name = f"{module_name}.{extra.name}"
@@ -179,14 +179,14 @@ class MegatronWeights:
     def update_from_master_weights(self) -> None:
         """Compute the model's weights from the loaded master weights. This is a collective."""
         tensor_ids = {
-            id(each.tensor) for described in self._described for each in described.tensors
+            id(each.tensor) for described in self._descriptions for each in described.tensors
         }
         for optimizer in self._optimizers:
             if any(id(each.parameter) in tensor_ids for each in master_weights_of(optimizer)):
                 rebuild_weights(optimizer)
 
     @cached_property
-    def _described(self) -> list[ModelDescription]:
+    def _descriptions(self) -> list[ModelDescription]:
         return [describe_model(self._name, module) for module in self._modules]
 
     def _weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:
@@ -196,7 +196,7 @@ class MegatronWeights:
             for optimizer in self._optimizers
             for each in master_weights_of(optimizer)
         }
-        for described in self._described:
+        for described in self._descriptions:
             for each in described.tensors:
                 tensor = each.tensor
                 master = masters.get(id(tensor), MasterWeight(tensor, tensor, 0, tensor.numel()))
@@ -218,7 +218,7 @@ class MegatronWeights:
 
     def _extra_state(self, module_name: str, *, with_copies: bool) -> ModuleContents:
         contents = ModuleContents()
-        for described in self._described:
+        for described in self._descriptions:
             for extra in described.extras:
                 plain = extra.plain_value
                 if plain is not None and (with_copies or not extra.is_copy):
@@ -247,7 +247,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
         name: str,
         prefix: str,
         optimizer: object,
-        parameters: Callable[[], ParameterMap],
+        parameters: Callable[[], ParametersById],
         *,
         allow_pickle: bool,
     ) -> None:
@@ -260,7 +260,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
     def local_state(self) -> LocalState:
         """Return the state, hyperparameters, and the loss scale."""
         local_state = super().local_state()
-        for scaler in self._scalers():
+        for scaler in self._dynamic_scalers():
             local_state.objects[self._scaler_name] = encode(
                 _read_scaler_state(scaler), self._scaler_name
             )
@@ -272,7 +272,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
         self._bucketed_state = BucketedState(buckets, saved) if buckets.parts else None
         if self._bucketed_state is not None:
             local_state = self._bucketed_state.targets()
-            if self._scalers():
+            if self._dynamic_scalers():
                 local_state.problems.append(
                     f"{self._scaler_name}: the loss scale cannot be restored from a checkpoint "
                     "that was saved as dp_reshardable: save it as fully_reshardable"
@@ -282,7 +282,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
                 self._bucketed_state.discard_state()
             return selected
         local_state = super().targets(saved, selection)
-        if self._scalers() and saved.has_object(self._scaler_name):
+        if self._dynamic_scalers() and saved.has_object(self._scaler_name):
             local_state.add(selection.select_from(LocalState(objects={self._scaler_name: None})))
         return local_state
 
@@ -293,14 +293,14 @@ class MegatronOptimizerBinding(OptimizerBinding):
             return
         super().restore(values)
         if self._scaler_name in values:
-            for scaler in self._scalers():
+            for scaler in self._dynamic_scalers():
                 value = decode(values[self._scaler_name], self._scaler_name)
                 _load_scaler_state(self._scaler_name, scaler, value)
 
     def parameter_order(self) -> None:
         """Return None: checkpoints of Megatron-Core do not identify parameters by position."""
 
-    def _scalers(self) -> list[Any]:
+    def _dynamic_scalers(self) -> list[Any]:
         """Return the loss scalers with a dynamic scale."""
         scalers = [getattr(each, SCALER_KEY, None) for each in optimizers_in_chain(self._optimizer)]
         return [each for each in scalers if type(each).__name__ == "DynamicGradScaler"]

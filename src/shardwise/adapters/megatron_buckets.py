@@ -22,7 +22,7 @@ from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, LocalState, TensorLeaf
 from shardwise.state.plain_values import decode
 
-MASTER = "param"
+MASTER_KEY = "param"
 """The key of the master weights in a bucket."""
 _BUCKET_NAME = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 _GROUP_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -81,7 +81,7 @@ def match_buckets(optimizers: Sequence[object], saved: SavedNames) -> Buckets:
     for optimizer in optimizers if groups else ():
         for part in _parameters_in_buckets(optimizer, chained=any(groups)):
             buckets.parts[id(part.tensor)] = part
-            master = saved.tensor(f"{part.bucket}.{MASTER}")
+            master = saved.tensor(f"{part.bucket}.{MASTER_KEY}")
             prefix = part.group_prefix.partition("optimizer.")[0]
             ranks = dist.get_world_size() // part.chained_optimizer.data_parallel_group.size()
             if (
@@ -113,8 +113,8 @@ def _parameters_in_buckets(optimizer: Any, *, chained: bool) -> Iterator[Paramet
 def _parameters_in_buckets_of(chained_optimizer: Any, group: str) -> Iterator[ParameterInBucket]:
     masters = master_weights_of(chained_optimizer)
     updated_tensors = {id(each.parameter): each.tensor for each in masters}
-    for buffer_index, by_dtype in enumerate(chained_optimizer.gbuf_ranges):
-        for dtype, buckets in by_dtype.items():
+    for buffer_index, buckets_by_dtype in enumerate(chained_optimizer.gbuf_ranges):
+        for dtype, buckets in buckets_by_dtype.items():
             for bucket_index, bucket in enumerate(buckets):
                 name = f"{group}.gbuf_idx_{buffer_index}.dtype_{dtype}.bucket_idx_{bucket_index}"
                 numel = chained_optimizer.buffers[buffer_index].buckets[bucket_index].numel_unpadded
@@ -133,7 +133,9 @@ class BucketedState:
     def __init__(self, buckets: Buckets, saved: SavedNames) -> None:
         self._buckets = buckets
         self._saved = saved
-        self._created: list[tuple[ParameterInBucket, Mapping[str, Any], dict[str, object]]] = []
+        self._created_states: list[
+            tuple[ParameterInBucket, Mapping[str, Any], dict[str, object]]
+        ] = []
 
     def targets(self) -> LocalState:
         """Return the parts of buckets to load. Missing state is created."""
@@ -149,7 +151,7 @@ class BucketedState:
             state = read_state(optimizer, group, part.tensor)
             for key in self._saved.names_below(part.bucket):
                 entry = self._saved.tensor(f"{part.bucket}.{key}")
-                if key == MASTER or entry is None:
+                if key == MASTER_KEY or entry is None:
                     continue
                 dtype = getattr(torch, entry.dtype)
                 current = state.get(key)
@@ -158,7 +160,7 @@ class BucketedState:
                 state[key] = current
                 leaves.append(part.leaf(key, current))
             state[STEP] = torch.tensor(float(settings[STEP]), device="cpu")
-            self._created.append((part, settings, state))
+            self._created_states.append((part, settings, state))
         local_state.tensors = join_leaves(leaves, to_fill=True)
         names = map(_BUCKET_NAME.fullmatch, self._saved.all_names())
         local_state.unselected = [match[0] for match in names if match is not None]
@@ -166,11 +168,11 @@ class BucketedState:
 
     def discard_state(self) -> None:
         """Drop the created state, so that `restore` does nothing."""
-        self._created = []
+        self._created_states = []
 
     def restore(self) -> None:
         """Set the created state and hyperparameters, after the tensors are filled."""
-        for part, settings, state in self._created:
+        for part, settings, state in self._created_states:
             group = _param_group_of(part)
             write_state(part.chained_optimizer.optimizer, group, part.tensor, state)
             for key, value in settings.items():

@@ -33,7 +33,7 @@ class ModelTensor:
     Attributes:
         ranges: ranges of the flattened tensor that hold global tensors, end to end.
         module_name: name of the tensor in the module, if one rank held the whole model.
-        stacked: number of leading dimensions in which the global tensors stack tensors of the
+        stacked_dims: number of leading dimensions in which the global tensors stack tensors of the
             module, for example experts.
         is_copy: whether another pipeline stage holds the same tensor, for example a tied embedding.
     """
@@ -41,21 +41,25 @@ class ModelTensor:
     tensor: torch.Tensor
     ranges: tuple[FlatRange, ...]
     module_name: str
-    stacked: int
+    stacked_dims: int
     is_copy: bool
 
     def with_module_name(self) -> ModelTensor:
         """Return the tensor under the module's own name, as in older checkpoints of Megatron-LM."""
-        stacked, first_part = self.stacked, self.ranges[0]
+        stacked_dims, first_part = self.stacked_dims, self.ranges[0]
         boxes = tuple(
-            Box(box.offset[stacked:], box.shape[stacked:])
+            Box(box.offset[stacked_dims:], box.shape[stacked_dims:])
             for each in self.ranges
             for box in each.boxes
         )
         own_range = FlatRange(
-            self.module_name, first_part.shape[stacked:], first_part.start, boxes, first_part.padded
+            self.module_name,
+            first_part.shape[stacked_dims:],
+            first_part.start,
+            boxes,
+            first_part.padded,
         )
-        return replace(self, ranges=(own_range,), stacked=0)
+        return replace(self, ranges=(own_range,), stacked_dims=0)
 
     def cut(self, low: int, high: int) -> tuple[FlatRange, ...]:
         """Return the ranges in elements `low:high` of the flattened tensor, relative to `low`."""
@@ -104,17 +108,19 @@ class ModelDescription:
     tensors: tuple[ModelTensor, ...]
     extras: tuple[ExtraState, ...]
 
-    def match_names(self, has: Callable[[str], bool]) -> ModelDescription:
+    def match_names(self, has_tensor: Callable[[str], bool]) -> ModelDescription:
         """Return the description with the names that a checkpoint has.
 
         Tensors get the module's own names if the checkpoint has only these names.
 
         Args:
-            has: returns whether the checkpoint has a tensor of a name.
+            has_tensor: returns whether the checkpoint has a tensor of a name.
         """
 
         def has_only_module_name(each: ModelTensor) -> bool:
-            return has(each.module_name) and not any(has(part.name) for part in each.ranges)
+            return has_tensor(each.module_name) and not any(
+                has_tensor(part.name) for part in each.ranges
+            )
 
         chosen = (
             each.with_module_name() if has_only_module_name(each) else each for each in self.tensors
@@ -139,7 +145,7 @@ def describe_model(name: str, module: nn.Module) -> ModelDescription:
             tensors.append(_model_tensor(name, path, value))
         elif "ShardedObject" in class_names and _EXTRA_STATE_PATH.fullmatch(path):
             extras.append(
-                ExtraState(_name_of_object(value), path, value.data, any(_replica_number(value)))
+                ExtraState(_name_of_object(value), path, value.data, any(_replica_numbers(value)))
             )
         else:
             raise StateError(
@@ -178,14 +184,14 @@ def _model_tensor(model_name: str, path: str, described: Any) -> ModelTensor:
         tuple(ranges),
         _module_name(path, first_part.key, first_part.global_offset[: first_part.prepend_axis_num]),
         first_part.prepend_axis_num,
-        bool(_replica_number(described)[0]),
+        bool(_replica_numbers(described)[0]),
     )
 
 
-def _replica_number(described: Any) -> Sequence[int]:
+def _replica_numbers(described: Any) -> Sequence[int]:
     """Return the replica numbers among pipeline stages, tensor-parallel and data-parallel ranks."""
-    replica_number = described.replica_id
-    return replica_number if isinstance(replica_number, Sequence) else (0, 0, replica_number)
+    replica_numbers = described.replica_id
+    return replica_numbers if isinstance(replica_numbers, Sequence) else (0, 0, replica_numbers)
 
 
 def _module_name(path: str, key: str, stacked_offset: tuple[int, ...]) -> str:
@@ -259,6 +265,6 @@ def _sharded_tensors_in(tree: object) -> Iterator[Any]:
 
 def _name_of_object(described: Any) -> str:
     """Return the key of an object, with its position if several objects have the same key."""
-    if all(stacked == 1 for stacked in described.global_shape):
+    if all(stacked_dims == 1 for stacked_dims in described.global_shape):
         return str(described.key)
     return ".".join([described.key, *map(str, described.global_offset)])

@@ -20,7 +20,7 @@ from shardwise.adapters.fsdp1 import (
     leaves_of_flat_parameters,
     reshard_fsdp1,
 )
-from shardwise.adapters.parameters import CleanNames, Parameter, unwrap_data_parallel
+from shardwise.adapters.parameters import NameCleaner, Parameter, unwrap_data_parallel
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
@@ -130,7 +130,7 @@ class ModuleWeights:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [unwrap_data_parallel(module) for module in modules]
-        self._clean = [CleanNames(module) for module in self._modules]
+        self._clean = [NameCleaner(module) for module in self._modules]
         self._hook_tensors: dict[int, dict[str, torch.Tensor]] = {}
 
     def parameters(self) -> Iterator[Parameter]:
@@ -216,7 +216,7 @@ class ModuleWeights:
 
 
 def _fsdp1_entries(
-    module: nn.Module, module_name: str, clean: CleanNames
+    module: nn.Module, module_name: str, clean: NameCleaner
 ) -> Iterator[tuple[str, object]]:
     leaves, first_names = leaves_of_flat_parameters(module, module_name)
     leaf_by_name = {leaf.name: leaf for leaf in leaves}
@@ -241,7 +241,7 @@ def _fsdp1_entries(
 
 
 def _allocate_meta_tensors(
-    module: nn.Module, clean: CleanNames, module_name: str, is_loaded: Callable[[str], bool]
+    module: nn.Module, clean: NameCleaner, module_name: str, is_loaded: Callable[[str], bool]
 ) -> None:
     """Allocate meta tensors in place, so that tied modules and optimizers refer to the new ones."""
     named_tensors = [

@@ -16,23 +16,23 @@ ParamGroup = MutableMapping[str, object]
 
 def counts_steps_like_torch(optimizer: Optimizer) -> bool:
     """Return whether an optimizer counts steps in a tensor for each parameter."""
-    return not (_counts_in_numbers(optimizer) or _counts_in_groups(optimizer))
+    return not (_counts_steps_in_integers(optimizer) or _counts_steps_in_groups(optimizer))
 
 
-def _counts_in_numbers(optimizer: Optimizer) -> bool:
+def _counts_steps_in_integers(optimizer: Optimizer) -> bool:
     """Return whether an optimizer counts steps in a number for each parameter, like DeepSpeed's."""
     return type(optimizer).__module__.startswith("deepspeed.ops.")
 
 
-def _counts_in_groups(optimizer: Optimizer) -> bool:
+def _counts_steps_in_groups(optimizer: Optimizer) -> bool:
     """Return whether an optimizer counts steps once per group, like those of Apex."""
     return type(optimizer).__module__.startswith(("transformer_engine.", "apex."))
 
 
 def hyperparameters_of(optimizer: Optimizer, group: Mapping[str, object]) -> dict[str, object]:
     """Return the hyperparameters of a group, without the step count."""
-    counted = _counts_in_groups(optimizer)
-    return {key: value for key, value in group.items() if not (counted and key == STEP)}
+    counts_in_group = _counts_steps_in_groups(optimizer)
+    return {key: value for key, value in group.items() if not (counts_in_group and key == STEP)}
 
 
 def read_state(
@@ -41,7 +41,7 @@ def read_state(
     """Return the state of a parameter by dotted keys, with the step count as a tensor."""
     state = dict(flatten_keys(optimizer.state.get(parameter, {})))
     count = state.get(STEP)
-    if _counts_in_groups(optimizer) and state:
+    if _counts_steps_in_groups(optimizer) and state:
         count = group.get(STEP)
     if not counts_steps_like_torch(optimizer) and isinstance(count, (int, torch.Tensor)):
         state[STEP] = torch.tensor(float(count), device="cpu")
@@ -53,9 +53,9 @@ def write_state(
 ) -> None:
     """Set the state of a parameter, with the step count in the form that the optimizer uses."""
     count = state.get(STEP)
-    if _counts_in_numbers(optimizer) and isinstance(count, torch.Tensor):
+    if _counts_steps_in_integers(optimizer) and isinstance(count, torch.Tensor):
         state = {**state, STEP: int(count)}
-    elif _counts_in_groups(optimizer) and isinstance(count, torch.Tensor):
+    elif _counts_steps_in_groups(optimizer) and isinstance(count, torch.Tensor):
         state = {key: value for key, value in state.items() if key != STEP}
         current_count = group.get(STEP)
         group[STEP] = (
@@ -68,7 +68,7 @@ def remove_step_count(optimizer: Optimizer, group: ParamGroup) -> None:
     """Remove the step count of a group if none of its parameters has state."""
     parameters = group["params"]
     has_state = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
-    if _counts_in_groups(optimizer) and not has_state:
+    if _counts_steps_in_groups(optimizer) and not has_state:
         group.pop(STEP, None)
 
 
@@ -87,11 +87,11 @@ def nest_keys(leaves: Mapping[str, object]) -> dict[str, object]:
     tree: dict[str, object] = {}
     for name, value in leaves.items():
         *path, last = name.split(".")
-        current_count = tree
+        parent = tree
         for part in path:
-            child = current_count.setdefault(part, {})
+            child = parent.setdefault(part, {})
             if not isinstance(child, dict):
-                child = current_count[part] = {}
-            current_count = child
-        current_count[last] = value
+                child = parent[part] = {}
+            parent = child
+        parent[last] = value
     return tree

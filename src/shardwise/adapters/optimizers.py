@@ -26,7 +26,7 @@ from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
 from shardwise.state.plain_values import JsonValue, decode, differing_names, encode
 from shardwise.state.selection import Selection
 
-ParameterMap = Mapping[int, Parameter]
+ParametersById = Mapping[int, Parameter]
 GROUPS = "param_groups"
 SCHEDULER_KEY_SUFFIXES = ("_lr", "_momentum")
 # Keys of a param group that are not hyperparameters.
@@ -51,7 +51,7 @@ class OptimizerBinding(Binding):
         self,
         name: str,
         optimizers: Sequence[Optimizer],
-        parameters: Callable[[], ParameterMap],
+        parameters: Callable[[], ParametersById],
         *,
         allow_pickle: bool,
         fill_param_groups: Callable[[], AbstractContextManager[None]] | None = None,
@@ -62,7 +62,7 @@ class OptimizerBinding(Binding):
         self._optimizers = optimizers
         self._parameters = parameters
         self._allow_pickle = allow_pickle
-        self._fitted: dict[int, dict[str, object]] = {}
+        self._fitted_states: dict[int, dict[str, object]] = {}
 
     def local_state(self) -> LocalState:
         """Return the state, sharded like the parameters, and the hyperparameters."""
@@ -93,13 +93,13 @@ class OptimizerBinding(Binding):
     def _targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         local_state = LocalState()
         parameters = self._parameters()
-        self._fitted = {}
+        self._fitted_states = {}
         for optimizer in self._optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 state = read_state(optimizer, group, parameter.tensor)
                 fitted = self._fit_to_checkpoint(group, parameter, state, saved, selection)
                 if fitted is not state or not counts_steps_like_torch(optimizer):
-                    self._fitted[id(parameter.tensor)] = fitted
+                    self._fitted_states[id(parameter.tensor)] = fitted
                 for key, value in fitted.items():
                     self._add_value(local_state, parameter, key, value)
         local_state.tensors = join_leaves(local_state.tensors, to_fill=True)
@@ -166,7 +166,7 @@ class OptimizerBinding(Binding):
                 value, full_name, allow_pickle=self._allow_pickle
             )
 
-    def _grouped_hyperparameters(self, parameters: ParameterMap) -> list[GroupedValue]:
+    def _grouped_hyperparameters(self, parameters: ParametersById) -> list[GroupedValue]:
         grouped_values = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -236,7 +236,7 @@ class OptimizerBinding(Binding):
         values: Mapping[str, JsonValue],
     ) -> None:
         state = read_state(optimizer, group, parameter.tensor)
-        fitted = self._fitted.get(id(parameter.tensor), state)
+        fitted = self._fitted_states.get(id(parameter.tensor), state)
         plain_state: dict[str, object] = {}
         for key, value in fitted.items():
             name = f"{self.name}.{parameter.representative_name}.{key}"
@@ -266,13 +266,13 @@ class OptimizerBinding(Binding):
                 group[key] = value
 
     def _groups_and_parameters(
-        self, optimizer: Optimizer, parameters: ParameterMap
+        self, optimizer: Optimizer, parameters: ParametersById
     ) -> Iterator[tuple[ParamGroup, Parameter]]:
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 yield group, _parameter_of(parameters, tensor, self.name)
 
-    def _names_in(self, group: dict[str, object], parameters: ParameterMap) -> list[str]:
+    def _names_in(self, group: dict[str, object], parameters: ParametersById) -> list[str]:
         tensors = group["params"]
         if not isinstance(tensors, list):
             raise StateError(
@@ -297,7 +297,7 @@ def _allocate_state(
     return parameter.allocate_state(getattr(torch, entry.dtype), entry.shape, device)
 
 
-def _parameter_of(parameters: ParameterMap, tensor: torch.Tensor, name: str) -> Parameter:
+def _parameter_of(parameters: ParametersById, tensor: torch.Tensor, name: str) -> Parameter:
     parameter = parameters.get(id(tensor))
     if parameter is None:
         raise StateError(
@@ -340,8 +340,8 @@ def _group_problems(
         missing = [member for member in members if member not in settings]
         if missing:
             yield (
-                f"{name}: the checkpoint has no hyperparameters for {_list_first(missing)}; to "
-                f"keep the current ones, use skip=[{name!r}]"
+                f"{name}: the checkpoint has no hyperparameters for {_join_first_names(missing)}; "
+                f"to keep the current ones, use skip=[{name!r}]"
             )
             continue
         for member in members[1:]:
@@ -374,5 +374,5 @@ def _prefix_problems(
             return
 
 
-def _list_first(names: Sequence[str]) -> str:
+def _join_first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

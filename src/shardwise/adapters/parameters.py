@@ -111,7 +111,7 @@ class Parameter:
     @property
     def is_empty(self) -> bool:
         """Whether this rank holds no element of the parameter, and so no optimizer state."""
-        return bool(self.flat) and not _local(self.tensor).numel()
+        return bool(self.flat) and not _local_tensor(self.tensor).numel()
 
     @property
     def representative_name(self) -> str:
@@ -133,17 +133,17 @@ class Parameter:
             name = f"{prefix}.{self.name}.{key}"
             if isinstance(value, DTensor) or not isinstance(self.tensor, DTensor):
                 return [tensor_leaf(name, value)]
-            if value.shape == _local(self.tensor).shape != self.tensor.shape:
+            if value.shape == _local_tensor(self.tensor).shape != self.tensor.shape:
                 return [_leaf_like(name, value, self.tensor)]
             _refuse_unless_scalar(name, value)
             return [tensor_leaf(name, value)]
-        local = _local(self.tensor)
+        local = _local_tensor(self.tensor)
         same_layout = value.shape == local.shape and value.is_contiguous()
-        flat = same_layout or (value.dim() == 1 and value.numel() == local.numel())
+        is_flat = same_layout or (value.dim() == 1 and value.numel() == local.numel())
         leaves = []
         for part in self.flat:
             name = f"{prefix}.{part.name}.{key}"
-            if flat:
+            if is_flat:
                 leaves.append(part.leaf(name, value.detach().view(-1)))
             else:
                 _refuse_unless_scalar(name, value)
@@ -161,7 +161,9 @@ class Parameter:
         tensor = self.tensor
         has_shape_of_part = shape != () and shape in {part.shape for part in self.flat}
         if self.flat and (has_shape_of_part or math.prod(shape) > 1):
-            return torch.zeros(_local(tensor).shape, dtype=dtype, device=_local(tensor).device)
+            return torch.zeros(
+                _local_tensor(tensor).shape, dtype=dtype, device=_local_tensor(tensor).device
+            )
         if shape == tuple(tensor.shape) and shape != ():
             return torch.zeros_like(tensor, dtype=dtype)
         if not isinstance(tensor, DTensor) or shape == ():
@@ -184,11 +186,12 @@ def join_leaves(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLe
     Raises:
         StateError: two leaves are the same part of a tensor.
     """
-    named: dict[str, list[TensorLeaf]] = {}
+    leaves_by_name: dict[str, list[TensorLeaf]] = {}
     for leaf in leaves:
-        named.setdefault(leaf.name, []).append(leaf)
+        leaves_by_name.setdefault(leaf.name, []).append(leaf)
     return [
-        same[0] if len(same) == 1 else _join_fragments(same, to_fill) for same in named.values()
+        leaves_of_name[0] if len(leaves_of_name) == 1 else _join_fragments(leaves_of_name, to_fill)
+        for leaves_of_name in leaves_by_name.values()
     ]
 
 
@@ -209,7 +212,7 @@ def _join_fragments(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
     return replace(first_leaf, fragments=tuple(fragments), tie_key=None)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     # to_local() would make an autograd node.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -237,7 +240,7 @@ def unwrap_data_parallel(module: nn.Module) -> nn.Module:
     return module
 
 
-class CleanNames:
+class NameCleaner:
     """Removes the parts of names that wrappers of modules add.
 
     Wrappers are torch.compile, activation checkpointing, FSDP and data parallelism.

@@ -17,7 +17,7 @@ from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
-FoundTensors = dict[str, "TensorLike | np.ndarray"]
+TensorsByName = dict[str, "TensorLike | np.ndarray"]
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class ObjectBinding(Binding):
         self._get_value = get_value
         self._set_value = set_value
         self._allow_pickle = allow_pickle
-        self._tensors: FoundTensors = {}
+        self._tensors: TensorsByName = {}
 
     def local_state(self) -> LocalState:
         """Return the encoded value, and the tensors in it."""
@@ -162,9 +162,9 @@ class PerRankBinding(Binding):
         """Choose this rank's value from the values of all ranks that saved, and set it."""
         values = [decode(each, self.name, allow_pickle=self._allow_pickle) for each in encoded]
         with user_code(self.name, "resize or for_rank()"):
-            name = self.value.for_rank(values, rank, world)
+            value = self.value.for_rank(values, rank, world)
         with user_code(self.name, "load_state_dict() or restore()"):
-            self.value.restore(name)
+            self.value.restore(value)
 
 
 def _can_be_filled(value: TensorLike | np.ndarray) -> bool:

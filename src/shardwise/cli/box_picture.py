@@ -39,8 +39,8 @@ def draw_boxes(plane: Plane, ranks: Sequence[int]) -> list[Text]:
 
     Args:
         plane: the two dimensions of the tensor to draw, and the boxes in them.
-        ranks: the rank of each box that was passed to make `plane`. `plane.owners` are indices into
-            these ranks.
+        ranks: the rank of each box that was passed to `choose_plane`. `plane.owners` has
+            indices into these ranks.
     """
     # A character is half as wide as it is high.
     proportional_height = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest import validate
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
+from shardwise.manifest.names import MANIFEST, is_file_of_save, step_directory, step_of_directory
 from shardwise.manifest.pieces import Pieces
 from shardwise.retention import Choice, choose_step
 from shardwise.store import Store, open_store
@@ -215,7 +215,7 @@ def _list_directories(root: Store) -> list[CheckpointDirectory]:
             if is_step:
                 raise
             return None
-        if is_step or MANIFEST in files or any(map(made_by_save, files)):
+        if is_step or MANIFEST in files or any(map(is_file_of_save, files)):
             return CheckpointDirectory(name, store, files)
         return None
 
@@ -266,7 +266,7 @@ def _error_for_root(store: Store) -> CheckpointNotFoundError:
 
 def _error_without_checkpoints(store: Store) -> CheckpointNotFoundError:
     """Return the error for a path with neither a checkpoint nor a directory of checkpoints."""
-    if any(map(made_by_save, store.list())):
+    if any(map(is_file_of_save, store.list())):
         return CheckpointNotFoundError(
             f"{store} has no {MANIFEST}: its save is still running, or was interrupted. Wait "
             "until it ends, or pass another checkpoint"

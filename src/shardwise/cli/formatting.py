@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TypeGuard
 
-from shardwise.events import size as size
+from shardwise.events import format_bytes as size
 
 LONGEST_STRING = 40
 LONGEST_VALUE = 160

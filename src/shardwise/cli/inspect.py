@@ -19,7 +19,7 @@ from shardwise.cli.name_tree import build_tree, list_leaves, print_tree, tensor_
 from shardwise.cli.terminal import AsJson, print_facts, print_json, stdout_console, table
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import FormatError, StateError
-from shardwise.layout import Box, plane
+from shardwise.layout import Box, choose_plane
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.manifest.pieces import Pieces
@@ -294,7 +294,7 @@ def _show_tensor(
 
 
 def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Console) -> None:
-    view = plane(shape, [Box(each.offset, each.shape) for each in boxes])
+    view = choose_plane(shape, [Box(each.offset, each.shape) for each in boxes])
     for line in draw_boxes(view, [each.rank for each in boxes]):
         console.print(line, no_wrap=True)
     if view.hidden:

@@ -46,7 +46,7 @@ class ExportOptions:
     max_file: int
 
     @property
-    def identity(self) -> str:
+    def resume_key(self) -> str:
         """The options as text. It is equal on all ranks, and when an export is resumed."""
         target = open_store(self.target)
         return (
@@ -110,7 +110,7 @@ def write_export(
         MismatchError: a source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    identity = f"{source_id}: {options.identity}"
+    identity = f"{source_id}: {options.resume_key}"
     selected, tensors = _select(options, manifest)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))

@@ -82,7 +82,7 @@ class Journal:
             )
 
     @cached_property
-    def _found(self) -> dict[str, FileStatus]:
+    def _files_at_start(self) -> dict[str, FileStatus]:
         """The files in the target when this process began; empty if none was complete."""
         if len(self._records.list()) <= len((IDENTITY, LOCK)):
             return {}
@@ -91,8 +91,12 @@ class Journal:
     def read_sums(self, file: OutputFile) -> RangeChecksums | None:
         """Return the checksums of a file from its record; None if the file is not complete."""
         name = _record_of(file)
-        status = self._found.get(file.name)
-        if status is None or status.size != file.size or f"{RECORDS}/{name}" not in self._found:
+        status = self._files_at_start.get(file.name)
+        if (
+            status is None
+            or status.size != file.size
+            or f"{RECORDS}/{name}" not in self._files_at_start
+        ):
             return None
         try:
             data = self._records.read(name, limit=LARGEST_RECORD)

@@ -109,9 +109,11 @@ class LowRankUpdate:
     Attributes:
         a: name of the factor of shape (rank, in).
         b: name of the factor of shape (out, rank).
+        rank: the LoRA rank, the size of the inner dimension of the product.
+        scaling: the factor of the product.
         transposed: whether the weight has the shape (in, out), so that the product is transposed.
-        base: name of the adapter's copy of the weight, to use in place of the base's weight. Only
-            adapters of embeddings have one.
+        replacement: name of the adapter's copy of the weight, which replaces the base's weight.
+            Only adapters of embeddings have one.
     """
 
     a: str
@@ -119,7 +121,7 @@ class LowRankUpdate:
     rank: int
     scaling: float
     transposed: bool
-    base: str | None
+    replacement: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class _Factors:
     a: TensorEntry | None = None
     b: TensorEntry | None = None
     bias: TensorEntry | None = None
-    base: TensorEntry | None = None
+    replacement: TensorEntry | None = None
     embedding: bool = False
 
 
@@ -239,9 +241,11 @@ def _module_changes(
         alpha if alpha is not None else config.alpha_of(module) if config is not None else 0.0
     )
     scaling = module_alpha / (math.sqrt(rank) if config is not None and config.use_rslora else rank)
-    base = None if factors.base is None else factors.base.name
+    replacement = None if factors.replacement is None else factors.replacement.name
     a, b = factors.a.name, factors.b.name
-    changes: dict[str, Change] = {weight.name: LowRankUpdate(a, b, rank, scaling, transposed, base)}
+    changes: dict[str, Change] = {
+        weight.name: LowRankUpdate(a, b, rank, scaling, transposed, replacement)
+    }
     if factors.bias is not None:
         if bias is None or bias.shape != factors.bias.shape:
             raise MismatchError(
@@ -283,7 +287,7 @@ def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
         else:
             module_factors.b = entry
     for module, factors in found.factors.items():
-        factors.base = found.whole.pop(f"{module}.weight", None)
+        factors.replacement = found.whole.pop(f"{module}.weight", None)
     if len(adapters) > 1:
         raise StateError(
             f"the checkpoint has several adapters ({', '.join(sorted(adapters))}): save one of "
@@ -336,7 +340,7 @@ def _explain_misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
         return f"factors of shapes {list(a)} and {list(b)} do not fit each other"
     product = (a[1], b[0]) if transposed else (b[0], a[1])
-    base_shape = weight.shape if factors.base is None else factors.base.shape
+    base_shape = weight.shape if factors.replacement is None else factors.replacement.shape
     if not product == weight.shape == base_shape:
         return f"the factors multiply to {list(product)}, but the weight is {list(weight.shape)}"
     return ""

@@ -61,11 +61,12 @@ class BytesFromChecksums:
 
     Attributes:
         size: the number of bytes.
-        make: takes the checksums of all ranges that end before these bytes, and returns the bytes.
+        make_bytes: takes the checksums of all ranges that end before these bytes, and returns the
+            bytes.
     """
 
     size: int
-    make: Callable[[RangeChecksums], bytes]
+    make_bytes: Callable[[RangeChecksums], bytes]
 
 
 Segment = bytes | TensorPart | BytesFromChecksums
@@ -116,7 +117,7 @@ class RunningChecksums:
                 self.complete.append(self._running)
                 self._running = 0
 
-    def all(self) -> list[int]:
+    def finish(self) -> list[int]:
         """Return the checksums of all ranges; 0 for empty ranges at the end."""
         return self.complete + [0] * (len(self._boundaries) - len(self.complete))
 
@@ -180,7 +181,7 @@ class ExportContents:
     max_file: int
     config: bytes | None = None
 
-    def model(self) -> list[TargetTensor]:
+    def model_tensors(self) -> list[TargetTensor]:
         """Return the tensors of the model, with names relative to the root.
 
         Raises:

@@ -189,7 +189,7 @@ class MergedSource:
         if buffer.ctypes.data % dtype.itemsize:
             out = torch.empty(part.size, dtype=torch.uint8, device="cpu")
         merged = out.view(dtype).view(part.box.shape)
-        replacement = change.base if isinstance(change, LowRankUpdate) else None
+        replacement = change.replacement if isinstance(change, LowRankUpdate) else None
         source, name = (
             (self._base, part.name) if replacement is None else (self._adapter, replacement)
         )

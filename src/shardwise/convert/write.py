@@ -33,7 +33,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import check_all_together
 from shardwise.errors import CorruptionError
-from shardwise.events import Recorder, size
+from shardwise.events import Recorder, format_bytes
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import Store, WritableFile, store_below
@@ -73,8 +73,8 @@ class ConversionReport:
         resumed = f"; {self.resumed} written by an earlier run" if self.resumed else ""
         left = f"; left out: {len(self.left_out)}" if self.left_out else ""
         return (
-            f"wrote {self.path}: {files}, of which this rank wrote {size(self.bytes_written)}, in "
-            f"{self.seconds['total']:.2f} s{resumed}{left}"
+            f"wrote {self.path}: {files}, of which this rank wrote "
+            f"{format_bytes(self.bytes_written)}, in {self.seconds['total']:.2f} s{resumed}{left}"
         )
 
 
@@ -237,7 +237,7 @@ def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store, chunk: i
             data = upcoming.result()
             upcoming = reader.submit(read_chunk, start)
             found.add(data)
-    if found.all() != list(sums):
+    if found.finish() != list(sums):
         raise CorruptionError(
             f"{folder.at(name)}: does not read back as written. Check the storage, remove the "
             "file, and run the same export again"
@@ -256,7 +256,7 @@ class _Chunk:
 
     start: int
     stop: int
-    known: list[tuple[int, bytes | BytesFromChecksums]] = field(default_factory=list)
+    other_segments: list[tuple[int, bytes | BytesFromChecksums]] = field(default_factory=list)
     tensor_parts: list[tuple[int, TensorPart]] = field(default_factory=list)
 
 
@@ -298,12 +298,12 @@ def write_contents(
             data = upcoming.result() if upcoming else read_chunk(index)
             upcoming = reader.submit(read_chunk, index + 1) if index + 1 < len(chunks) else None
             summed = 0
-            for offset, segment in chunk.known:
+            for offset, segment in chunk.other_segments:
                 low = offset - chunk.start
                 if isinstance(segment, BytesFromChecksums):
                     sums.add(data[summed:low])
                     summed = low
-                    content = segment.make(sums.complete)
+                    content = segment.make_bytes(sums.complete)
                 else:
                     content = segment
                 data[low:][: size_of(segment)] = np.frombuffer(content, np.uint8)
@@ -314,7 +314,7 @@ def write_contents(
             sums.add(data[summed:])
             unwritten = writing.result()
     writable.commit()
-    return sums.all()
+    return sums.finish()
 
 
 def _write_pages(
@@ -350,7 +350,7 @@ def _chunks(file: OutputFile, max_bytes: int) -> Iterator[_Chunk]:
             if isinstance(segment, TensorPart):
                 chunk.tensor_parts.append((offset, segment))
             else:
-                chunk.known.append((offset, segment))
+                chunk.other_segments.append((offset, segment))
             offset += size_of(segment)
             chunk.stop = offset
     if chunk.stop > chunk.start:

@@ -12,7 +12,13 @@ import msgspec
 
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
-from shardwise.manifest.names import MANIFEST, REMOVED, is_lock_file, made_by_save, save_of_file
+from shardwise.manifest.names import (
+    MANIFEST,
+    REMOVED,
+    is_file_of_save,
+    is_lock_file,
+    save_id_of_file,
+)
 from shardwise.store import Store, UploadingStore
 
 REQUESTS_AT_ONCE = 16
@@ -45,7 +51,7 @@ def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
 
 def _remove_leftovers(store: Store, names: Sequence[str]) -> list[str]:
     """Remove the leftovers among the files with these names, which the directory had before."""
-    ours = [name for name in names if made_by_save(name)]
+    ours = [name for name in names if is_file_of_save(name)]
     if not ours or _is_one_checkpoint(names, ours):
         return []
     removed = []
@@ -115,7 +121,7 @@ def map_in_threads(work: Callable[[Item], Result], items: Collection[Item]) -> l
 
 def _is_one_checkpoint(names: Collection[str], ours: Collection[str]) -> bool:
     """Return whether there is a manifest, and all other files of saves are of one save."""
-    saves = {save_of_file(name) for name in ours}
+    saves = {save_id_of_file(name) for name in ours}
     return MANIFEST in names and len(saves) == 1 and None not in saves
 
 

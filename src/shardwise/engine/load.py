@@ -23,7 +23,7 @@ from shardwise.engine.tensors import (
     split_ties,
 )
 from shardwise.errors import MismatchError
-from shardwise.events import size
+from shardwise.events import format_bytes
 from shardwise.layout import Box
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import padded_rows
@@ -66,12 +66,12 @@ class LoadReport:
         step = "" if self.step is None else f" step {self.step}"
         missing = f"; {len(self.missing)} name(s) missing" if self.missing else ""
         unexpected = f"; {len(self.unexpected)} name(s) left over" if self.unexpected else ""
-        read = size(self.bytes_read)
+        read = format_bytes(self.bytes_read)
         if self.bytes_received:
-            read += f" and received {size(self.bytes_received)} from other nodes"
+            read += f" and received {format_bytes(self.bytes_received)} from other nodes"
         return (
-            f"loaded{step} from {self.path}: {size(self.bytes_needed)}, for which this rank read "
-            f"{read}, in {self.seconds['total']:.2f} s{missing}{unexpected}"
+            f"loaded{step} from {self.path}: {format_bytes(self.bytes_needed)}, for which this "
+            f"rank read {read}, in {self.seconds['total']:.2f} s{missing}{unexpected}"
         )
 
 

@@ -30,7 +30,7 @@ from shardwise.manifest.manifest import (
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.pieces import Int, Pieces
 from shardwise.manifest.validate import validated_pieces_of
-from shardwise.plan.load import Source
+from shardwise.plan.load import PieceLocations
 from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files, MappedStore, Store
 
@@ -171,11 +171,11 @@ class Opened:
         mean_of, tensors = self.mean_of_version(), self.manifest.tensors
         return [*tensors, *(tensors[mean_of[version]] for version in sorted(mean_of))]
 
-    def source(self) -> Source:
+    def source(self) -> PieceLocations:
         """Return the pieces and the positions of their bytes, for planning."""
         files = self.manifest.files
         stored = self.stored_entries()
-        return Source(
+        return PieceLocations(
             self.pieces,
             self.stride,
             np.array([DTYPES[t.dtype].itemsize for t in stored], np.int64),

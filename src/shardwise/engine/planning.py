@@ -393,5 +393,5 @@ def _plan_anew(
     pieces = decode_pieces(planned.pieces, description)
     peers = {rank: decode_pieces(data, description) for rank, data in planned.peers.items()}
     return RankPlan(
-        pieces, encode_header_entries(pieces.listed(description)), peers, planned.manifest
+        pieces, encode_header_entries(pieces.describe_pieces(description)), peers, planned.manifest
     )

@@ -45,11 +45,11 @@ from shardwise.plan.between_nodes import (
     NodeRates,
     NodeReads,
     ReadsOfNode,
-    is_faster_shared,
+    is_sharing_faster,
     reads_of_node,
     share_between_nodes,
 )
-from shardwise.plan.ranges import Int, Ranges, unite
+from shardwise.plan.ranges import Int, Ranges, unite_ranges
 
 WORTH_SHARING = 0.05
 """The smallest fraction of bytes to save for which nodes share their reads."""
@@ -161,7 +161,7 @@ def agree_on_reading_once(
         LostRankError: a rank died, or did not answer in time.
     """
     lead = _Lead(largest_read, read_once)
-    united = unite(wanted) if wanted is not None and node_ranks.index == 0 else None
+    united = unite_ranges(wanted) if wanted is not None and node_ranks.index == 0 else None
     encoded = b"" if united is None else _encode_ranges(united)
 
     def offer() -> tuple[socket.socket, bytes]:
@@ -306,7 +306,7 @@ class _Lead:
         encoded: dict[bytes, bytes] = {}
         for node, offer in enumerate(offers):
             if offer.digest not in encoded:
-                encoded[offer.digest] = _encode_reads(reads.of_node(node))
+                encoded[offer.digest] = _encode_reads(reads.restrict_to_node(node))
             near = {node, *reads.neighbours(node)}
             plan = _Plan(node, {n: self._peers(n) for n in near}, token, encoded[offer.digest])
             replies[offer.first] = msgspec.msgpack.encode(plan)
@@ -332,7 +332,7 @@ class _Lead:
             store = sum(stores[rank] for rank in ranks)
             network = sum(self._networks[rank] for rank in ranks)
             found.append(NodeRates(store, network, offer.nbytes, offer.nbytes - received, received))
-        return YES if is_faster_shared(found) else b""
+        return YES if is_sharing_faster(found) else b""
 
     def _offers_of_nodes(self) -> list[_Offer]:
         """Return the offer of the first rank of each node."""

@@ -18,7 +18,7 @@ from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_lef
 from shardwise.engine.node_ranks import divide_uploads
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
-from shardwise.events import Recorder, size
+from shardwise.events import Recorder, format_bytes
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
@@ -63,8 +63,8 @@ class SaveReport:
         step = "" if self.step is None else f" step {self.step}"
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return (
-            f"saved{step} to {self.path}: {size(self.bytes_total)} in {files}, of which this rank "
-            f"wrote {size(self.bytes_written)}, in {self.seconds['total']:.2f} s"
+            f"saved{step} to {self.path}: {format_bytes(self.bytes_total)} in {files}, of which "
+            f"this rank wrote {format_bytes(self.bytes_written)}, in {self.seconds['total']:.2f} s"
         )
 
 

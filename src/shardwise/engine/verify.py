@@ -13,7 +13,7 @@ from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
-from shardwise.events import Recorder, size
+from shardwise.events import Recorder, format_bytes
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
 from shardwise.manifest.pieces import Int
 
@@ -53,10 +53,10 @@ class VerifyReport:
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        compared = f", {size(self.bytes_compared)} of copies compared"
-        without = f", {size(self.bytes_unchecked)} without checksums"
+        compared = f", {format_bytes(self.bytes_compared)} of copies compared"
+        without = f", {format_bytes(self.bytes_unchecked)} without checksums"
         return (
-            f"verified {self.path}: {size(self.bytes_checked)} checked"
+            f"verified {self.path}: {format_bytes(self.bytes_checked)} checked"
             f"{compared if self.bytes_compared else ''}{without if self.bytes_unchecked else ''}"
             f", in {self.seconds['total']:.2f} s"
         )

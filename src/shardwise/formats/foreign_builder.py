@@ -22,7 +22,7 @@ from shardwise.formats.optimizers import ParamGroup, encode_param_groups
 from shardwise.formats.piece_tables import join_tables, table_of_boxes
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
+from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
 from shardwise.state.plain_values import JsonValue, encode
 
 CONTENT_FILE = "(content)"
@@ -98,10 +98,10 @@ class Builder:
             FormatError: the shape is too large.
         """
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
-        if math.prod(n for n in shape if n) * itemsize > LARGEST:
+        if math.prod(n for n in shape if n) * itemsize > LARGEST_INTEGER:
             raise FormatError(
-                f"{name}: a tensor of shape {list(shape)} is larger than {LARGEST} bytes: the "
-                "checkpoint is damaged: copy it again from an intact source"
+                f"{name}: a tensor of shape {list(shape)} is larger than {LARGEST_INTEGER} bytes: "
+                "the checkpoint is damaged: copy it again from an intact source"
             )
         self._index[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))

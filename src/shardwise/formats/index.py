@@ -19,7 +19,7 @@ from shardwise.errors import FormatError, StateError, StoreError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
+from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Int, Pieces, check_table_size
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.store import resolve_links, store_below
@@ -30,7 +30,7 @@ BODY_START = len(MAGIC) + 4
 
 RECREATE_REMEDY = "open the checkpoint again, after deleting its index file if you pass index="
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 
 
 class _FileEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.piece_tables import pad_table
-from shardwise.layout import uncovered_tensors
+from shardwise.layout import find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import LARGEST, TensorEntry
+from shardwise.manifest.manifest import LARGEST_INTEGER, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED
 from shardwise.manifest.pieces import Int, check_table_size, padded_rows
 from shardwise.manifest.validate import MOST_PIECES
@@ -56,7 +56,9 @@ def validate_foreign(foreign: Foreign) -> Foreign:
     stored = np.array(
         [t.same_as is None and t.name not in foreign.averages for t in foreign.tensors], bool
     )
-    wrong_tensors = uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
+    wrong_tensors = find_uncovered_tensors(
+        shapes, pieces.tensor, pieces.offset, pieces.shape, stored
+    )
     if len(wrong_tensors):
         names = ", ".join(foreign.tensors[i].name for i in wrong_tensors[:5].tolist())
         raise FormatError(
@@ -112,10 +114,10 @@ def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
                 f"{tensor.name}: the dtype {tensor.dtype[:40]!r} is not supported: convert the "
                 "tensor before saving it"
             )
-        if math.prod(n for n in tensor.shape if n) * dtype_info.itemsize > LARGEST:
+        if math.prod(n for n in tensor.shape if n) * dtype_info.itemsize > LARGEST_INTEGER:
             raise FormatError(
-                f"{tensor.name}: a tensor of shape {list(tensor.shape)} is larger than {LARGEST} "
-                f"bytes; {_COPY_AGAIN}"
+                f"{tensor.name}: a tensor of shape {list(tensor.shape)} is larger than "
+                f"{LARGEST_INTEGER} bytes; {_COPY_AGAIN}"
             )
         if tensor.pieces:
             raise FormatError(

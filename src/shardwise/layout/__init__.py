@@ -1,7 +1,7 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
-from shardwise.layout.box import Box, Plane, boxes_of, plane
-from shardwise.layout.coverage import uncovered_tensors
+from shardwise.layout.box import Box, Plane, boxes_of, choose_plane
+from shardwise.layout.coverage import find_uncovered_tensors
 from shardwise.layout.flat import (
     RangeBoxes,
     boxes_of_range,
@@ -32,13 +32,13 @@ __all__ = [
     "boxes_of_range",
     "boxes_of_ranges",
     "boxes_within",
+    "choose_plane",
     "cover_positions",
     "find_overlaps",
+    "find_uncovered_tensors",
     "fragments_of_shard",
-    "plane",
     "row_major",
     "select_positions",
     "split_into_batches",
     "splits_of",
-    "uncovered_tensors",
 ]

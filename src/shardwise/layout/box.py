@@ -119,27 +119,32 @@ class Plane:
     hidden: tuple[int, ...]
 
 
-def plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
+def choose_plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
     """Return the plane to draw: the first two split dimensions, or else the first dimensions.
 
     If more dimensions are split, the plane shows the boxes at offset 0 in the others.
     """
-    split = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
-    order = split + [d for d in range(len(shape)) if d not in split]
+    split_dims = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
+    order = split_dims + [d for d in range(len(shape)) if d not in split_dims]
     dims = sorted(order[:2])
-    rest = [d for d in range(len(shape)) if d not in dims]
-    seen = [i for i, box in enumerate(boxes) if all(box.offset[d] == 0 for d in rest)]
-    across = dims[-1] if dims else 0
-    down = dims[0] if len(dims) == 2 else None
+    other_dims = [d for d in range(len(shape)) if d not in dims]
+    visible = [i for i, box in enumerate(boxes) if all(box.offset[d] == 0 for d in other_dims)]
+    horizontal_dim = dims[-1] if dims else 0
+    vertical_dim = dims[0] if len(dims) == 2 else None
 
     def extent(box: Box, dim: int | None) -> tuple[int, int]:
         return (0, 1) if dim is None or not dims else (box.offset[dim], box.stop[dim])
 
     corners = []
-    for index in seen:
-        (top, bottom), (left, right) = extent(boxes[index], down), extent(boxes[index], across)
+    for index in visible:
+        (top, bottom), (left, right) = (
+            extent(boxes[index], vertical_dim),
+            extent(boxes[index], horizontal_dim),
+        )
         corners.append((top, left, bottom, right))
-    height = 1 if down is None else shape[down]
-    width = shape[across] if dims else 1
-    hidden = tuple(d for d in rest if d in split)
-    return Plane(down, across, height, width, tuple(corners), tuple(seen), hidden)
+    height = 1 if vertical_dim is None else shape[vertical_dim]
+    width = shape[horizontal_dim] if dims else 1
+    hidden = tuple(d for d in other_dims if d in split_dims)
+    return Plane(
+        vertical_dim, horizontal_dim, height, width, tuple(corners), tuple(visible), hidden
+    )

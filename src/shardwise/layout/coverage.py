@@ -20,7 +20,7 @@ MOST_SPLIT_DIMS = 12
 MOST_CORNERS = 2**27
 
 
-def uncovered_tensors(
+def find_uncovered_tensors(
     tensor_shapes: Int, tensor: Int, offset: Int, shape: Int, has_boxes: npt.NDArray[np.bool_]
 ) -> Int:
     """Return the indices of the tensors that their boxes do not cover exactly once.
@@ -63,15 +63,15 @@ def _add_corners(
 ) -> None:
     """Add the signed hashes of all corners of boxes to the sums of their tensors."""
     for corner in range(2 ** len(dims)):
-        hashes = _mix(tensor.astype(np.uint64) + seeds[-1])
+        hashes = _hash_elements(tensor.astype(np.uint64) + seeds[-1])
         for bit, dim in enumerate(dims):
             position = offset[:, dim] + (shape[:, dim] if corner >> bit & 1 else 0)
-            hashes = _mix(hashes ^ (position.astype(np.uint64) + seeds[dim]))
+            hashes = _hash_elements(hashes ^ (position.astype(np.uint64) + seeds[dim]))
         is_negative = corner.bit_count() % 2 == 1
         np.add.at(sums, tensor, np.negative(hashes) if is_negative else hashes)
 
 
-def _mix(x: Hashes) -> Hashes:
+def _hash_elements(x: Hashes) -> Hashes:
     """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014) for each element."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -19,12 +19,12 @@ class RangeBoxes:
     """Boxes of ranges, in columns of n rows.
 
     Attributes:
-        of: the index of the range that contains each box, `(n,)`.
+        range_index: the index of the range that contains each box, `(n,)`.
         first: the first element of each box, counted from the start of the tensor, `(n,)`.
         offset, shape: the boxes, `(n, D)`.
     """
 
-    of: Int
+    range_index: Int
     first: Int
     offset: Int
     shape: Int
@@ -93,37 +93,43 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
             f"has shape {shapes[row].tolist()}"
         )
     rows = np.flatnonzero(starts < stops)
-    shape, at, stop = shapes[rows], starts[rows].copy(), stops[rows]
-    unit = np.ones((len(rows), shape.shape[1] + 1), np.int64)
-    unit[:, :-1] = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
+    shape, position, stop = shapes[rows], starts[rows].copy(), stops[rows]
+    row_sizes = np.ones((len(rows), shape.shape[1] + 1), np.int64)
+    row_sizes[:, :-1] = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
     # A range first needs ever larger whole rows, up to the outermost dimension, then smaller ones.
     dims = shape.shape[1]
     steps = [(d, True) for d in range(dims - 1, 0, -1)] + [(d, False) for d in range(dims)]
     found = []
-    for dim, climbs in steps:
-        one, whole = unit[:, dim + 1], unit[:, dim]
-        end = stop - stop % one
-        if climbs:
-            end = np.minimum(end, -(-at // whole) * whole)
-        taken = np.flatnonzero((at % one == 0) & (end > at))
-        found.append((taken, at[taken], end[taken], np.full(len(taken), dim)))
-        at[taken] = end[taken]
+    for dim, grows in steps:
+        row_size, parent_size = row_sizes[:, dim + 1], row_sizes[:, dim]
+        end = stop - stop % row_size
+        if grows:
+            end = np.minimum(end, -(-position // parent_size) * parent_size)
+        advances = np.flatnonzero((position % row_size == 0) & (end > position))
+        found.append((advances, position[advances], end[advances], np.full(len(advances), dim)))
+        position[advances] = end[advances]
     if dims == 0:
-        found.append((np.arange(len(rows)), at, stop, np.zeros(len(rows), np.int64)))
-    of, first, end, dims_of = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = np.lexsort((first, of))
-    of, first, end = of[order], first[order], end[order]
-    boxes = _boxes(shape[of], unit[of], first, end, dims_of[order])
-    return RangeBoxes(rows[of], first, *boxes)
+        found.append((np.arange(len(rows)), position, stop, np.zeros(len(rows), np.int64)))
+    range_index, first, end, dims_of = (
+        np.concatenate(column) for column in zip(*found, strict=True)
+    )
+    order = np.lexsort((first, range_index))
+    range_index, first, end = range_index[order], first[order], end[order]
+    boxes = _boxes_of_elements(
+        shape[range_index], row_sizes[range_index], first, end, dims_of[order]
+    )
+    return RangeBoxes(rows[range_index], first, *boxes)
 
 
-def _boxes(shape: Int, unit: Int, first: Int, end: Int, dim: Int) -> tuple[Int, Int]:
+def _boxes_of_elements(
+    shape: Int, row_sizes: Int, first: Int, end: Int, dim: Int
+) -> tuple[Int, Int]:
     """Return the boxes of elements `first:end`, which are whole rows of dimensions after `dim`."""
-    after = np.arange(shape.shape[1]) > dim[:, None]
-    at = np.arange(shape.shape[1]) == dim[:, None]
-    offset = np.where(after, 0, first[:, None] // unit[:, 1:] % np.maximum(shape, 1))
-    length = (end - first)[:, None] // unit[:, 1:]
-    return offset, np.where(after, shape, np.where(at, length, 1))
+    is_inner_dim = np.arange(shape.shape[1]) > dim[:, None]
+    is_dim = np.arange(shape.shape[1]) == dim[:, None]
+    offset = np.where(is_inner_dim, 0, first[:, None] // row_sizes[:, 1:] % np.maximum(shape, 1))
+    length = (end - first)[:, None] // row_sizes[:, 1:]
+    return offset, np.where(is_inner_dim, shape, np.where(is_dim, length, 1))
 
 
 def row_major(shape: Int) -> Int:

@@ -38,11 +38,11 @@ class Cover:
 
     Attributes:
         spans: disjoint spans, in ascending order.
-        within: the index of the positions in the spans, when the spans are laid end to end.
+        packed_index: the index of the positions in the spans, when the spans are laid end to end.
     """
 
     spans: tuple[Span, ...]
-    within: slice | Ints
+    packed_index: slice | Ints
 
     @property
     def length(self) -> int:
@@ -63,15 +63,15 @@ def select_positions(index: Any, shape: Sequence[int]) -> tuple[SelectedPosition
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [i for i, part in enumerate(parts) if part is Ellipsis]
-    given = len(parts) - len(ellipses)
+    index_count = len(parts) - len(ellipses)
     if len(ellipses) > 1:
         raise IndexError("an index can contain only one ellipsis (...)")
-    if given > len(shape):
+    if index_count > len(shape):
         raise IndexError(
-            f"{given} indices for a tensor of shape {list(shape)}: pass at most {len(shape)}"
+            f"{index_count} indices for a tensor of shape {list(shape)}: pass at most {len(shape)}"
         )
     first_implied = ellipses[0] if ellipses else len(parts)
-    implied = [slice(None)] * (len(shape) - given)
+    implied = [slice(None)] * (len(shape) - index_count)
     parts[first_implied : first_implied + len(ellipses)] = implied
     selections = tuple(_select_in_dimension(parts[dim], dim, shape) for dim in range(len(shape)))
     if sum(isinstance(each.reindex, np.ndarray) for each in selections) > 1:

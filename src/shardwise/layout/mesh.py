@@ -21,14 +21,14 @@ class Split:
         dim: the dimension of the tensor.
         parts: the number of parts, which are cut as by `torch.chunk`.
         index: the index of this shard's part.
-        strides: if greater than 1, the dimension is first cut into this many runs, and the shard
-            has one part of each run. FSDP splits already sharded tensors in this way.
+        split_factor: if greater than 1, the dimension is first cut into this many runs, and the
+            shard has one part of each run. FSDP splits already sharded tensors in this way.
     """
 
     dim: int
     parts: int
     index: int
-    strides: int = 1
+    split_factor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class MeshShard:
     Attributes:
         mesh_dim: the mesh dimension.
         dim: the dimension of the tensor.
-        strides: the split factor of a `_StridedShard`; 1 for a `Shard`.
+        split_factor: the split factor of a `_StridedShard`; 1 for a `Shard`.
     """
 
     mesh_dim: int
     dim: int
-    strides: int = 1
+    split_factor: int = 1
 
 
 def splits_of(
@@ -63,16 +63,18 @@ def splits_of(
     splits: list[Split] = []
     afterwards: list[Split] = []
     for shard in shards:
-        at = shard.mesh_dim
-        later = math.prod(
+        mesh_dim = shard.mesh_dim
+        later_parts = math.prod(
             mesh[other.mesh_dim]
             for other in shards
-            if other.mesh_dim > at and other.dim == shard.dim
+            if other.mesh_dim > mesh_dim and other.dim == shard.dim
         )
-        if shard.strides > 1 and shard.strides == later:
-            afterwards.insert(0, Split(shard.dim, mesh[at], coordinate[at]))
+        if shard.split_factor > 1 and shard.split_factor == later_parts:
+            afterwards.insert(0, Split(shard.dim, mesh[mesh_dim], coordinate[mesh_dim]))
         else:
-            splits.append(Split(shard.dim, mesh[at], coordinate[at], shard.strides))
+            splits.append(
+                Split(shard.dim, mesh[mesh_dim], coordinate[mesh_dim], shard.split_factor)
+            )
     return (*splits, *afterwards)
 
 
@@ -98,23 +100,23 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
                 f"{len(shape)} dimensions"
             )
         runs[split.dim] = _apply_split(runs[split.dim], split)
-    located = [_with_local_start(intervals) for intervals in runs]
+    located = [_add_local_starts(intervals) for intervals in runs]
     pairs = []
     for combination in itertools.product(*located):
         extent = tuple(stop - start for start, stop, _ in combination)
         if all(extent):
-            there = Box(tuple(start for start, _, _ in combination), extent)
-            pairs.append((there, Box(tuple(local for _, _, local in combination), extent)))
+            global_box = Box(tuple(start for start, _, _ in combination), extent)
+            pairs.append((global_box, Box(tuple(local for _, _, local in combination), extent)))
     return pairs
 
 
 def _apply_split(intervals: list[Interval], split: Split) -> list[Interval]:
     total = sum(stop - start for start, stop in intervals)
-    taken: list[Interval] = []
-    for run in range(split.strides):
-        start, stop = _chunk(*_chunk(0, total, split.strides, run), split.parts, split.index)
-        taken += _cut(intervals, start, stop)
-    return _join_adjacent(taken)
+    kept: list[Interval] = []
+    for run in range(split.split_factor):
+        start, stop = _chunk(*_chunk(0, total, split.split_factor, run), split.parts, split.index)
+        kept += _cut_intervals(intervals, start, stop)
+    return _join_adjacent(kept)
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> Interval:
@@ -122,7 +124,7 @@ def _chunk(start: int, stop: int, parts: int, index: int) -> Interval:
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def _cut(intervals: list[Interval], start: int, stop: int) -> list[Interval]:
+def _cut_intervals(intervals: list[Interval], start: int, stop: int) -> list[Interval]:
     """Return the part `start:stop` of intervals laid end to end."""
     cut: list[Interval] = []
     position = 0
@@ -145,7 +147,7 @@ def _join_adjacent(intervals: list[Interval]) -> list[Interval]:
     return joined
 
 
-def _with_local_start(intervals: list[Interval]) -> list[tuple[int, int, int]]:
+def _add_local_starts(intervals: list[Interval]) -> list[tuple[int, int, int]]:
     lengths = [stop - start for start, stop in intervals]
     starts = itertools.accumulate(lengths, initial=0)
     return [(a, b, local) for (a, b), local in zip(intervals, starts, strict=False)]

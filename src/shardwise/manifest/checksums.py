@@ -57,7 +57,7 @@ def block_checksums(data: Bytes) -> Words:
     return np.array(sums, np.uint32)
 
 
-def damaged_blocks(data: Bytes, expected: Words) -> list[int]:
+def find_damaged_blocks(data: Bytes, expected: Words) -> list[int]:
     """Return the indices of the blocks of `data` that do not match their checksums."""
     return np.flatnonzero(block_checksums(data) != expected).tolist()
 
@@ -91,8 +91,12 @@ class BlockTable:
         expected = self._sums[first : first + block_count(len(data))]
         if whole > 1 and crc32(data[: whole * BLOCK]) == self._checksum_of_run(first, whole):
             rest = data[whole * BLOCK :]
-            return [whole + i for i in damaged_blocks(rest, expected[whole:])] if len(rest) else []
-        return damaged_blocks(data, expected)
+            return (
+                [whole + i for i in find_damaged_blocks(rest, expected[whole:])]
+                if len(rest)
+                else []
+            )
+        return find_damaged_blocks(data, expected)
 
     def _checksum_of_run(self, first: int, count: int) -> int:
         if first + count > len(self._checksum_up_to):

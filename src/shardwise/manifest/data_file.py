@@ -61,7 +61,7 @@ def encode_header_entries(
     entries: dict[str, object] = {}
     start = 0
     for name, dtype, shape, box in pieces:
-        dtype_code, stored_shape, nbytes = _stored_as(dtype, box.shape)
+        dtype_code, stored_shape, nbytes = _storage_of(dtype, box.shape)
         key = name if box.shape == shape else f"{name}{box}"
         while key in entries or key == METADATA:
             key += "'"
@@ -122,7 +122,7 @@ def _raw_bytes_entry(start: int, stop: int) -> dict[str, object]:
     return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
 
 
-def _stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+def _storage_of(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
     """Return safetensors' dtype code, the shape to store, and the size in bytes."""
     element = DTYPES[dtype]
     nbytes = element.itemsize

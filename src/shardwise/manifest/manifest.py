@@ -12,11 +12,11 @@ from shardwise.manifest.checksums import crc32
 from shardwise.manifest.names import LONGEST_NAME
 
 VERSION = 1
-LARGEST = 2**62
+LARGEST_INTEGER = 2**62
 LARGEST_MANIFEST = 2**28
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
+SignedCount = Annotated[int, msgspec.Meta(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
@@ -30,9 +30,9 @@ class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """
 
     count: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
-    offset: tuple[Step, ...]
-    file: Step = 0
-    start: Step = 0
+    offset: tuple[SignedCount, ...]
+    file: SignedCount = 0
+    start: SignedCount = 0
 
 
 class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

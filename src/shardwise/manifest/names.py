@@ -18,18 +18,18 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _DATA_FILE = re.compile(r"r\d{5,}-([0-9a-f]{16})\.safetensors")
-_MADE_BY_SAVE = re.compile(
+_FILE_OF_SAVE = re.compile(
     rf"{_DATA_FILE.pattern}(\.part)?|saving-[0-9a-f]{{16}}\.lock"
     r"|\.manifest\.json\.[0-9a-f]{8}|removed\.json"
 )
 
 
-def made_by_save(name: str) -> bool:
+def is_file_of_save(name: str) -> bool:
     """Return whether a file has a name that saves use for files other than the manifest."""
-    return _MADE_BY_SAVE.fullmatch(name) is not None
+    return _FILE_OF_SAVE.fullmatch(name) is not None
 
 
-def save_of_file(name: str) -> str | None:
+def save_id_of_file(name: str) -> str | None:
     """Return the save id in the name of a data file; None for any other name."""
     match = _DATA_FILE.fullmatch(name)
     return match.group(1) if match else None

@@ -17,7 +17,7 @@ from shardwise.manifest.manifest import Manifest, PieceEntry, Repeat
 
 Int = npt.NDArray[np.int64]
 SHORTEST_RUN = 3
-MOST_NUMBERS = 2**25
+MOST_INTEGERS = 2**25
 """The largest number of integers in a column of offsets or shapes: rows times dimensions."""
 
 
@@ -27,12 +27,12 @@ def check_table_size(rows: int, dims: int) -> None:
     Each row of a table has as many columns as the tensor with most dimensions.
 
     Raises:
-        FormatError: rows times dimensions exceed `MOST_NUMBERS`.
+        FormatError: rows times dimensions exceed `MOST_INTEGERS`.
     """
-    if rows * dims > MOST_NUMBERS:
+    if rows * dims > MOST_INTEGERS:
         raise FormatError(
             f"the checkpoint has {rows} pieces or tensors of up to {dims} dimensions, but their "
-            f"number times the dimensions may be at most {MOST_NUMBERS}: save fewer tensors or "
+            f"number times the dimensions may be at most {MOST_INTEGERS}: save fewer tensors or "
             "pieces in one checkpoint"
         )
 
@@ -86,16 +86,22 @@ class Runs:
 def find_runs(pieces: Pieces) -> Runs:
     """Return pieces, ordered by tensor, as runs. `expand_runs` is the inverse."""
     n = len(pieces)
-    places = np.column_stack([pieces.file, pieces.start, pieces.offset])
-    steps = np.diff(places, axis=0)
-    joins = (np.diff(pieces.tensor) == 0) & (np.diff(pieces.shape, axis=0) == 0).all(axis=1)
+    positions = np.column_stack([pieces.file, pieces.start, pieces.offset])
+    steps = np.diff(positions, axis=0)
+    same_tensor_and_shape = (np.diff(pieces.tensor) == 0) & (
+        np.diff(pieces.shape, axis=0) == 0
+    ).all(axis=1)
     continues = np.zeros(n, bool)
     if n > 2:
-        continues[2:] = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1]).all(axis=1)
-    heads, counts = _split_runs(continues)
-    step = np.zeros((len(heads), places.shape[1]), np.int64)
-    step[counts > 1] = steps[heads[counts > 1]]
-    first = Pieces(*(column[heads] for column in _columns(pieces)))
+        continues[2:] = (
+            same_tensor_and_shape[1:]
+            & same_tensor_and_shape[:-1]
+            & (steps[1:] == steps[:-1]).all(axis=1)
+        )
+    first_rows, counts = _split_runs(continues)
+    step = np.zeros((len(first_rows), positions.shape[1]), np.int64)
+    step[counts > 1] = steps[first_rows[counts > 1]]
+    first = Pieces(*(column[first_rows] for column in _columns(pieces)))
     dims = pieces.offset.shape[1]
     return Runs(first, counts, step[:, 0], step[:, 1], step[:, 2 : 2 + dims])
 
@@ -144,7 +150,7 @@ def _columns(pieces: Pieces) -> tuple[Int, ...]:
     return pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
 
 
-def piece_runs(manifest: Manifest) -> Runs:
+def runs_of_manifest(manifest: Manifest) -> Runs:
     """Return the pieces of a manifest in columns, as runs.
 
     Raises:
@@ -195,8 +201,8 @@ def piece_runs(manifest: Manifest) -> Runs:
     return Runs(first, table[:, 2], table[:, 3], table[:, 4], table[:, 5 : 5 + dims])
 
 
-def piece_entries(runs: Runs, ndims: Sequence[int]) -> list[list[PieceEntry]]:
-    """Return the entries of each tensor's pieces. This is the inverse of `piece_runs`.
+def entries_of_runs(runs: Runs, ndims: Sequence[int]) -> list[list[PieceEntry]]:
+    """Return the entries of each tensor's pieces. This is the inverse of `runs_of_manifest`.
 
     Args:
         runs: the pieces.

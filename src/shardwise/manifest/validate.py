@@ -9,10 +9,10 @@ from contextlib import closing
 import numpy as np
 
 from shardwise.errors import CorruptionError, FormatError
-from shardwise.layout import uncovered_tensors
+from shardwise.layout import find_uncovered_tensors
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import LARGEST, Manifest
+from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest
 from shardwise.manifest.names import RESERVED, check_file_name, check_save_id
 from shardwise.manifest.pieces import (
     Int,
@@ -21,12 +21,12 @@ from shardwise.manifest.pieces import (
     check_table_size,
     expand_runs,
     padded_rows,
-    piece_runs,
+    runs_of_manifest,
 )
 from shardwise.store import Store
 
 MOST_PIECES = 2**24
-MOST_BEFORE_SIZES = 2**22
+MOST_UNCHECKED_PIECES = 2**22
 """The largest table of pieces, in rows times dimensions, that is made before sizes are checked."""
 ROUNDING = 1 + 1e-6
 """Tolerance of comparisons in floating point, which are used where integers could overflow."""
@@ -73,9 +73,12 @@ def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = 
     _check_names(manifest)
     _check_files(manifest)
     _check_tensors(manifest)
-    runs = piece_runs(manifest)
-    _check_amounts(manifest, runs)
-    if int(runs.count.sum()) * max(1, runs.first.offset.shape[1]) > MOST_BEFORE_SIZES and size_of:
+    runs = runs_of_manifest(manifest)
+    _check_totals(manifest, runs)
+    if (
+        int(runs.count.sum()) * max(1, runs.first.offset.shape[1]) > MOST_UNCHECKED_PIECES
+        and size_of
+    ):
         _check_file_sizes(manifest, size_of)
     _check_run_ends(manifest, runs)
     pieces = expand_runs(runs)
@@ -136,10 +139,10 @@ def _check_tensors(manifest: Manifest) -> None:
                 f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}: install a newer version of "
                 "shardwise, which may know it"
             )
-        if math.prod(n for n in tensor.shape if n) * dtype.itemsize > LARGEST:
+        if math.prod(n for n in tensor.shape if n) * dtype.itemsize > LARGEST_INTEGER:
             raise FormatError(
                 f"{tensor.name}: a {tensor.dtype} tensor of shape {list(tensor.shape)} has more "
-                f"than {LARGEST} bytes, so the shape is wrong"
+                f"than {LARGEST_INTEGER} bytes, so the shape is wrong"
             )
         if tensor.same_as is None:
             continue
@@ -160,7 +163,7 @@ def _check_tensors(manifest: Manifest) -> None:
             )
 
 
-def _check_amounts(manifest: Manifest, runs: Runs) -> None:
+def _check_totals(manifest: Manifest, runs: Runs) -> None:
     """Check that tensors and files have room for all pieces that the runs claim.
 
     Floats cannot overflow. Exact checks follow when the runs are expanded.
@@ -208,7 +211,7 @@ def _check_run_ends(manifest: Manifest, runs: Runs) -> None:
     )
     for start, step, steps in columns:
         end = start.astype(np.float64) + steps * step
-        wrong = (end < 0) | (end > LARGEST)
+        wrong = (end < 0) | (end > LARGEST_INTEGER)
         if wrong.any():
             row = int(np.argwhere(wrong)[0, 0])
             name = manifest.tensors[int(runs.first.tensor[row])].name
@@ -265,7 +268,7 @@ def _check_within_files(manifest: Manifest, pieces: Pieces) -> None:
 def _check_coverage(manifest: Manifest, pieces: Pieces) -> None:
     shapes = _tensor_shapes(manifest, pieces)
     stored = np.array([t.same_as is None for t in manifest.tensors], bool)
-    wrong = uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
+    wrong = find_uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
     if len(wrong):
         names = ", ".join(manifest.tensors[i].name for i in wrong[:5].tolist())
         raise FormatError(f"the pieces of {len(wrong)} tensor(s) overlap or leave gaps: {names}")

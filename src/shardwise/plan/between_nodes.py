@@ -64,17 +64,17 @@ class NodeReads:
         sizes = self.ranges.high - self.ranges.low
         return int(sizes[is_member[self.group] & (self.node != node)].sum()) if len(self) else 0
 
-    def of_node(self, node: int) -> NodeReads:
+    def restrict_to_node(self, node: int) -> NodeReads:
         """Return the reads that a node wants, and the groups that it belongs to."""
         kept = [index for index, group in enumerate(self.groups) if node in group]
-        number = np.full(len(self.groups), NOBODY, np.int64)
-        number[kept] = np.arange(len(kept))
+        new_index = np.full(len(self.groups), NOBODY, np.int64)
+        new_index[kept] = np.arange(len(kept))
         rows = np.isin(self.group, kept)
         return NodeReads(
-            self.ranges.take(rows),
+            self.ranges.select_rows(rows),
             self.node[rows],
             self.lane[rows],
-            number[self.group[rows]],
+            new_index[self.group[rows]],
             tuple(self.groups[index] for index in kept),
         )
 
@@ -105,7 +105,7 @@ class ReadsOfNode:
 
     def read_by(self, rank: int) -> Ranges:
         """Return the reads from storage of the rank with this index in the node."""
-        return self.ranges.take((self.reader == rank) & (self.source == NOBODY))
+        return self.ranges.select_rows((self.reader == rank) & (self.source == NOBODY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class NodeRates:
     received: int
 
 
-def is_faster_shared(nodes: Sequence[NodeRates]) -> bool:
+def is_sharing_faster(nodes: Sequence[NodeRates]) -> bool:
     """Return whether nodes load clearly faster if they share their reads than if they do not."""
     if any(each.wanted and not each.store for each in nodes):
         return False
@@ -168,7 +168,7 @@ def share_between_nodes(
     alone = np.zeros(len(wanted), np.int64)
     np.add.at(alone, holder[users[row] == 1], sizes[row[users[row] == 1]])
     is_shared = users[row] > 1
-    group_of_row, lists = _number_sets(row[is_shared], holder[is_shared])
+    group_of_row, lists = _number_distinct_sets(row[is_shared], holder[is_shared])
     rows = np.flatnonzero(users > 1)
     ranges = Ranges(keys[rows] // width, keys[rows] % width, keys[rows] % width + sizes[rows])
     ranges, kept = cut_to_length(*join_adjacent(ranges, group_of_row[:, None]), largest_read)
@@ -212,7 +212,7 @@ def _neighbours(group: Sequence[int], node: int) -> tuple[int, int]:
     return group[at - 1], group[(at + 1) % len(group)]
 
 
-def _number_sets(row: Int, holder: Int) -> tuple[Int, list[list[int]]]:
+def _number_distinct_sets(row: Int, holder: Int) -> tuple[Int, list[list[int]]]:
     """Return a number for the set of holders of each row, and the sets in order of number."""
     first = np.flatnonzero(np.concatenate([[True], row[1:] != row[:-1]])) if len(row) else row
     ends = [*first[1:].tolist(), len(row)]

@@ -38,7 +38,7 @@ class Transfers:
     def __len__(self) -> int:
         return len(self.piece)
 
-    def take(self, rows: Int) -> Transfers:
+    def select_rows(self, rows: Int) -> Transfers:
         """Return some of the rows."""
         return Transfers(
             self.piece[rows],
@@ -95,7 +95,7 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PieceLocations:
     """The pieces of a checkpoint, and the positions of their bytes in files.
 
     Attributes:
@@ -104,18 +104,18 @@ class Source:
             row-major.
         itemsize: the size of an element of each tensor, in bytes.
         data_at: the offset of the data section of each file, in bytes.
-        read_end: the end of the readable bytes of each file.
+        data_end: the end of the readable bytes of each file.
     """
 
     pieces: Pieces
     stride: Int
     itemsize: Int
     data_at: Int
-    read_end: Int
+    data_end: Int
 
 
 def plan_load(
-    source: Source,
+    source: PieceLocations,
     wanted: tuple[Int, Int, Int],
     *,
     largest_read: int | Int,
@@ -136,15 +136,17 @@ def plan_load(
     found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
     transfers = _locate(source, found.right, found.left, found.offset, found.shape)
     needed = found.shape.prod(axis=1) * source.itemsize[pieces.tensor[found.right]]
-    transfers = _without_gaps(source, transfers, max(block, largest_gap))
+    transfers = _cut_at_gaps(source, transfers, max(block, largest_gap))
     order = np.lexsort((transfers.low, transfers.file))
-    transfers = transfers.take(order)
+    transfers = transfers.select_rows(order)
     gap = largest_gap // block
-    spans = _choose_spans(transfers, source.read_end, largest_read, gap, block)
+    spans = _choose_spans(transfers, source.data_end, largest_read, gap, block)
     return LoadPlan(transfers, spans, int(needed.sum()))
 
 
-def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) -> Transfers:
+def _locate(
+    source: PieceLocations, piece: Int, fragment: Int, offset: Int, shape: Int
+) -> Transfers:
     pieces = source.pieces
     itemsize = source.itemsize[pieces.tensor[piece]]
     stride = source.stride[piece]
@@ -155,7 +157,7 @@ def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) 
     return Transfers(piece, fragment, offset, shape, pieces.file[piece], low, high)
 
 
-def _without_gaps(source: Source, transfers: Transfers, gap: int) -> Transfers:
+def _cut_at_gaps(source: PieceLocations, transfers: Transfers, gap: int) -> Transfers:
     """Cut transfers into rows if at least `gap` bytes between the rows are not needed."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
@@ -167,8 +169,8 @@ def _without_gaps(source: Source, transfers: Transfers, gap: int) -> Transfers:
         if not apart.any():
             continue
         near, far = np.flatnonzero(~apart), np.flatnonzero(apart)
-        cut = _single_rows(transfers.take(far), dim, (stride * itemsize)[far], extent[far])
-        kept = transfers.take(near)
+        cut = _cut_into_rows(transfers.select_rows(far), dim, (stride * itemsize)[far], extent[far])
+        kept = transfers.select_rows(near)
         transfers = Transfers(
             *(
                 np.concatenate([getattr(kept, name), getattr(cut, name)])
@@ -178,11 +180,11 @@ def _without_gaps(source: Source, transfers: Transfers, gap: int) -> Transfers:
     return transfers
 
 
-def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
+def _cut_into_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
     count = transfers.shape[:, dim]
     rows = np.repeat(np.arange(len(count)), count)
-    k = _ranges_up_to(count)
-    single = transfers.take(rows)
+    k = _concatenate_aranges(count)
+    single = transfers.select_rows(rows)
     offset, shape = single.offset.copy(), single.shape.copy()
     offset[:, dim] += k
     shape[:, dim] = 1
@@ -191,7 +193,7 @@ def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tr
 
 
 def _choose_spans(
-    transfers: Transfers, read_end: Int, largest_read: int | Int, gap: int, block: int
+    transfers: Transfers, data_end: Int, largest_read: int | Int, gap: int, block: int
 ) -> Spans:
     """Unite the blocks that transfers touch, and cut the union into spans.
 
@@ -214,13 +216,13 @@ def _choose_spans(
     steps = np.maximum(longest_reads(largest_read, first // width) // block, 1)
     cuts = -(-(last - first) // steps)
     rows = np.repeat(np.arange(len(heads)), cuts)
-    span_low = first[rows] + _ranges_up_to(cuts) * steps[rows]
+    span_low = first[rows] + _concatenate_aranges(cuts) * steps[rows]
     span_high = np.minimum(span_low + steps[rows], last[rows])
     file = span_low // width
     spans = (
         file,
         (span_low - file * width) * block,
-        np.minimum((span_high - file * width) * block, read_end[file]),
+        np.minimum((span_high - file * width) * block, data_end[file]),
     )
     return assign_transfers(transfers, *spans)
 
@@ -247,13 +249,13 @@ def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Sp
     to_span = np.searchsorted(file * width + low, base + transfers.high, side="left")
     served = np.maximum(to_span - from_span, 0)
     transfer = np.repeat(np.arange(len(transfers)), served)
-    span = from_span[transfer] + _ranges_up_to(served)
+    span = from_span[transfer] + _concatenate_aranges(served)
     order = np.argsort(span, kind="stable")
     first = np.searchsorted(span[order], np.arange(len(file) + 1))
     return Spans(file, low, high, first, transfer[order])
 
 
-def _ranges_up_to(counts: Int) -> Int:
+def _concatenate_aranges(counts: Int) -> Int:
     """Return 0, 1, …, count - 1 for each count, one after another."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 

@@ -35,19 +35,19 @@ def rename_function(rename: Rename | None) -> Callable[[str], str]:
         )
     pairs = sorted(rename.items(), key=lambda pair: -len(pair[0]))
 
-    def by_prefix(name: str) -> str:
+    def rename_by_prefix(name: str) -> str:
         for target, saved in pairs:
             if name == target or name.startswith(target + "."):
                 return saved + name[len(target) :]
         return name
 
-    return by_prefix
+    return rename_by_prefix
 
 
 def _with_names_in_errors(rename: Callable[[str], str]) -> Callable[[str], str]:
     """Wrap the user's function, so that errors and invalid results are reported with the name."""
 
-    def renamed(name: str) -> str:
+    def rename_with_checks(name: str) -> str:
         try:
             saved_name = rename(name)
         except Exception as error:
@@ -57,7 +57,7 @@ def _with_names_in_errors(rename: Callable[[str], str]) -> Callable[[str], str]:
             raise StateError(f"{name}: rename= returned {saved_name!r}; expected a name (str)")
         return saved_name
 
-    return renamed
+    return rename_with_checks
 
 
 class SavedNames:
@@ -113,14 +113,14 @@ class SavedNames:
 
     def names_below(self, name: str) -> list[str]:
         """Return the names of all tensors and plain values below `name`, without its prefix."""
-        return self._children.get(self.saved_name(name), [])
+        return self._names_below.get(self.saved_name(name), [])
 
     def similar_names(self, name: str) -> list[str]:
         """Return names, and first parts of names, in the checkpoint that are spelled similarly."""
         names = [*self.all_names()]
-        known = [each for each in names if abs(len(each) - len(name)) <= 3][:MOST_COMPARED]
-        keys = [each.partition(".")[0] for each in names]
-        return difflib.get_close_matches(name, [*dict.fromkeys([*known, *keys])])
+        candidates = [each for each in names if abs(len(each) - len(name)) <= 3][:MOST_COMPARED]
+        first_parts = [each.partition(".")[0] for each in names]
+        return difflib.get_close_matches(name, [*dict.fromkeys([*candidates, *first_parts])])
 
     def all_names(self) -> Iterable[str]:
         """Yield the names in the checkpoint."""
@@ -129,7 +129,7 @@ class SavedNames:
         yield from self.manifest.per_rank
 
     @cached_property
-    def _children(self) -> dict[str, list[str]]:
+    def _names_below(self) -> dict[str, list[str]]:
         children: dict[str, list[str]] = {}
         for name in [*self._tensors, *self._objects]:
             dot = name.find(".")

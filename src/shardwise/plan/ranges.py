@@ -35,17 +35,17 @@ class Ranges:
         """The number of bytes in all ranges."""
         return int((self.high - self.low).sum())
 
-    def take(self, rows: Int | Bool) -> Ranges:
+    def select_rows(self, rows: Int | Bool) -> Ranges:
         """Return some of the rows."""
         return Ranges(self.file[rows], self.low[rows], self.high[rows])
 
     @classmethod
-    def of(cls, spans: Spans) -> Ranges:
+    def from_spans(cls, spans: Spans) -> Ranges:
         """Return the byte ranges of spans."""
         return cls(spans.file, spans.low, spans.high)
 
 
-def unite(ranges: Sequence[Ranges]) -> Ranges:
+def unite_ranges(ranges: Sequence[Ranges]) -> Ranges:
     """Return the bytes that are in any of these ranges, in as few ranges as possible."""
     united, _ = cut_at_edges(ranges)
     return join_adjacent(united, np.ones((len(united), 1), bool))[0]
@@ -60,16 +60,16 @@ def edges_of(ranges: Sequence[Ranges]) -> tuple[Int, int]:
 
 def covered_rows(keys: Int, width: int, ranges: Sequence[Ranges]) -> tuple[Int, Int]:
     """Return pairs of an interval between edges and a list that covers it, sorted."""
-    rows, holders = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    rows, list_indices = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, each in enumerate(ranges):
         first = np.searchsorted(keys, each.file * width + each.low)
         counts = np.searchsorted(keys, each.file * width + each.high) - first
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         rows.append(np.repeat(first, counts) + within)
-        holders.append(np.full(len(within), index, np.int64))
-    row, holder = np.concatenate(rows), np.concatenate(holders)
+        list_indices.append(np.full(len(within), index, np.int64))
+    row, list_index = np.concatenate(rows), np.concatenate(list_indices)
     order = np.argsort(row, kind="stable")
-    return row[order], holder[order]
+    return row[order], list_index[order]
 
 
 def cut_at_edges(ranges: Sequence[Ranges]) -> tuple[Ranges, Bool]:
@@ -105,7 +105,7 @@ def cut_to_length(ranges: Ranges, rows: Int, largest_read: int | Int) -> tuple[R
     return Ranges(ranges.file[of], low, high), rows[of]
 
 
-def overlap(ranges: Ranges, other: Ranges) -> Bool:
+def overlaps_any(ranges: Ranges, other: Ranges) -> Bool:
     """Return whether each range has bytes in common with any of the other ranges."""
     width = max((int(each.high.max()) for each in (ranges, other) if len(each)), default=0) + 1
     starts, ends = other.file * width + other.low, other.file * width + other.high

@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, boxes_of_range, uncovered_tensors
+from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
-from shardwise.manifest.pieces import Pieces, find_runs, padded_rows, piece_entries
+from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
 from shardwise.plan.tables import Description, encode_pieces, pad_columns
 
 Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
 LARGEST_GRAIN = 1 << 20
 SMALLEST_GRAIN = 1 << 16
-"""Bounds on the unit, in bytes, at which replicas are cut; see `divide`."""
+"""Bounds on the unit, in bytes, at which replicas are cut; see `divide_replicas`."""
 
 
 class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -88,35 +88,37 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
         LayoutError: the shards of a tensor leave gaps, or overlap without being equal.
     """
     tensors = _unite_tensors(descriptions)
-    index = {tensor.name: i for i, tensor in enumerate(tensors)}
-    held = _unite_fragments(descriptions, index)
-    order, counts = _group_replicas(held)
+    index_of_name = {tensor.name: i for i, tensor in enumerate(tensors)}
+    fragments = _unite_fragments(descriptions, index_of_name)
+    order, counts = _group_replicas(fragments)
     heads = order[np.cumsum(counts) - counts]
-    _check_cover(tensors, held, heads)
+    _check_coverage(tensors, fragments, heads)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)
     world = len(descriptions)
-    rows, offset, shape = _assign_writers(held, order, counts, itemsize, world)
-    writes = np.bincount(held.rank[rows], minlength=world) > 0
+    rows, offset, shape = _assign_writers(fragments, order, counts, itemsize, world)
+    writes = np.bincount(fragments.rank[rows], minlength=world) > 0
     files = np.flatnonzero(writes | [bool(d.per_rank) for d in descriptions])
     # Wider types come first in a file, so that every piece is aligned to its own type.
-    size = itemsize[held.tensor[rows]]
-    final = np.lexsort([*reversed(offset.T), held.tensor[rows], -size, held.rank[rows]])
-    rows, offset, shape = rows[final], offset[final], shape[final]
-    limits = np.searchsorted(held.rank[rows], np.arange(world + 1))
-    pieces = _place_pieces(held, rows, offset, shape, itemsize, limits, files)
-    entries = piece_entries(find_runs(pieces), [len(t.shape) for t in tensors])
+    size = itemsize[fragments.tensor[rows]]
+    file_order = np.lexsort(
+        [*reversed(offset.T), fragments.tensor[rows], -size, fragments.rank[rows]]
+    )
+    rows, offset, shape = rows[file_order], offset[file_order], shape[file_order]
+    limits = np.searchsorted(fragments.rank[rows], np.arange(world + 1))
+    pieces = _place_pieces(fragments, rows, offset, shape, itemsize, limits, files)
+    entries = entries_of_runs(find_runs(pieces), [len(t.shape) for t in tensors])
     listed = [
         msgspec.structs.replace(tensor, pieces=tuple(own))
         for tensor, own in zip(tensors, entries, strict=True)
     ]
     manifest = ManifestPlan(
-        encode_tensors(listed + _tied_entries(descriptions, tensors, index)),
+        encode_tensors(listed + _tied_entries(descriptions, tensors, index_of_name)),
         tuple(files.tolist()),
         tuple(dict.fromkeys(name for d in descriptions for name in d.per_rank)),
-        int((held.shape.prod(axis=1) * itemsize[held.tensor]).sum()),
+        int((fragments.shape.prod(axis=1) * itemsize[fragments.tensor]).sum()),
         int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum()),
     )
-    return SavePlan(limits, held.fragment[rows], offset, shape, manifest)
+    return SavePlan(limits, fragments.fragment[rows], offset, shape, manifest)
 
 
 def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
@@ -161,10 +163,10 @@ def _unite_fragments(descriptions: Sequence[Description], index: dict[str, int])
     )
 
 
-def _group_replicas(held: _Fragments) -> tuple[Int, Int]:
+def _group_replicas(fragments: _Fragments) -> tuple[Int, Int]:
     """Return an order of rows in which equal boxes are adjacent, and the sizes of the groups."""
-    keys = [held.tensor, *held.offset.T, *held.shape.T]
-    order = np.lexsort([held.rank, *reversed(keys)])
+    keys = [fragments.tensor, *fragments.offset.T, *fragments.shape.T]
+    order = np.lexsort([fragments.rank, *reversed(keys)])
     differs = np.zeros(len(order), bool)
     for key in keys:
         differs[1:] |= np.diff(key[order]) != 0
@@ -172,23 +174,26 @@ def _group_replicas(held: _Fragments) -> tuple[Int, Int]:
     return order, np.bincount(groups) if len(groups) else groups
 
 
-def _check_cover(tensors: Sequence[TensorEntry], held: _Fragments, heads: Int) -> None:
+def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, heads: Int) -> None:
     if not tensors:
         return
-    shapes = padded_rows([t.shape for t in tensors], held.offset.shape[1], 1)
+    shapes = padded_rows([t.shape for t in tensors], fragments.offset.shape[1], 1)
     everything = np.ones(len(tensors), bool)
-    boxes = held.tensor[heads], held.offset[heads], held.shape[heads]
-    wrong = uncovered_tensors(shapes, *boxes, everything).tolist()
+    boxes = fragments.tensor[heads], fragments.offset[heads], fragments.shape[heads]
+    wrong = find_uncovered_tensors(shapes, *boxes, everything).tolist()
     if not wrong:
         return
     lines = []
     for i in wrong[:10]:
-        mine = heads[held.tensor[heads] == i][:8]
+        mine = heads[fragments.tensor[heads] == i][:8]
         ndim = len(tensors[i].shape)
         parts = (
-            f"rank {held.rank[row]} has {Box(tuple(offset[:ndim]), tuple(shape[:ndim]))}"
+            f"rank {fragments.rank[row]} has {Box(tuple(offset[:ndim]), tuple(shape[:ndim]))}"
             for row, offset, shape in zip(
-                mine.tolist(), held.offset[mine].tolist(), held.shape[mine].tolist(), strict=True
+                mine.tolist(),
+                fragments.offset[mine].tolist(),
+                fragments.shape[mine].tolist(),
+                strict=True,
             )
         )
         lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {', '.join(parts)}")
@@ -200,43 +205,49 @@ def _check_cover(tensors: Sequence[TensorEntry], held: _Fragments, heads: Int) -
 
 
 def _assign_writers(
-    held: _Fragments, order: Int, counts: Int, itemsize: Int, world: int
+    fragments: _Fragments, order: Int, counts: Int, itemsize: Int, world: int
 ) -> tuple[Int, Int, Int]:
     """Choose which rank writes each box.
 
     Returns:
-        Rows of `held`, and the offsets and shapes of the boxes to write of each row.
+        Rows of `fragments`, and the offsets and shapes of the boxes to write of each row.
     """
     starts = np.cumsum(counts) - counts
     alone = starts[counts == 1]
     rows = order[alone]
-    sizes = held.shape[rows].prod(axis=1) * itemsize[held.tensor[rows]]
-    loads = np.bincount(held.rank[rows], weights=sizes, minlength=world).astype(np.float64)
-    row_parts, offset_parts, shape_parts = [rows], [held.offset[rows]], [held.shape[rows]]
-    for holders, groups in _holder_sets(held, order, starts, counts):
+    sizes = fragments.shape[rows].prod(axis=1) * itemsize[fragments.tensor[rows]]
+    loads = np.bincount(fragments.rank[rows], weights=sizes, minlength=world).astype(np.float64)
+    row_parts, offset_parts, shape_parts = [rows], [fragments.offset[rows]], [fragments.shape[rows]]
+    for holders, groups in _holder_sets(fragments, order, starts, counts):
         heads = order[starts[groups]]
         replicas = [
             (i, tuple(shape), size)
             for i, (shape, size) in enumerate(
-                zip(held.shape[heads].tolist(), itemsize[held.tensor[heads]].tolist(), strict=True)
+                zip(
+                    fragments.shape[heads].tolist(),
+                    itemsize[fragments.tensor[heads]].tolist(),
+                    strict=True,
+                )
             )
         ]
-        cuts = divide(replicas, holders, loads)
-        turn = {rank: k for k, rank in enumerate(holders)}
+        cuts = divide_replicas(replicas, holders, loads)
+        index_of_holder = {rank: k for k, rank in enumerate(holders)}
         group = groups[[cut.replica for cut in cuts]]
-        row_parts.append(order[starts[group] + np.array([turn[cut.rank] for cut in cuts])])
-        base = held.offset[order[starts[group]]]
+        row_parts.append(
+            order[starts[group] + np.array([index_of_holder[cut.rank] for cut in cuts])]
+        )
+        base = fragments.offset[order[starts[group]]]
         offset_parts.append(base + np.array([cut.box.offset for cut in cuts], np.int64))
         shape_parts.append(np.array([cut.box.shape for cut in cuts], np.int64))
     return np.concatenate(row_parts), np.concatenate(offset_parts), np.concatenate(shape_parts)
 
 
 def _holder_sets(
-    held: _Fragments, order: Int, starts: Int, counts: Int
+    fragments: _Fragments, order: Int, starts: Int, counts: Int
 ) -> list[tuple[list[int], Int]]:
     """Return each set of ranks that hold replicas, and its groups of replicas; small sets first."""
     sets: dict[bytes, list[int]] = {}
-    ranks = held.rank[order]
+    ranks = fragments.rank[order]
     for group in np.flatnonzero(counts > 1).tolist():
         start = starts[group]
         sets.setdefault(ranks[start : start + counts[group]].tobytes(), []).append(group)
@@ -245,7 +256,7 @@ def _holder_sets(
 
 
 def _place_pieces(
-    held: _Fragments,
+    fragments: _Fragments,
     rows: Int,
     offset: Int,
     shape: Int,
@@ -260,7 +271,7 @@ def _place_pieces(
         limits: the first row of each rank.
         files: the ranks that write a file.
     """
-    tensor, ranks = held.tensor[rows], held.rank[rows]
+    tensor, ranks = fragments.tensor[rows], fragments.rank[rows]
     ends = np.concatenate([[0], np.cumsum(shape.prod(axis=1) * itemsize[tensor])])
     start = ends[:-1] - ends[limits][ranks]
     columns = (tensor, np.searchsorted(files, ranks), start, offset, shape)
@@ -300,7 +311,7 @@ class Cut:
     box: Box
 
 
-def fill_levels(loads: Float, amount: float) -> Float:
+def even_out_loads(loads: Float, amount: float) -> Float:
     """Divide `amount` so that the loads become as equal as possible.
 
     Returns:
@@ -316,7 +327,7 @@ def fill_levels(loads: Float, amount: float) -> Float:
     return poured
 
 
-def divide(
+def divide_replicas(
     replicas: Sequence[tuple[int, tuple[int, ...], int]],
     holders: Sequence[int],
     loads: Float,
@@ -339,35 +350,37 @@ def divide(
     if grain is None:
         part = sum(sizes) // (32 * len(holders))
         grain = max(SMALLEST_GRAIN, min(LARGEST_GRAIN, part))
-    ends = np.cumsum(fill_levels(loads[list(holders)], float(sum(sizes)))).tolist()
+    ends = np.cumsum(even_out_loads(loads[list(holders)], float(sum(sizes)))).tolist()
     ends[-1] = float("inf")
     cuts: list[Cut] = []
-    turn = 0
+    holder_index = 0
     position = 0
     for (index, shape, itemsize), nbytes in zip(replicas, sizes, strict=True):
         done = 0
         while done < nbytes:
-            take = _bytes_to_take(shape, itemsize, done, nbytes, ends[turn] - position, grain)
-            boxes = boxes_of_range(shape, done // itemsize, (done + take) // itemsize)
-            cuts += [Cut(index, holders[turn], box) for box in boxes]
-            loads[holders[turn]] += take
-            position += take
-            done += take
-            if take == 0 or position >= ends[turn] - grain / 2:
-                turn += 1
+            nbytes_taken = _bytes_for_holder(
+                shape, itemsize, done, nbytes, ends[holder_index] - position, grain
+            )
+            boxes = boxes_of_range(shape, done // itemsize, (done + nbytes_taken) // itemsize)
+            cuts += [Cut(index, holders[holder_index], box) for box in boxes]
+            loads[holders[holder_index]] += nbytes_taken
+            position += nbytes_taken
+            done += nbytes_taken
+            if nbytes_taken == 0 or position >= ends[holder_index] - grain / 2:
+                holder_index += 1
     return cuts
 
 
-def _bytes_to_take(
-    shape: tuple[int, ...], itemsize: int, done: int, nbytes: int, room: float, grain: int
+def _bytes_for_holder(
+    shape: tuple[int, ...], itemsize: int, done: int, nbytes: int, capacity_left: float, grain: int
 ) -> int:
     """Return how many bytes to assign of a replica from byte `done` on.
 
     Args:
-        room: the bytes that the current holder can still take.
+        capacity_left: the bytes that the current holder can still take.
     """
     rest = nbytes - done
-    if rest <= room + grain / 2:
+    if rest <= capacity_left + grain / 2:
         return rest
     unit = itemsize
     for n in reversed(shape):
@@ -375,4 +388,4 @@ def _bytes_to_take(
             break
         unit *= n
     unit *= max(1, grain // unit)
-    return max(0, min(rest, (done + round(room)) // unit * unit - done))
+    return max(0, min(rest, (done + round(capacity_left)) // unit * unit - done))

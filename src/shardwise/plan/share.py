@@ -16,7 +16,7 @@ from shardwise.plan.ranges import (
     cut_at_edges,
     cut_to_length,
     join_adjacent,
-    overlap,
+    overlaps_any,
 )
 
 
@@ -87,8 +87,8 @@ def share_reads(
     united, wanted = cut_at_edges(edges)
     loads = np.zeros(len(ranges), np.int64)
     if between_nodes is not None:
-        own = wanted[:, :-1].any(axis=1) & ~wanted[:, -1]
-        united, wanted = united.take(own), wanted[own, :-1]
+        is_unshared = wanted[:, :-1].any(axis=1) & ~wanted[:, -1]
+        united, wanted = united.select_rows(is_unshared), wanted[is_unshared, :-1]
         is_read_here = between_nodes.source == NOBODY
         sizes = between_nodes.ranges.high - between_nodes.ranges.low
         np.add.at(loads, between_nodes.reader[is_read_here], sizes[is_read_here])
@@ -97,7 +97,7 @@ def share_reads(
     reader = _assign_readers(united.high - united.low, wanted, loads)
     nobody = np.full(len(united), NOBODY, np.int64)
     reads = SharedReads(united.file, united.low, united.high, reader, wanted, nobody, nobody)
-    return reads if between_nodes is None else _merge(reads, between_nodes, ranges)
+    return reads if between_nodes is None else _merge_reads(reads, between_nodes, ranges)
 
 
 def fraction_saved(ranges: Sequence[Ranges], shared: SharedReads) -> float:
@@ -125,9 +125,9 @@ def _assign_readers(sizes: Int, wanted: Bool, loads: Int) -> Int:
     return readers
 
 
-def _merge(reads: SharedReads, between: ReadsOfNode, ranges: Sequence[Ranges]) -> SharedReads:
+def _merge_reads(reads: SharedReads, between: ReadsOfNode, ranges: Sequence[Ranges]) -> SharedReads:
     """Return the reads of a node alone and those that it shares with other nodes, in order."""
-    wanted = np.stack([overlap(between.ranges, each) for each in ranges], axis=1)
+    wanted = np.stack([overlaps_any(between.ranges, each) for each in ranges], axis=1)
     file = np.concatenate([reads.file, between.ranges.file])
     low = np.concatenate([reads.low, between.ranges.low])
     order = np.lexsort((low, file))

@@ -101,7 +101,9 @@ class PieceTable:
     def __len__(self) -> int:
         return len(self.fragment)
 
-    def listed(self, description: Description) -> Iterator[tuple[str, str, tuple[int, ...], Box]]:
+    def describe_pieces(
+        self, description: Description
+    ) -> Iterator[tuple[str, str, tuple[int, ...], Box]]:
         """Yield the name, dtype and global shape of each piece's tensor, and the piece's box."""
         tensors, origins = description.tensor.tolist(), description.offset.tolist()
         for fragment, offset, shape in zip(self.fragment, self.offset, self.shape, strict=True):

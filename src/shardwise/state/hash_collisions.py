@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 MOST_PARTS_OF_KEY = 4096
 MOST_COLLISIONS = 64
-SAFE_KEYS = frozenset({str, bytes, bool, type(None)})
+SAFE_KEY_TYPES = frozenset({str, bytes, bool, type(None)})
 """Types whose hashes a file cannot choose."""
 _MODULUS = sys.hash_info.modulus
 
@@ -24,10 +24,10 @@ class UnsafeKeysError(ValueError):
 class KeyCounter:
     """Counts the keys of each hash in one dict or set."""
 
-    __slots__ = ("_by_hash",)
+    __slots__ = ("_counts_by_hash",)
 
     def __init__(self) -> None:
-        self._by_hash: dict[int, tuple[object, int]] = {}
+        self._counts_by_hash: dict[int, tuple[object, int]] = {}
 
     def add(self, keys: Iterable[object]) -> None:
         """Count keys. Call this method before the keys are added to the dict or set.
@@ -38,19 +38,19 @@ class KeyCounter:
         """
         for key in keys:
             key_type = type(key)
-            if key_type in SAFE_KEYS or (key_type is int and -_MODULUS < key < _MODULUS):  # type: ignore[operator]
+            if key_type in SAFE_KEY_TYPES or (key_type is int and -_MODULUS < key < _MODULUS):  # type: ignore[operator]
                 continue  # small integers have different hashes
             _check_parts(key)
-            code = hash(key)
-            first, count = self._by_hash.get(code, (key, 0))
-            if count and key == first:
+            hash_value = hash(key)
+            first_key, count = self._counts_by_hash.get(hash_value, (key, 0))
+            if count and key == first_key:
                 continue
             if count == MOST_COLLISIONS:
                 raise UnsafeKeysError(
                     f"more than {MOST_COLLISIONS} keys have the same hash, so each would be "
                     "compared with all others, which can take hours"
                 )
-            self._by_hash[code] = first, count + 1
+            self._counts_by_hash[hash_value] = first_key, count + 1
 
 
 def check_keys(keys: Iterable[object]) -> None:

@@ -24,7 +24,7 @@ JsonValue: TypeAlias = Any
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _MOST_DIMS = 64
-_MOST_LENGTH = 2**62
+_LARGEST_DIM = 2**62
 # What numpy writes for numbers. numpy.dtype() parses much more, and evaluates some of it.
 _DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 
@@ -67,7 +67,7 @@ def array_fields(array: Array) -> Fields | None:
 
 def array_of(fields: Fields) -> Array:
     """Return a new array from its fields."""
-    return _decode_numbers(text_of(fields["dtype"]), _shape(fields["shape"]), fields["v"])
+    return _decode_numbers(require_text(fields["dtype"]), _shape(fields["shape"]), fields["v"])
 
 
 def scalar_fields(scalar: np.generic) -> Fields | None:
@@ -79,7 +79,7 @@ def scalar_fields(scalar: np.generic) -> Fields | None:
 
 def scalar_of(fields: Fields) -> object:
     """Return a NumPy scalar from its fields."""
-    return _decode_numbers(text_of(fields["dtype"]), (), fields["v"])[()]
+    return _decode_numbers(require_text(fields["dtype"]), (), fields["v"])[()]
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -90,7 +90,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 def dtype_of(text: object) -> torch.dtype:
     """Return the dtype of this name."""
     # Not getattr(), which makes the torch module import submodules.
-    found = vars(torch).get(text_of(text))
+    found = vars(torch).get(require_text(text))
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch has no dtype {str(text)[:40]!r}")
     return found
@@ -103,10 +103,10 @@ def bytes_text(data: bytes) -> str:
 
 def bytes_of(text: object) -> bytes:
     """Return the bytes of a base64 text."""
-    return base64.b64decode(text_of(text), validate=True)
+    return base64.b64decode(require_text(text), validate=True)
 
 
-def text_of(value: object) -> str:
+def require_text(value: object) -> str:
     """Return a value after checking that it is text.
 
     Raises:
@@ -117,7 +117,7 @@ def text_of(value: object) -> str:
     return value
 
 
-def list_of(value: object) -> list[Any]:
+def require_list(value: object) -> list[Any]:
     """Return a value after checking that it is a list.
 
     Raises:
@@ -129,11 +129,11 @@ def list_of(value: object) -> list[Any]:
 
 
 def _shape(encoded: object) -> tuple[int, ...]:
-    shape = list_of(encoded)
-    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST_LENGTH for n in shape):
+    shape = require_list(encoded)
+    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape):
         raise ValueError(
             f"shape {str(encoded)[:40]}: expected a list of up to {_MOST_DIMS} integers, from 0 "
-            f"to {_MOST_LENGTH - 1}"
+            f"to {_LARGEST_DIM - 1}"
         )
     return tuple(shape)
 
@@ -150,7 +150,7 @@ def _decode_numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
     return np.frombuffer(bytearray(data), numpy_dtype).reshape(shape)
 
 
-def member_fields(member: enum.Enum) -> Fields | None:
+def enum_fields(member: enum.Enum) -> Fields | None:
     """Return the fields of an enum member: `class` and `v`; None if it has no unique name."""
     enum_class = type(member)
     path = f"{enum_class.__module__}:{enum_class.__qualname__}"
@@ -159,13 +159,13 @@ def member_fields(member: enum.Enum) -> Fields | None:
     return {"class": path, "v": member.name}
 
 
-def member_of(fields: Fields) -> enum.Enum:
+def enum_of(fields: Fields) -> enum.Enum:
     """Return an enum member from its fields. The function imports nothing and runs no code.
 
     Raises:
         LookupError: the process has not imported the enum, or the enum has no such member.
     """
-    path, name = text_of(fields["class"]), text_of(fields["v"])
+    path, name = require_text(fields["class"]), require_text(fields["v"])
     enum_class = _find_imported(path)
     if not (isinstance(enum_class, type) and issubclass(enum_class, enum.Enum)):
         raise LookupError(
@@ -186,7 +186,7 @@ def _find_imported(path: str) -> object:
     return found
 
 
-_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
+_ADVICE_BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (enum.Enum, "is not a named member of an importable enum: save its value"),
     ((set, frozenset), "has no order and cannot be saved: save sorted(value)"),
     (pathlib.PurePath, "cannot be saved: save str(value)"),
@@ -201,7 +201,7 @@ def why_unsavable(value: object) -> str:
     """Return why a value cannot be saved, and what to save in its place."""
     value_type = type(value)
     type_name = f"{value_type.__module__}.{value_type.__qualname__}"
-    for refused, advice in _ADVICE:
+    for refused, advice in _ADVICE_BY_TYPE:
         if isinstance(value, refused):
             return f"{type_name} {advice}"
     if is_dataclass(value):

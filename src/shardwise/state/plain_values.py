@@ -28,15 +28,15 @@ from shardwise.state.json_fields import (
     bytes_text,
     dtype_of,
     dtype_text,
+    enum_fields,
+    enum_of,
     is_numeric,
-    list_of,
-    member_fields,
-    member_of,
+    require_list,
+    require_text,
     scalar_fields,
     scalar_of,
     tensor_fields,
     tensor_of,
-    text_of,
     why_unsavable,
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
@@ -46,7 +46,7 @@ OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
 
 TAG = "$"
-DEEPEST = 200
+MAX_DEPTH = 200
 _INT64 = 2**63
 _ABSENT = object()
 
@@ -61,7 +61,6 @@ def encode(
     """Return a plain value as a JSON value.
 
     Args:
-        value: the value.
         name: the full name of the value, for names of tensors and for error messages.
         on_tensor: called with the name and value of each tensor and array. The encoded value then
             has only the name. Default: tensors are encoded inline.
@@ -87,7 +86,6 @@ def decode(
     """Return the value that `encode` encoded. The input is not trusted.
 
     Args:
-        encoded: the JSON value.
         name: the full name of the value, for error messages.
         get_tensor: returns a tensor, given the name that `on_tensor` was called with.
         allow_pickle: unpickle pickled values, which runs code from the file.
@@ -145,10 +143,9 @@ class _Cursor:
 
 
 def _encode(value: Any, cursor: _Cursor) -> JsonValue:
-    if cursor.depth > DEEPEST:
-        raise StateError(
-            f"{cursor.name}: nested more than {DEEPEST} levels deep, or contains itself: flatten it"
-        )
+    if cursor.depth > MAX_DEPTH:
+        problem = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
+        raise StateError(f"{cursor.name}: {problem}: flatten it")
     value_type = type(value)
     if value is None or value_type is bool:
         return value
@@ -170,13 +167,13 @@ def _encode(value: Any, cursor: _Cursor) -> JsonValue:
     if fields is not None:
         return {TAG: tag, **fields}
     if cursor.allow_pickle:
-        return {TAG: "pickle", **_pickled(value, cursor)}
+        return {TAG: "pickle", **_encode_pickle(value, cursor)}
     raise StateError(f"{cursor.name}: {why_unsavable(value)}")
 
 
 def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
-    if cursor.depth > DEEPEST:
-        raise StateError(f"{cursor.name}: nested deeper than {DEEPEST} levels: skip= leaves it out")
+    if cursor.depth > MAX_DEPTH:
+        raise StateError(f"{cursor.name}: more than {MAX_DEPTH} levels deep: skip= leaves it out")
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
@@ -201,8 +198,8 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
 
 
 def _tag_of(value: object) -> str | None:
-    inherited = (tag for value_type, tag in _INHERITED if isinstance(value, value_type))
-    return _EXACT.get(type(value)) or next(inherited, None)
+    inherited = (tag for value_type, tag in _BASE_TYPES if isinstance(value, value_type))
+    return _TAG_BY_TYPE.get(type(value)) or next(inherited, None)
 
 
 def _check_text(text: str, cursor: _Cursor) -> str:
@@ -218,7 +215,7 @@ def _encode_items(values: Any, cursor: _Cursor) -> list[JsonValue]:
 
 
 def _decode_items(encoded: object, cursor: _Cursor) -> list[Any]:
-    return [_decode(value, cursor.within(i)) for i, value in enumerate(list_of(encoded))]
+    return [_decode(value, cursor.within(i)) for i, value in enumerate(require_list(encoded))]
 
 
 def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
@@ -231,8 +228,8 @@ def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
 def _decode_pairs(encoded: Fields, cursor: _Cursor) -> dict[object, object]:
     pairs: dict[object, object] = {}
     keys = KeyCounter()
-    for pair in list_of(encoded["v"]):
-        key, item = list_of(pair)
+    for pair in require_list(encoded["v"]):
+        key, item = require_list(pair)
         decoded = _decode(key, cursor.within("<key>"))
         keys.add([decoded])
         if decoded in pairs:
@@ -248,7 +245,7 @@ def _encode_int(value: int, cursor: _Cursor) -> Fields | None:
         return None
 
 
-def _size(items: list[Any]) -> torch.Size:
+def _make_size(items: list[Any]) -> torch.Size:
     if not all(type(n) is int and -_INT64 <= n < _INT64 for n in items):
         raise ValueError(f"{str(items)[:40]} are not 64-bit integers")
     return torch.Size(items)
@@ -267,7 +264,7 @@ def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | No
 
 
 def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
-    return _named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
+    return _get_named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
 
 
 def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
@@ -278,33 +275,33 @@ def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
 
 
 def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
-    found = _named_tensor(encoded, cursor) if "name" in encoded else array_of(encoded)
+    found = _get_named_tensor(encoded, cursor) if "name" in encoded else array_of(encoded)
     return found.numpy() if isinstance(found, torch.Tensor) else found
 
 
-def _named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
+def _get_named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
     if cursor.get_tensor is None:
         raise StateError(f"{cursor.name}: this value cannot refer to a tensor: skip= leaves it out")
-    return cursor.get_tensor(text_of(encoded["name"]))
+    return cursor.get_tensor(require_text(encoded["name"]))
 
 
 def _refuse_same_names(on_tensor: OnTensor) -> OnTensor:
     names: set[str] = set()
 
-    def checked_on_tensor(name: str, value: object) -> None:
+    def on_new_tensor(name: str, value: object) -> None:
         if name in names:
             raise StateError(f"{name}: two tensors have this name: rename a key of one of them")
         names.add(name)
         on_tensor(name, value)
 
-    return checked_on_tensor
+    return on_new_tensor
 
 
 def _refuse_key(name: str, value: object) -> None:
     raise StateError(f"{name}: a tensor cannot be a key: use text or a number as the key")
 
 
-def _pickled(value: object, cursor: _Cursor) -> Fields:
+def _encode_pickle(value: object, cursor: _Cursor) -> Fields:
     try:
         return {"v": bytes_text(pickle.dumps(value))}
     except Exception as error:  # pickling runs code of the value
@@ -314,7 +311,7 @@ def _pickled(value: object, cursor: _Cursor) -> Fields:
         ) from error
 
 
-def _unpickled(encoded: Fields, cursor: _Cursor) -> object:
+def _decode_pickle(encoded: Fields, cursor: _Cursor) -> object:
     if not cursor.allow_pickle:
         raise StateError(
             f"{cursor.name}: saved as pickle, which runs code from the file when it is loaded; "
@@ -348,53 +345,55 @@ class _Kind:
 
 
 def _fields_kind(
-    value_type: type, to: Callable[[Any], Fields | None], of: Callable[[Fields], object]
+    value_type: type, encode: Callable[[Any], Fields | None], decode: Callable[[Fields], object]
 ) -> _Kind:
     return _Kind(
         value_type,
-        lambda value, cursor: to(value),
-        lambda encoded, cursor: of(encoded),
+        lambda value, cursor: encode(value),
+        lambda fields, cursor: decode(fields),
         with_subclasses=True,
     )
 
 
-def _text_kind(value_type: type, to: Callable[[Any], str], of: Callable[[str], object]) -> _Kind:
+def _text_kind(
+    value_type: type, to_text: Callable[[Any], str], from_text: Callable[[str], object]
+) -> _Kind:
     def decode_text(encoded: Fields, cursor: _Cursor) -> object:
-        return of(text_of(encoded["v"]))
+        return from_text(require_text(encoded["v"]))
 
-    return _Kind(value_type, lambda value, cursor: {"v": to(value)}, decode_text)
+    return _Kind(value_type, lambda value, cursor: {"v": to_text(value)}, decode_text)
 
 
-def _items_kind(value_type: type, of: Callable[[list[Any]], object]) -> _Kind:
-    def encode_items(value: Any, cursor: _Cursor) -> Fields:
+def _items_kind(value_type: type, make: Callable[[list[Any]], object]) -> _Kind:
+    def encode_list(value: Any, cursor: _Cursor) -> Fields:
         return {"v": _encode_items(value, cursor)}
 
-    return _Kind(value_type, encode_items, lambda fields, cur: of(_decode_items(fields["v"], cur)))
+    return _Kind(value_type, encode_list, lambda data, cur: make(_decode_items(data["v"], cur)))
 
 
 def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
-    return _Kind(value_type, _encode_pairs, lambda data, at: value_type(_decode_pairs(data, at)))
+    return _Kind(value_type, _encode_pairs, lambda data, cur: value_type(_decode_pairs(data, cur)))
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "enum": _fields_kind(enum.Enum, member_fields, member_of),
+    "enum": _fields_kind(enum.Enum, enum_fields, enum_of),
     "numpy": _fields_kind(np.generic, scalar_fields, scalar_of),
     "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor, with_subclasses=True),
     "array": _Kind(np.ndarray, _encode_array, _decode_array),
     "tuple": _items_kind(tuple, tuple),
-    "size": _items_kind(torch.Size, _size),
+    "size": _items_kind(torch.Size, _make_size),
     "dict": _pairs_kind(dict),
     "ordered": _pairs_kind(OrderedDict),
     "counter": _pairs_kind(Counter),
-    "int": _Kind(int, _encode_int, lambda encoded, cursor: int(text_of(encoded["v"]))),
+    "int": _Kind(int, _encode_int, lambda encoded, cursor: int(require_text(encoded["v"]))),
     "float": _text_kind(float, repr, float),
     "complex": _text_kind(complex, repr, complex),
     "bytes": _text_kind(bytes, bytes_text, bytes_of),
     "bytearray": _text_kind(bytearray, bytes_text, lambda text: bytearray(bytes_of(text))),
     "dtype": _text_kind(torch.dtype, dtype_text, dtype_of),
     "device": _text_kind(torch.device, str, torch.device),
-    "pickle": _Kind(object, _pickled, _unpickled),
+    "pickle": _Kind(object, _encode_pickle, _decode_pickle),
 }
-_EXACT = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
-_EXACT[Shards] = "tensor"
-_INHERITED = [(kind.value_type, tag) for tag, kind in _KINDS.items() if kind.with_subclasses]
+_TAG_BY_TYPE = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
+_TAG_BY_TYPE[Shards] = "tensor"
+_BASE_TYPES = [(kind.value_type, tag) for tag, kind in _KINDS.items() if kind.with_subclasses]

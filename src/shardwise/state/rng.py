@@ -60,7 +60,7 @@ class RngState:
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
         """Return the saved state of the rank, or a 64-bit seed if the rank did not save a state."""
-        return values[rank] if rank < len(values) else _seed_for(values[0], rank)
+        return values[rank] if rank < len(values) else _seed_of_new_rank(values[0], rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every generator."""
@@ -80,11 +80,11 @@ class RngState:
         Raises:
             StateError: the value is not a saved state.
         """
-        before = self.state_dict()
+        previous_state = self.state_dict()
         try:
             _set_states(state_dict)
         except _INVALID_STATE_ERRORS as error:
-            _set_states(before)
+            _set_states(previous_state)
             raise StateError(
                 f"invalid state of random number generators: {error}; leave it out with skip="
             ) from error
@@ -114,7 +114,7 @@ def _accelerator() -> Any:
     return torch.get_device_module(torch.accelerator.current_accelerator())
 
 
-def _seed_for(first_state: object, rank: int) -> int:
+def _seed_of_new_rank(first_state: object, rank: int) -> int:
     plain = msgspec.json.encode(encode(first_state, "rng"))
     return _digest(plain + b"rank %d" % rank) & ~_BITS_32 | (_digest(plain) + rank) & _BITS_32
 

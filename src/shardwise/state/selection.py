@@ -51,18 +51,18 @@ class Selection:
         """Return the patterns that match none of these names."""
         return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
 
-    def select_from(self, held: LocalState) -> LocalState:
+    def select_from(self, local_state: LocalState) -> LocalState:
         """Return the selected part of a local state. It lists the names of the rest."""
         if not (self.only or self.skip):
-            return held
-        unselected = [name for name in held.names() if not self.selects(name)]
+            return local_state
+        unselected = [name for name in local_state.names() if not self.selects(name)]
         return LocalState(
-            [leaf for leaf in held.tensors if self.selects(leaf.name)],
-            {name: value for name, value in held.objects.items() if self.selects(name)},
-            {name: value for name, value in held.grouped.items() if self.selects(name)},
-            {name: value for name, value in held.per_rank.items() if self.selects(name)},
-            held.problems,
-            [*held.unselected, *unselected],
+            [leaf for leaf in local_state.tensors if self.selects(leaf.name)],
+            {name: value for name, value in local_state.objects.items() if self.selects(name)},
+            {name: value for name, value in local_state.grouped.items() if self.selects(name)},
+            {name: value for name, value in local_state.per_rank.items() if self.selects(name)},
+            local_state.problems,
+            [*local_state.unselected, *unselected],
         )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from shardwise.manifest.manifest import Manifest
-from shardwise.manifest.names import MANIFEST, made_by_save, save_of_file, step_directory
+from shardwise.manifest.names import MANIFEST, is_file_of_save, save_id_of_file, step_directory
 from shardwise.retention import committed_steps, info_of_manifest
 from shardwise.store import Store
 from shardwise.tiers.copying import saved_manifest
@@ -75,13 +75,13 @@ class Tier:
         manifest = saved_manifest(store)
         files = set() if manifest is None else {each.name for each in manifest.files}
         if manifest is None or files - set(names):
-            saves = {save_of_file(name) or "" for name in names} - {""}
+            saves = {save_id_of_file(name) or "" for name in names} - {""}
             if manifest is not None:
                 self.damaged[step] = manifest.save_id
             elif len(saves) <= 1 and MANIFEST in names:  # otherwise it is being removed
                 self.damaged[step] = "".join(saves)
             return None
-        if any(made_by_save(name) and name not in files for name in names):
+        if any(is_file_of_save(name) and name not in files for name in names):
             self.with_leftovers.add(step)
         self._names[step] = names
         return describe_checkpoint(manifest)

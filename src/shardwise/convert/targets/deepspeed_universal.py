@@ -112,7 +112,7 @@ def _training_state(contents: ExportContents, state: NestedState) -> _TrainingSt
             "optimizers: set root= to the key of the model, and leave out others with skip="
         )
     (optimizer,) = state.optimizers.values()
-    training = _TrainingState(model, optimizer, optimizer.numbered_state_dict()[GROUPS])
+    training = _TrainingState(model, optimizer, optimizer.indexed_state_dict()[GROUPS])
     for name in training.parameter_names():
         if not isinstance(model.get(name), TensorPart):
             raise StateError(

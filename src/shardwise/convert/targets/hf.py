@@ -33,7 +33,7 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
         StateError: the checkpoint has no model below the root.
         StateError: safetensors does not support the dtype of a tensor.
     """
-    model = contents.model()
+    model = contents.model_tensors()
     stored = {each.entry.name for each in model if each.entry.same_as is None}
     left_out = tuple(
         f"{each.name}: tied to {each.entry.same_as}, which is stored"
@@ -47,14 +47,18 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
         if len(files) == 1
         else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     )
-    tensor_files = tuple(_plan_file(name, part) for name, part in zip(names, files, strict=True))
+    tensor_files = tuple(
+        _plan_file(name, file_tensors) for name, file_tensors in zip(names, files, strict=True)
+    )
 
     def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         config = {} if contents.config is None else {CONFIG: contents.config}
         if len(files) == 1:
             return config
         file_of_tensor = {
-            each.name: name for name, part in zip(names, files, strict=True) for each in part
+            each.name: name
+            for name, file_tensors in zip(names, files, strict=True)
+            for each in file_tensors
         }
         total = sum(each.part.size for each in written)
         index = {

@@ -34,22 +34,22 @@ class NestedOptimizer:
     state: Mapping[str, Mapping[str, Any]]
     ties: Mapping[str, str]
 
-    def numbered_state_dict(self) -> dict[str, Any]:
+    def indexed_state_dict(self) -> dict[str, Any]:
         """Return the state_dict of `torch.optim`. Tied parameters share one number."""
-        numbers: dict[str, int] = {}
+        indices: dict[str, int] = {}
         groups = []
         for group in self.groups:
             members = []
             for name in group.names:
-                if self._owner(name) not in numbers:
-                    numbers[self._owner(name)] = len(numbers)
+                if self._owner(name) not in indices:
+                    indices[self._owner(name)] = len(indices)
                     members.append(name)
-            params = [numbers[self._owner(name)] for name in members]
+            params = [indices[self._owner(name)] for name in members]
             groups.append({**group.hyperparameters, PARAMS: params, PARAM_NAMES: members})
         state: dict[int, Any] = {}
         for name, values in self.state.items():
-            if self._owner(name) in numbers:
-                state.setdefault(numbers[self._owner(name)], nest_keys(values))
+            if self._owner(name) in indices:
+                state.setdefault(indices[self._owner(name)], nest_keys(values))
         return {STATE: dict(sorted(state.items())), GROUPS: groups}
 
     def named_entries(self) -> dict[str, Any]:

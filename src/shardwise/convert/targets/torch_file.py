@@ -63,7 +63,7 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
         container = state_dict.setdefault(above[0], {}) if above else state_dict
         container[key] = value
     for name, optimizer in state.optimizers.items():
-        state_dict[name] = optimizer.numbered_state_dict()
+        state_dict[name] = optimizer.indexed_state_dict()
         left_out += [f"{name}.{each}: not in any param group" for each in optimizer.ungrouped()]
     file = FileBuilder(FILE)
     add_torch_file(file, state_dict, FILE)

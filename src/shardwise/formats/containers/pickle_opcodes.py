@@ -26,7 +26,7 @@ from shardwise.formats.containers.pickle_values import (
     UnknownObject,
     set_state,
 )
-from shardwise.state.hash_collisions import SAFE_KEYS, KeyCounter, UnsafeKeysError
+from shardwise.state.hash_collisions import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
 
 NEWEST_PROTOCOL = 5
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -80,7 +80,7 @@ class PickleMachine:
         Raises:
             UnsafeValueError: too many keys have the same hash.
         """
-        if SAFE_KEYS.issuperset(map(type, new_keys)):
+        if SAFE_KEY_TYPES.issuperset(map(type, new_keys)):
             return
         # The target is kept alive, so that its id stays unique.
         _, counter = self._key_counters.setdefault(id(target), (target, KeyCounter()))

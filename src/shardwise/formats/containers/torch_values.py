@@ -301,7 +301,7 @@ def _rebuild_dtensor_or_tensor(
     if prod(mesh_shape) > MOST_RANKS:
         raise ValueError(f"the mesh of a DTensor has more than {MOST_RANKS} ranks")
     splits = splits_of(mesh_shape, coordinate, mesh_shards)
-    if prod(split.strides for split in splits) > MOST_SHARD_BOXES:
+    if prod(split.split_factor for split in splits) > MOST_SHARD_BOXES:
         raise UnsupportedValueError(
             f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
             "save with fewer strided placements",

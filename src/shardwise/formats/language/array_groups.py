@@ -31,7 +31,7 @@ from shardwise.formats.language.shapes import (
     size_of_axis,
     solve_sizes,
 )
-from shardwise.manifest.manifest import LARGEST
+from shardwise.manifest.manifest import LARGEST_INTEGER
 from shardwise.manifest.pieces import Int
 
 
@@ -244,9 +244,9 @@ def compute_tensor_shape(
                 )
             size = limit
         shape.append(size)
-    if math.prod(size for size in shape if size) > LARGEST:
+    if math.prod(size for size in shape if size) > LARGEST_INTEGER:
         raise LayoutError(
-            f"a tensor of shape {shape} would have more than {LARGEST} elements: check the numbers "
-            "in the names of arrays"
+            f"a tensor of shape {shape} would have more than {LARGEST_INTEGER} elements: check the "
+            "numbers in the names of arrays"
         )
     return tuple(shape)

@@ -13,7 +13,7 @@ from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.language.boxes import BoxTable
 from shardwise.formats.language.rules import Rule, Skip
 from shardwise.formats.language.tensor_collector import Collector
-from shardwise.layout import uncovered_tensors
+from shardwise.layout import find_uncovered_tensors
 from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
@@ -146,7 +146,7 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
     padded_shapes = padded_rows([shape or () for shape in shapes], dims, 1)
     stored = np.array([shape is not None for shape in shapes], bool)
     try:
-        wrong_tensors = uncovered_tensors(
+        wrong_tensors = find_uncovered_tensors(
             padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored
         )
     except FormatError as error:

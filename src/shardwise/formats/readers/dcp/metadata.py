@@ -15,7 +15,7 @@ from shardwise.formats.containers.pickle_values import (
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.file_tree import FileTree
-from shardwise.manifest.manifest import LARGEST
+from shardwise.manifest.manifest import LARGEST_INTEGER
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.state.hash_collisions import UnsafeKeysError, check_keys
 
@@ -267,8 +267,8 @@ def _require_ints(values: Any, label: str) -> Ints:
     _require(
         isinstance(values, (tuple, list))
         and len(values) <= MOST_DIMENSIONS
-        and all(type(n) is int and 0 <= n <= LARGEST for n in values),
-        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {LARGEST}",
+        and all(type(n) is int and 0 <= n <= LARGEST_INTEGER for n in values),
+        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {LARGEST_INTEGER}",
     )
     return tuple(values)
 

@@ -12,7 +12,7 @@ import msgspec
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance, allow_as_instances
 from shardwise.formats.foreign import StoredArray
-from shardwise.manifest.manifest import LARGEST
+from shardwise.manifest.manifest import LARGEST_INTEGER
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -346,7 +346,7 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
             raise FormatError(
                 f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: copy the file again"
             )
-        if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > _MOST_DIMENSIONS:
+        if math.prod(n for n in shape if n) > LARGEST_INTEGER // 8 or len(shape) > _MOST_DIMENSIONS:
             raise FormatError(
                 f"{path}: {name[:200]}: the shape {str(shape)[:80]} is too large: the file is "
                 "damaged: copy it again from an intact source"

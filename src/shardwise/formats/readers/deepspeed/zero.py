@@ -152,7 +152,7 @@ def boxes_of_flat_ranges(ranges: FlatRanges, shapes: Int) -> FlatBoxes:
         shapes: `(parameters, D)`, the shapes of the parameters, padded on the right with 1.
     """
     boxes = boxes_of_ranges(shapes[ranges.parameter], ranges.start, ranges.stop)
-    row = boxes.of
+    row = boxes.range_index
     flat_start = ranges.flat_start[row] + boxes.first - ranges.start[row]
     return FlatBoxes(ranges.parameter[row], ranges.rank[row], flat_start, boxes.offset, boxes.shape)
 
