@@ -91,7 +91,7 @@ def test_indices_are_short(numbers: list[int], text: str) -> None:
     ],
 )
 def test_sizes_are_short(nbytes: int, text: str) -> None:
-    assert fmt.size(nbytes) == text
+    assert fmt.format_bytes(nbytes) == text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shardwise.layout import Box, row_major
 from shardwise.manifest.pieces import Pieces
 from shardwise.plan.load import (
     LoadPlan,
-    Source,
+    PieceLocations,
     plan_load,
 )
 from shardwise.plan.ranges import Ranges
@@ -76,7 +76,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def source_of(case: Case) -> tuple[Source, list[int]]:
+def source_of(case: Case) -> tuple[PieceLocations, list[int]]:
     """Pieces one after another in their files, with gaps; and the number of each file's bytes."""
     ends = [0, 0, 0]
     starts = []
@@ -93,7 +93,7 @@ def source_of(case: Case) -> tuple[Source, list[int]]:
     )
     covered = [at + end + 8 for at, end in zip(data_at, ends, strict=True)]
     columns = (np.array(case.itemsizes), np.array(data_at), np.array(covered))
-    return Source(pieces, row_major(pieces.shape), *columns), covered
+    return PieceLocations(pieces, row_major(pieces.shape), *columns), covered
 
 
 def wanted_of(case: Case) -> tuple[Int, Int, Int]:
@@ -104,7 +104,7 @@ def wanted_of(case: Case) -> tuple[Int, Int, Int]:
     )
 
 
-def needed_blocks(case: Case, source: Source) -> set[tuple[int, int]]:
+def needed_blocks(case: Case, source: PieceLocations) -> set[tuple[int, int]]:
     """The blocks in which the bytes of wanted elements lie: element by element."""
     blocks = set()
     for (tensor, box), file, start in zip(
@@ -215,7 +215,7 @@ def test_a_column_of_long_rows_costs_a_block_a_row() -> None:
         np.array([[rows, columns]]),
     )
     covered = np.array([rows * columns * 4])
-    source = Source(pieces, row_major(pieces.shape), np.array([4]), np.array([0]), covered)
+    source = PieceLocations(pieces, row_major(pieces.shape), np.array([4]), np.array([0]), covered)
     wanted = np.zeros(1, np.int64), np.array([[0, 7]]), np.array([[rows, 1]])
     plan = plan_load(source, wanted, largest_read=1 << 20, block=BLOCK)
     assert plan.bytes_read == rows * BLOCK
@@ -232,7 +232,7 @@ def test_neighbouring_pieces_are_one_read() -> None:
         np.full((count, 1), nbytes),
     )
     total = count * nbytes
-    source = Source(
+    source = PieceLocations(
         pieces, row_major(pieces.shape), np.ones(count, np.int64), np.array([0]), np.array([total])
     )
     wanted = np.arange(count), np.zeros((count, 1), np.int64), np.full((count, 1), nbytes)

@@ -252,8 +252,8 @@ def show_status(node: NodeStatus, console: Console) -> None:
     """Print the state of a node, its agent, its runs and its snapshots."""
     console.print(_agent_line(node))
     console.print(
-        f"{fmt.size(node.bytes)} kept in {fmt.printable(node.directory)}, "
-        f"{fmt.size(node.bytes_left)} left; "
+        f"{fmt.format_bytes(node.bytes)} kept in {fmt.printable(node.directory)}, "
+        f"{fmt.format_bytes(node.bytes_left)} left; "
         f"{'training runs' if node.training else 'no training runs'} on this node",
         soft_wrap=True,
     )
@@ -282,14 +282,14 @@ def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, consol
             in_storage = Text(f"not {each.steps[-1]}", "bold red")
         shown.add_row(
             each.run,
-            fmt.size(each.bytes),
+            fmt.format_bytes(each.bytes),
             fmt.indices(each.steps) or "–",
             in_storage,
             "yes" if each.training else "no",
             fmt.printable(each.root or "–"),
         )
     console.print(shown)
-    total = fmt.size(sum(each.bytes for each in runs))
+    total = fmt.format_bytes(sum(each.bytes for each in runs))
     if cleared:
         console.print(f"cleared {fmt.count(len(runs), 'run')}: {total} freed")
     else:
@@ -312,12 +312,12 @@ def _agent_line(node: NodeStatus) -> Text:
     if node.process is not None:
         text.append(f", process {node.process}")
     if node.agent_bytes is not None:
-        text.append(f", {fmt.size(node.agent_bytes)} of memory")
+        text.append(f", {fmt.format_bytes(node.agent_bytes)} of memory")
     return text
 
 
 def _show_run(run: RunStatus, console: Console) -> None:
-    used, free = fmt.count(run.slots_used, "slot"), fmt.size(run.bytes_free)
+    used, free = fmt.count(run.slots_used, "slot"), fmt.format_bytes(run.bytes_free)
     slots = f"{used} used, {run.slots_free} free ({free})"
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
@@ -347,7 +347,7 @@ def _show_tensors(tensors_status: TensorsStatus, console: Console) -> None:
     shown.add_column("nodes", overflow="fold")
     shown.add_column("protected", overflow="fold")
     for each in tensors_status.tensors:
-        name, size = fmt.printable(each.name), fmt.size(each.bytes)
+        name, size = fmt.printable(each.name), fmt.format_bytes(each.bytes)
         shown.add_row(name, size, fmt.names(each.nodes), _protection_text(each))
     console.print(shown)
 
@@ -377,8 +377,8 @@ def _lag_text(stage: str, lag: StageLag) -> Text:
 def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
     yield Text(str(each.step))
     yield Text(fmt.duration(each.age))
-    yield Text(fmt.size(each.bytes))
-    yield Text(fmt.size(each.bytes_for_others) if each.bytes_for_others else "–")
+    yield Text(fmt.format_bytes(each.bytes))
+    yield Text(fmt.format_bytes(each.bytes_for_others) if each.bytes_for_others else "–")
     for stage in (each.commit, each.protect, each.persist):
         text = stage.state or "–"
         if stage.state == "done":

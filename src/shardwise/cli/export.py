@@ -304,5 +304,5 @@ def _size_option(option: str, text: str, minimum: int) -> int:
         raise typer.BadParameter(f"{option} {text}: expected a size, for example 500M or 5G")
     size = int(float(match.group(1)) * 2 ** UNIT_SHIFTS[match.group(2).upper()])
     if size < minimum:
-        raise typer.BadParameter(f"{option} {text}: must be at least {fmt.size(minimum)}")
+        raise typer.BadParameter(f"{option} {text}: must be at least {fmt.format_bytes(minimum)}")
     return size

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TypeGuard
 
-from shardwise.events import format_bytes as size
+from shardwise.events import format_bytes as format_bytes
 
 LONGEST_STRING = 40
 LONGEST_VALUE = 160
@@ -127,7 +127,7 @@ def _format_tagged(tag: str, encoded: dict[str, object], depth: int) -> str:
         return printable(f"{encoded.get('class')}.{content}")
     if tag in _ENCODED and isinstance(content, str):
         nbytes = len(content) * 3 // 4 - content[-2:].count("=")
-        return f"{tag} of {size(nbytes)}"
+        return f"{tag} of {format_bytes(nbytes)}"
     return f"{printable(clip_text(tag, LONGEST_STRING))}({_format_value(content, depth + 1)})"
 
 

@@ -248,7 +248,7 @@ def _show_header(saved: CommittedCheckpoint, console: Console) -> None:
         else ("saved", f"{fmt.time(manifest.created)} UTC"),
         ("ranks", str(manifest.world_size)),
         ("contents", ", ".join(contents)),
-        ("size", f"{fmt.size(saved.bytes)} in {fmt.count(len(manifest.files), 'file')}"),
+        ("size", f"{fmt.format_bytes(saved.bytes)} in {fmt.count(len(manifest.files), 'file')}"),
     ]
     if manifest.metrics:
         facts.append(("metrics", fmt.metrics(manifest.metrics)))
@@ -266,7 +266,7 @@ def _show_tensor(
     *,
     show_all: bool,
 ) -> None:
-    type_text = f"{entry.dtype} {fmt.shape(entry.shape)}, {fmt.size(tensor_bytes(entry))}"
+    type_text = f"{entry.dtype} {fmt.shape(entry.shape)}, {fmt.format_bytes(tensor_bytes(entry))}"
     facts = [("tensor", fmt.printable(entry.name)), ("type", type_text), ("in", place)]
     if entry.same_as is not None:
         facts.append(("tied to", fmt.printable(entry.same_as)))
@@ -286,7 +286,7 @@ def _show_tensor(
     for each in boxes if show_all else boxes[:MOST_BOXES]:
         rank = Text(f" {each.rank} ", rank_style(each.rank))
         box = str(Box(each.offset, each.shape)).replace(",", ", ")
-        legend.add_row(rank, Text(box), fmt.size(each.bytes), Text(each.file, "dim"))
+        legend.add_row(rank, Text(box), fmt.format_bytes(each.bytes), Text(each.file, "dim"))
     console.print(legend)
     hidden = len(boxes) - MOST_BOXES
     if hidden > 0 and not show_all:

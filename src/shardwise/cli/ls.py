@@ -179,7 +179,7 @@ def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> No
             _format_number(checkpoint.step),
             Text(checkpoint.state, STYLE_OF_STATE[checkpoint.state]),
             fmt.time(checkpoint.saved_at)[:16] if checkpoint.saved_at else "–",
-            "–" if checkpoint.bytes is None else fmt.size(checkpoint.bytes),
+            "–" if checkpoint.bytes is None else fmt.format_bytes(checkpoint.bytes),
             _format_number(checkpoint.files),
             _format_number(checkpoint.world_size),
             *([_mirrored_cell(checkpoint.mirrored)] if show_mirror else []),

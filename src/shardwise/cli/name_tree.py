@@ -80,7 +80,7 @@ class TreeRow:
         node = self.node
         if not node.nbytes or (node.leaf is not None and not node.leaf.nbytes):
             return ""
-        each = fmt.size(node.nbytes // node.count)
+        each = fmt.format_bytes(node.nbytes // node.count)
         return f"{node.count} × {each}" if node.count > 1 else each
 
 

@@ -128,7 +128,9 @@ def _show_removed(
 def _describe(checkpoint: ListedCheckpoint) -> str:
     parts = [f"step {checkpoint.step}", checkpoint.state]
     if checkpoint.bytes is not None and checkpoint.files is not None:
-        parts.append(f"{fmt.size(checkpoint.bytes)} in {fmt.count(checkpoint.files, 'file')}")
+        parts.append(
+            f"{fmt.format_bytes(checkpoint.bytes)} in {fmt.count(checkpoint.files, 'file')}"
+        )
     if checkpoint.saved_at is not None:
         parts.append(f"saved {fmt.time(checkpoint.saved_at)} UTC")
     return ", ".join(parts)

@@ -290,11 +290,11 @@ def _show_verdict(verdict: Verdict, console: Console) -> None:
     symbols = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
     details = []
     if verdict.files:
-        details.append(f"{fmt.size(verdict.bytes)} in {fmt.count(verdict.files, 'file')}")
+        details.append(f"{fmt.format_bytes(verdict.bytes)} in {fmt.count(verdict.files, 'file')}")
     if verdict.compared:
-        details.append(f"{fmt.size(verdict.compared)} of copies compared")
+        details.append(f"{fmt.format_bytes(verdict.compared)} of copies compared")
     if verdict.unchecked:
-        details.append(f"{fmt.size(verdict.unchecked)} not checked, without checksums")
+        details.append(f"{fmt.format_bytes(verdict.unchecked)} not checked, without checksums")
     detail = f"  {'; '.join(details)}" if details else ""
     console.print(Text.assemble(symbols[verdict.intact], verdict.path, (detail, "dim")))
     for each in verdict.damage:
