@@ -160,12 +160,10 @@ def load(
     options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
         resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
         staging_bytes=staging_bytes)  # fmt: skip
-    open_options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
+    reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
-        return load_state(
-            find_store(place, step, ranks), state, options, open_options, ranks, recorder
-        )
+        return load_state(find_store(place, step, ranks), state, options, reading, ranks, recorder)
 
 
 @skip_compile

@@ -73,7 +73,7 @@ def test_many_ranges_at_once_give_the_boxes_of_each(cases: list[Range]) -> None:
             more = dims - len(shape)
             rows.append((i, first, (*box.offset, *(0,) * more), (*box.shape, *(1,) * more)))
             first += box.size
-    columns = zip(found.of, found.first, found.offset, found.shape, strict=True)
+    columns = zip(found.range_index, found.first, found.offset, found.shape, strict=True)
     assert [(i, at, tuple(o), tuple(n)) for i, at, o, n in columns] == rows
 
 

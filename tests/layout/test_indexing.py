@@ -66,7 +66,7 @@ def test_spans_hold_what_is_selected(
         for there, here in boxes_of_covers(covers):
             data[here.slices()] = whole[there.slices()]
         for dim, each in enumerate(covers):
-            data = data[(slice(None),) * dim + (each.within,)]
+            data = data[(slice(None),) * dim + (each.packed_index,)]
         out[batch] = data
     for dim in reversed(range(len(shape))):  # one dimension after the other, as torch does
         out = out[(slice(None),) * dim + (along[dim].reindex,)]
