@@ -61,13 +61,18 @@ class Place:
         return [key for key in self.server.keys(self.direct(step)) if not is_lease(key)]
 
 
+def size_of(seed: int) -> int:
+    """Only the step that is saved with faults has two parts, because large steps take time."""
+    return 1_500_000 if seed == 2 else 20_000
+
+
 def state_of(seed: int) -> dict[str, object]:
-    weight = torch.randn(1_500_000, generator=torch.Generator().manual_seed(seed))  # two parts
+    weight = torch.randn(size_of(seed), generator=torch.Generator().manual_seed(seed))
     return {"weight": weight, "bias": torch.full((7,), float(seed)), "step": seed}
 
 
 def load_and_compare(url: str, seed: int) -> None:
-    state = {"weight": torch.zeros(1_500_000), "bias": torch.zeros(7), "step": -1}
+    state = {"weight": torch.zeros(size_of(seed)), "bias": torch.zeros(7), "step": -1}
     sw.load(url, state)
     for name, value in state_of(seed).items():
         same = torch.equal(state[name], value) if torch.is_tensor(value) else state[name] == value
@@ -138,6 +143,9 @@ def check_one_fault(place: Place, operation: str, kind: str, index: int) -> None
     except (ShardwiseError, OSError) as caught:
         error = caught
     assert time.monotonic() - begin < LONGEST
+    if not any(request.fault for request in place.proxy.requests):
+        assert error is None  # it makes fewer requests
+        return
     if error is not None:
         assert len(str(error)) > 20
     # If the answer with the upload's id is lost, a later save aborts the upload when it is idle.
