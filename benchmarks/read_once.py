@@ -67,7 +67,7 @@ def measure(bench: Bench, state: dict[str, torch.Tensor], bytes_read: dict[str, 
 
 def wait_on_first(bench: Bench, meter: Meter) -> Callable[[], None]:
     """Return a job in which rank 0 waits as long as the store needs for one copy of the state."""
-    return lambda: meter.wait(bench.size.total) if bench.rank == 0 else None
+    return lambda: meter.wait_for_bytes(bench.size.total) if bench.rank == 0 else None
 
 
 if __name__ == "__main__":

@@ -62,4 +62,4 @@ def serve(pipe: Connection, size: int, preload: Sequence[str]) -> None:
                 function, args, options = pipe.recv()
             except EOFError:
                 return
-            pipe.send(gang.outcomes(function, *args, **options))
+            pipe.send(gang.run_outcomes(function, *args, **options))

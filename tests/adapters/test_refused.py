@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 
 
 class Loader:
@@ -181,7 +181,7 @@ def test_the_other_ranks_hear_of_which_key_it_is(tmp_path: Path) -> None:
     def save(group: ThreadGroup) -> object:
         return sw.save(tmp_path, {"loader": Loader(saves=group.rank == 0)}, group=group)
 
-    here, there = outcomes_of_ranks(2, save)
+    here, there = run_ranks_and_catch(2, save)
     assert isinstance(there, KeyError)
     assert isinstance(here, sw.RankError)
     assert here.failures == {1: "KeyError: 'boom' (loader: raised by its state_dict())"}

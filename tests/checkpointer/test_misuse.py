@@ -117,7 +117,7 @@ def with_options_of_its_own(path: str) -> None:
 
 
 def test_ranks_with_different_options_are_refused(gang: Gang, tmp_path: Path) -> None:
-    for outcome in gang.outcomes(with_options_of_its_own, str(tmp_path), world=2):
+    for outcome in gang.run_outcomes(with_options_of_its_own, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.MismatchError)
         assert outcome.exception.problems == [
             "save_every: rank 0 has 10, rank 1 has 11",
@@ -166,7 +166,7 @@ def with_an_end_of_its_own(path: str) -> None:
 
 
 def test_ranks_end_in_the_same_way(gang: Gang, tmp_path: Path) -> None:
-    for outcome in gang.outcomes(with_an_end_of_its_own, str(tmp_path), world=2):
+    for outcome in gang.run_outcomes(with_an_end_of_its_own, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.MismatchError)
         assert outcome.exception.problems == [
             "after_signal: rank 0 has 'deliver', rank 1 has 'return'"

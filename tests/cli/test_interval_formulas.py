@@ -59,7 +59,7 @@ def test_no_other_interval_wastes_less(cost: float, rate: float, factor: float) 
     least = estimate_waste(best, cost, rate).total
     assert least <= estimate_waste(best * factor, cost, rate).total * (1 + 1e-12)
     assert least == pytest.approx(math.sqrt(2 * cost * rate))
-    assert optimal_interval(cost, rate, least=best * 2) == best * 2
+    assert optimal_interval(cost, rate, shortest=best * 2) == best * 2
 
 
 @given(group=st.integers(2, 16), rate=rates, rebuild=times, survives=st.integers(0, 3))
@@ -101,10 +101,10 @@ def test_a_plan_of_both_tiers() -> None:
     plan = plan_intervals(costs(memory_restore=20, storage_restore=200), failures())
     assert (plan.memory.steps, plan.memory.seconds) in {(10, 100), (11, 110)}
     assert plan.memory.waste.restores == pytest.approx(LLAMA * 20, rel=1e-3)
-    assert 1 / plan.beyond_memory / YEAR == pytest.approx(3.15, rel=0.01)
+    assert 1 / plan.memory_loss_rate / YEAR == pytest.approx(3.15, rel=0.01)
     assert plan.storage.steps % plan.memory.steps == 0
     assert plan.storage.seconds == plan.storage.steps * 10
-    assert plan.storage.seconds == pytest.approx(math.sqrt(2 * 5 / plan.beyond_memory), rel=0.01)
+    assert plan.storage.seconds == pytest.approx(math.sqrt(2 * 5 / plan.memory_loss_rate), rel=0.01)
     assert plan.waste == plan.memory.waste.total + plan.storage.waste.total
 
 
@@ -112,15 +112,15 @@ def test_correlated_failures_and_slow_rebuilds_need_storage_more_often() -> None
     plain = plan_intervals(costs(), failures())
     slow = plan_intervals(costs(), failures(rebuild=3600))
     correlated = plan_intervals(costs(), failures(correlated=1 / (7 * DAY)))
-    assert slow.beyond_memory == pytest.approx(6 * plain.beyond_memory)
-    assert correlated.beyond_memory == pytest.approx(plain.beyond_memory + 1 / (7 * DAY))
-    assert correlated.failures == pytest.approx(LLAMA + 1 / (7 * DAY))
+    assert slow.memory_loss_rate == pytest.approx(6 * plain.memory_loss_rate)
+    assert correlated.memory_loss_rate == pytest.approx(plain.memory_loss_rate + 1 / (7 * DAY))
+    assert correlated.interruption_rate == pytest.approx(LLAMA + 1 / (7 * DAY))
     assert correlated.storage.steps < slow.storage.steps < plain.storage.steps
     assert correlated.memory.steps == plain.memory.steps
 
 
 def test_no_more_is_lost_than_fails() -> None:
-    assert failures(rebuild=1e12).beyond_memory == LLAMA
+    assert failures(rebuild=1e12).memory_loss_rate == LLAMA
 
 
 @given(
@@ -135,11 +135,11 @@ def test_plans_are_the_best_of_those_that_can_be_carried_out(
 ) -> None:
     told = Costs(step=step, snapshot=snapshot, redundancy=redundancy, persist=persist)
     plan = plan_intervals(told, failures(lost=lost))
-    survived = plan.failures - plan.beyond_memory
+    survived = plan.interruption_rate - plan.memory_loss_rate
     memory, storage = plan.memory, plan.storage
     for interval, unit, least, cost, rate in (
         (memory, 1, snapshot + redundancy, snapshot, survived),
-        (storage, memory.steps, persist, persist, plan.beyond_memory),
+        (storage, memory.steps, persist, persist, plan.memory_loss_rate),
     ):
         assert interval.steps >= 1
         assert interval.seconds == pytest.approx(interval.steps * step)
@@ -162,10 +162,10 @@ def test_snapshots_that_cost_nothing_are_taken_as_often_as_they_can_be() -> None
         ({"step": 0.0}, "time of a step is 0: must be more than 0"),
         ({"step": math.nan}, "time of a step is nan"),
         ({"snapshot": -1.0}, "cost of a snapshot is -1: must be 0 or more"),
-        ({"redundancy": -1.0}, "time of redundancy is -1"),
+        ({"redundancy": -1.0}, "protect a snapshot is -1"),
         ({"persist": math.inf}, "cost of persisting is inf"),
-        ({"memory_restore": -1.0}, "restore from memory is -1"),
-        ({"storage_restore": -1.0}, "restore from storage is -1"),
+        ({"memory_restore": -1.0}, "--memory-restore: the time to restore is -1"),
+        ({"storage_restore": -1.0}, "--storage-restore: the time to restore is -1"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(changed: dict[str, float], said: str) -> None:
@@ -181,7 +181,7 @@ def test_costs_that_make_no_sense_are_refused(changed: dict[str, float], said: s
         ({"rate": -1.0}, "rate of failures is -1"),
         ({"lost": 0.0}, r"memory is 0.0"),
         ({"lost": 1.1}, r"memory is 1.1"),
-        ({"correlated": -1.0}, "correlated failures is -1"),
+        ({"correlated": -1.0}, "--correlated-per-day: the rate of failures is -1"),
         ({"group": 4096}, "from 1 to 2048"),
         ({"survives": 8}, "cannot survive the loss of 8"),
         ({"survives": -1}, "cannot survive the loss of -1"),

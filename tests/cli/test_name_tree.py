@@ -131,5 +131,5 @@ JSON = st.recursive(
 @given(JSON)
 def test_no_value_is_too_strange_to_be_shown(value: object) -> None:
     text = fmt.value(value)
-    assert len(text) <= fmt.LONGEST_VALUE
+    assert len(text) <= fmt.MAX_VALUE
     assert text.isprintable()

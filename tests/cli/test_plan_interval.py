@@ -43,7 +43,7 @@ def test_people_are_told_what_to_write(run: Run) -> None:
     lines = {line.split()[0]: line.split()[1:] for line in table if line}
     assert lines["memory"][2:] == ["0%", "0.95%"]
     assert set(lines) == {"wasted", "memory", "storage", "both", "On"}
-    assert "in storage every 3.1 years." in ran.out
+    assert "in storage once in 3.1 years." in ran.out
     assert (ran.err, ran.status) == ("", 0)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 import shardwise as sw
 from shardwise.data import PerRankLoader
-from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = [
@@ -73,7 +73,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         sw.load(tmp_path, state, group=group)
 
     run_ranks(2, lambda group: save_after_two(group, tmp_path))
-    for outcome in outcomes_of_ranks(3, load):
+    for outcome in run_ranks_and_catch(3, load):
         assert isinstance(outcome, sw.StateError)
         assert "data: StatefulDataLoader has one state for each rank" in str(outcome)
         assert "2 ranks have saved, and 3 load. Load with the same numbers, or" in str(outcome)
@@ -85,7 +85,7 @@ def test_other_groups_of_the_same_world_are_refused(tmp_path: Path) -> None:
         sw.load(tmp_path, state, group=group)
 
     run_ranks(2, lambda group: save_after_two(group, tmp_path))
-    outcomes = outcomes_of_ranks(2, load)
+    outcomes = run_ranks_and_catch(2, load)
     assert all(isinstance(outcome, sw.StateError) for outcome in outcomes)
     assert "world_size was 2 and is 1" in str(outcomes[0])
     assert "rank was 1 and is 0; world_size was 2 and is 1" in str(outcomes[1])

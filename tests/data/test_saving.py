@@ -343,7 +343,7 @@ def test_a_killed_run_continues_with_other_ranks_and_workers(gang: Gang, tmp_pat
     start = 0
     for world, workers, kill_at in [(2, 2, 5), (3, 1, 10), (1, 0, 0)]:
         arguments = (tmp_path / "root", killed, 14, kill_at, workers)
-        outcomes = gang.outcomes(run_rank, *arguments, world=world)
+        outcomes = gang.run_outcomes(run_rank, *arguments, world=world)
         kinds = {each.kind for each in outcomes}
         # A slower rank may notice the death of a faster one, and raise instead.
         assert "died" in kinds <= {"died", "error"} if kill_at else kinds == {"value"}, outcomes

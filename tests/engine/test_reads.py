@@ -16,7 +16,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
-from shardwise.testing.strategies import BoxesByRank, holdings
+from shardwise.testing.strategies import BoxesByRank, boxes_of_ranks
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 
@@ -57,8 +57,8 @@ class _CountingFile:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[BoxesByRank, BoxesByRank, int]:
-    held = draw(WORLDS.flatmap(lambda world: holdings(SHAPE, world)))
-    wanted = draw(WORLDS.flatmap(lambda world: holdings(SHAPE, world)))
+    held = draw(WORLDS.flatmap(lambda world: boxes_of_ranks(SHAPE, world)))
+    wanted = draw(WORLDS.flatmap(lambda world: boxes_of_ranks(SHAPE, world)))
     return held, wanted, draw(st.integers(0, len(wanted) - 1))
 
 

@@ -18,7 +18,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
-from shardwise.testing.strategies import BoxesByRank, Tensor, holdings, tensors
+from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 
@@ -96,9 +96,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[BoxesByRank], int, l
     return (
         described,
         source,
-        [draw(holdings(tensor.shape, source)) for tensor in described],
+        [draw(boxes_of_ranks(tensor.shape, source)) for tensor in described],
         target,
-        [draw(holdings(tensor.shape, target)) for tensor in described],
+        [draw(boxes_of_ranks(tensor.shape, target)) for tensor in described],
     )
 
 

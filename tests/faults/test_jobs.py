@@ -109,7 +109,7 @@ def train_until_told_to_go(root: Path, told: int, when: str) -> None:
 def test_told_to_go_all_ranks_save_and_go(
     gang: Gang, place: Path, told: int, when: str, last: int
 ) -> None:
-    outcomes = gang.outcomes(train_until_told_to_go, place, told, when, world=2)
+    outcomes = gang.run_outcomes(train_until_told_to_go, place, told, when, world=2)
     assert [outcome.signal for outcome in outcomes] == [signal.SIGTERM] * 2
     found, state = restored(place)
     assert found == last
@@ -138,7 +138,7 @@ def too_late(root: Path) -> None:
 
 
 def test_a_signal_after_the_last_save_is_not_swallowed(gang: Gang, place: Path) -> None:
-    outcomes = gang.outcomes(too_late, place, world=2)
+    outcomes = gang.run_outcomes(too_late, place, world=2)
     assert [outcome.signal for outcome in outcomes] == [signal.SIGTERM] * 2
 
 
@@ -153,5 +153,5 @@ def two_at_once(root: Path) -> None:
 
 
 def test_two_checkpointers_leave_no_handler_behind(gang: Gang, place: Path) -> None:
-    (outcome,) = gang.outcomes(two_at_once, place, world=1)
+    (outcome,) = gang.run_outcomes(two_at_once, place, world=1)
     assert outcome.signal == signal.SIGTERM

@@ -71,7 +71,7 @@ def test_killed_at_any_operation_nothing_committed_is_lost(
             continue
         copy = Path(shutil.copytree(root, root.parent / f"killed-{at}"))
         started = time.monotonic()
-        outcomes = gang.outcomes(save_step, copy, 2, NEW, victim, at, world=WORLD)
+        outcomes = gang.run_outcomes(save_step, copy, 2, NEW, victim, at, world=WORLD)
         where = f"rank {victim} at operation {at} of {len(seen)}: {operation}"
         assert time.monotonic() - started < SECONDS, where
         assert outcomes[victim].kind == "died", where

@@ -23,9 +23,9 @@ from shardwise.testing.faulty_store import (
     Action,
     Fault,
     FaultyStore,
-    raise_os_error,
+    make_os_error_action,
 )
-from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks_and_catch
 from tests.faults.scenario import (
     assert_values,
     leftovers,
@@ -47,7 +47,7 @@ def save_on_ranks(place: Path, seed: int, victim: int, fault: Fault) -> list[obj
         store = FaultyStore(LocalStore(place), mine)
         return sw.save(store, state_of(seed, group.rank, WORLD), group=group)
 
-    return list(outcomes_of_ranks(WORLD, save, timeout=10.0))
+    return list(run_ranks_and_catch(WORLD, save, timeout=10.0))
 
 
 def assert_refused(outcomes: list[object], victim: int, number: int, *, where: str) -> None:
@@ -106,7 +106,7 @@ def leftovers_of(place: Path) -> list[str]:
 def refuse_one_write(root: Path, number: int) -> float:
     """On a rank: save step 2 while rank 1's disk refuses; seconds until this rank knew."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    fault = Fault(0 if rank == 1 else None, raise_os_error(number), verbs=("write_at",))
+    fault = Fault(0 if rank == 1 else None, make_os_error_action(number), verbs=("write_at",))
     started = time.monotonic()
     with sw.Checkpointer(FaultyStore(LocalStore(root), fault), memory=None) as checkpointer:
         try:

@@ -283,7 +283,7 @@ def test_a_torn_copy_is_never_committed_nor_persisted(
     gang: Gang, tmp_path: Path, shm: Path
 ) -> None:
     root = tmp_path / "root"
-    outcomes = gang.outcomes(die_while_copying, str(root), str(shm), world=2, timeout=60.0)
+    outcomes = gang.run_outcomes(die_while_copying, str(root), str(shm), world=2, timeout=60.0)
     assert [outcome.kind for outcome in outcomes] == ["error", "died"]
     step, source, skipped = gang.run(recover, str(root), str(shm), 2, world=2)[0]
     assert (step, source) == (2, "memory")
@@ -418,7 +418,9 @@ def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     gang: Gang, tmp_path: Path, shm: Path, victim: int
 ) -> None:
     root = tmp_path / "root"
-    gang.outcomes(train_and_lose, str(root), str(shm), 2, victim, node=False, world=2, timeout=60.0)
+    gang.run_outcomes(
+        train_and_lose, str(root), str(shm), 2, victim, node=False, world=2, timeout=60.0
+    )
     assert_rescued(root, 20.0)
     end_agents(shm)
     for node in (0, 1):
@@ -432,7 +434,9 @@ def test_what_is_in_memory_is_persisted_when_a_node_is_lost(
 ) -> None:
     """By whichever node is left, with the files of the other from their copies."""
     root = tmp_path / "root"
-    gang.outcomes(train_and_lose, str(root), str(shm), 3, lost, node=True, world=3, timeout=60.0)
+    gang.run_outcomes(
+        train_and_lose, str(root), str(shm), 3, lost, node=True, world=3, timeout=60.0
+    )
     assert_rescued(root, 40.0)
 
 

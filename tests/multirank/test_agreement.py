@@ -30,7 +30,7 @@ def save_different_values(path: str) -> None:
 
 
 def test_plain_values_that_differ_are_all_named(gang: Gang, tmp_path: Path) -> None:
-    outcomes = gang.outcomes(save_different_values, str(tmp_path), world=3)
+    outcomes = gang.run_outcomes(save_different_values, str(tmp_path), world=3)
     all_refused(outcomes, "loss", "deep.list.1", "sw.PerRank")
 
 
@@ -39,7 +39,7 @@ def save_elsewhere(path: str) -> None:
 
 
 def test_ranks_that_save_to_different_places_are_told(gang: Gang, tmp_path: Path) -> None:
-    all_refused(gang.outcomes(save_elsewhere, str(tmp_path), world=2), "rank 1", "/1")
+    all_refused(gang.run_outcomes(save_elsewhere, str(tmp_path), world=2), "rank 1", "/1")
 
 
 def save_different_shapes(path: str) -> None:
@@ -47,7 +47,7 @@ def save_different_shapes(path: str) -> None:
 
 
 def test_ranks_with_different_shapes_are_told(gang: Gang, tmp_path: Path) -> None:
-    all_refused(gang.outcomes(save_different_shapes, str(tmp_path), world=2), "t:", "[3]")
+    all_refused(gang.run_outcomes(save_different_shapes, str(tmp_path), world=2), "t:", "[3]")
 
 
 def save_flipped(path: str) -> None:
@@ -59,7 +59,7 @@ def save_flipped(path: str) -> None:
 
 
 def test_a_replica_that_differs_in_one_bit_is_found(gang: Gang, tmp_path: Path) -> None:
-    outcomes = gang.outcomes(save_flipped, str(tmp_path), world=2)
+    outcomes = gang.run_outcomes(save_flipped, str(tmp_path), world=2)
     all_refused(outcomes, "flipped[0:1000]: rank 0 and rank 1")
     assert "fine" not in str(outcomes[0].exception)
 
@@ -148,4 +148,4 @@ def test_a_mismatch_on_one_rank_stops_all_before_anything_is_written(
     gang: Gang, tmp_path: Path
 ) -> None:
     sw.save(tmp_path, {"t": torch.ones(4)})
-    all_refused(gang.outcomes(load_different, str(tmp_path), world=2), "more")
+    all_refused(gang.run_outcomes(load_different, str(tmp_path), world=2), "more")

@@ -70,7 +70,7 @@ def save_partial(path: str) -> None:
 
 
 def test_a_pending_sum_is_refused_with_its_reason(gang: Gang, tmp_path: Path) -> None:
-    for outcome in gang.outcomes(save_partial, str(tmp_path), world=2):
+    for outcome in gang.run_outcomes(save_partial, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.StateError)
         assert "partial sums" in str(outcome.exception)
 

@@ -88,7 +88,7 @@ def die_in_save(path: str) -> tuple[str, float]:
 def test_one_that_died_is_noticed_by_those_that_wait_for_another(
     gang: Gang, tmp_path: Path
 ) -> None:
-    outcomes = gang.outcomes(die_in_save, str(tmp_path / "root"), world=4)
+    outcomes = gang.run_outcomes(die_in_save, str(tmp_path / "root"), world=4)
     assert [outcome.kind for outcome in outcomes] == ["value", "died", "value", "value"]
     told = [outcome.value for outcome in outcomes if outcome.rank != 1]
     assert {kind for kind, _ in told} == {"LostRankError"}
@@ -114,7 +114,7 @@ def die_while_making(path: str) -> tuple[str, float]:
 def test_one_that_dies_while_the_group_is_made_is_noticed(
     gang: Gang, tmp_path: Path, die: Callable[[str], tuple[str, float]]
 ) -> None:
-    outcomes = gang.outcomes(die, str(tmp_path / "root"), world=2)
+    outcomes = gang.run_outcomes(die, str(tmp_path / "root"), world=2)
     assert [outcome.kind for outcome in outcomes] == ["value", "died"]
     kind, took = outcomes[0].value
     assert kind == "LostRankError"

@@ -115,7 +115,7 @@ def load_flat(path: str) -> None:
 
 def test_members_of_a_group_must_agree(gang: Gang, tmp_path: Path) -> None:
     sw.save(tmp_path, build("plain", 1))
-    for outcome in gang.outcomes(load_flat, str(tmp_path), world=2):
+    for outcome in gang.run_outcomes(load_flat, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.MismatchError)
         assert "different lr, weight_decay, initial_lr" in str(outcome.exception)
 
@@ -136,7 +136,7 @@ def step_and_save(path: str) -> None:
 
 
 def test_state_that_does_not_show_its_sharding_is_refused(gang: Gang, tmp_path: Path) -> None:
-    for outcome in gang.outcomes(step_and_save, str(tmp_path), world=2):
+    for outcome in gang.run_outcomes(step_and_save, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.StateError)
         assert "its sharding is unknown" in str(outcome.exception)
 

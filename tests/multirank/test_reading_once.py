@@ -352,7 +352,9 @@ def test_what_other_nodes_pass_on_is_verified(
 ) -> None:
     path = save_foreign(tmp_path / "tensors.pt") if foreign else saved
     fault = 1, change_what_is_received
-    outcomes = gang.outcomes(load_with_fault, path, 1, fault, "model." if foreign else "", world=3)
+    outcomes = gang.run_outcomes(
+        load_with_fault, path, 1, fault, "model." if foreign else "", world=3
+    )
     errors = [outcome.exception for outcome in outcomes]
     found = [str(error) for error in errors if isinstance(error, sw.CorruptionError)]
     assert found  # on rank 1, or on rank 2, to which it passed the bytes on
@@ -374,7 +376,7 @@ def test_damage_is_an_error_on_every_rank(
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     start = time.monotonic()
-    outcomes = gang.outcomes(load_parts, str(copy), whole, per_node, world=4)
+    outcomes = gang.run_outcomes(load_parts, str(copy), whole, per_node, world=4)
     assert time.monotonic() - start < 15
     kinds = {type(outcome.exception).__name__ for outcome in outcomes}
     assert "CorruptionError" in kinds
@@ -384,7 +386,7 @@ def test_damage_is_an_error_on_every_rank(
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_node: int) -> None:
     start = time.monotonic()
-    outcomes = gang.outcomes(
+    outcomes = gang.run_outcomes(
         load_with_fault, saved, per_node, (1, die_in_mid_load), "", world=4, group_timeout=4.0
     )
     assert time.monotonic() - start < 15
@@ -399,7 +401,7 @@ def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
     gang: Gang, saved: str, per_node: int
 ) -> None:
     start = time.monotonic()
-    outcomes = gang.outcomes(load_with_fault, saved, per_node, (2, fail_to_read), "", world=4)
+    outcomes = gang.run_outcomes(load_with_fault, saved, per_node, (2, fail_to_read), "", world=4)
     assert time.monotonic() - start < 15
     assert "503" in str(outcomes[2].exception)
     for rank in (0, 1, 3):
@@ -408,7 +410,7 @@ def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
 
 def test_waiting_for_a_rank_of_another_node_ends(gang: Gang, saved: str) -> None:
     start = time.monotonic()
-    outcomes = gang.outcomes(
+    outcomes = gang.run_outcomes(
         load_with_fault, saved, 1, (2, stop_reading), "", world=3, timeout=30.0, group_timeout=2.0
     )
     assert time.monotonic() - start < 20
@@ -464,7 +466,7 @@ def test_nodes_that_cannot_connect_read_alone(gang: Gang, saved: str) -> None:
 
 
 def test_nodes_that_cannot_connect_fail_if_reading_once_is_required(gang: Gang, saved: str) -> None:
-    outcomes = gang.outcomes(load_refused, saved, True, world=2, group_timeout=3.0)
+    outcomes = gang.run_outcomes(load_refused, saved, True, world=2, group_timeout=3.0)
     assert "cannot be reached" in str(outcomes[1].exception)
     assert isinstance(outcomes[0].exception, sw.RankError)
 

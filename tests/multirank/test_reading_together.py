@@ -110,7 +110,7 @@ def test_damage_is_an_error_on_every_rank(gang: Gang, saved: str, tmp_path: Path
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    outcomes = gang.outcomes(load_columns, str(copy), 16, world=4)
+    outcomes = gang.run_outcomes(load_columns, str(copy), 16, world=4)
     kinds = {type(outcome.exception).__name__ for outcome in outcomes}
     assert "CorruptionError" in kinds
     assert kinds <= {"CorruptionError", "RankError"}
@@ -118,7 +118,7 @@ def test_damage_is_an_error_on_every_rank(gang: Gang, saved: str, tmp_path: Path
 
 def test_a_rank_that_dies_is_noticed_by_those_who_wait_for_it(gang: Gang, saved: str) -> None:
     start = time.monotonic()
-    outcomes = gang.outcomes(die_while_reading, saved, 16, 1, world=4, timeout=60.0)
+    outcomes = gang.run_outcomes(die_while_reading, saved, 16, 1, world=4, timeout=60.0)
     assert time.monotonic() - start < 30
     assert outcomes[1].kind == "died"
     assert {outcomes[rank].kind for rank in (0, 2, 3)} == {"error"}
@@ -177,20 +177,20 @@ def test_what_neighbours_pass_on_is_verified(
     path = save_foreign(tmp_path / "tensors.pt", 16) if foreign else saved
     prefix = "model." if foreign else ""
     gang.run(load_columns, path, 16, prefix, world=2)
-    outcomes = gang.outcomes(load_while, path, 16, 1, change_what_is_passed_on, prefix, world=2)
+    outcomes = gang.run_outcomes(load_while, path, 16, 1, change_what_is_passed_on, prefix, world=2)
     assert "rank 1 had read them" in str(outcomes[0].exception)
     assert [each.kind for each in outcomes] == ["error", "error"]
 
 
 def test_ranks_that_plan_other_reads_read_nothing(gang: Gang, saved: str) -> None:
-    outcomes = gang.outcomes(load_while, saved, 16, 1, plan_other_reads, world=3)
+    outcomes = gang.run_outcomes(load_while, saved, 16, 1, plan_other_reads, world=3)
     for each in outcomes:
         assert "planned other reads than this rank" in str(each.exception)
 
 
 def test_waiting_for_a_rank_ends_and_names_it(gang: Gang, saved: str) -> None:
     start = time.monotonic()
-    outcomes = gang.outcomes(
+    outcomes = gang.run_outcomes(
         load_while, saved, 16, 2, stop_reading, world=3, timeout=20.0, group_timeout=2.0
     )
     assert time.monotonic() - start < 20

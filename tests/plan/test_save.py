@@ -19,7 +19,7 @@ from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, runs_of_manifest
 from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
 from shardwise.plan.tables import Description, decode_description, decode_pieces
-from shardwise.testing.strategies import BoxesByRank, Tensor, holdings, tensors
+from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 MIB = 1 << 20
 Held = list[tuple[Tensor, list[Box]]]
@@ -66,8 +66,8 @@ def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[BoxesByRank], int]:
     world = draw(st.integers(1, 6))
-    listed = draw(tensors(most=5))
-    return listed, [draw(holdings(tensor.shape, world)) for tensor in listed], world
+    listed = draw(tensors(max_count=5))
+    return listed, [draw(boxes_of_ranks(tensor.shape, world)) for tensor in listed], world
 
 
 @given(worlds())
@@ -263,9 +263,9 @@ def test_a_tie_on_one_rank_only_is_refused() -> None:
         plan_save([tied, described([(tensor, whole), (other, whole)])])
 
 
-@given(tensors(most=4), st.data())
+@given(tensors(max_count=4), st.data())
 def test_a_description_survives_its_encoding(listed: Sequence[Tensor], data: st.DataObject) -> None:
-    held = [(t, list(itertools.chain(*data.draw(holdings(t.shape, 2))))) for t in listed]
+    held = [(t, list(itertools.chain(*data.draw(boxes_of_ranks(t.shape, 2))))) for t in listed]
     description = described(held, ties=(("x", "t0"),))
     again = decode_description(description.encode())
     assert again.encode() == description.encode()

@@ -88,7 +88,7 @@ class Soak:
             daemon=True,
         )
         injected.start()
-        outcomes = gang.outcomes(
+        outcomes = gang.run_outcomes(
             train,
             orders,
             world=len(orders.nodes),

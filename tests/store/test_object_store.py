@@ -332,7 +332,7 @@ def test_the_processes_of_a_node_divide_the_requests(moto: Server) -> None:  # n
             proxy.clear()
             below = store.divide_uploads(processes).at(f"of-{processes}")
             upload(below, content(parts * PART), range(parts * PART // CHUNK))
-            assert proxy.most_under_way == most
+            assert proxy.max_concurrent_requests == most
 
 
 def test_the_uploads_of_a_process_divide_its_requests() -> None:

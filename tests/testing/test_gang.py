@@ -200,7 +200,7 @@ def test_an_error_carries_tracebacks(gang: Gang) -> None:
 
 def test_exits_and_interrupts_are_errors(gang: Gang) -> None:
     for error in (SystemExit(3), KeyboardInterrupt()):
-        outcomes = gang.outcomes(raise_on, 0, error, world=2)
+        outcomes = gang.run_outcomes(raise_on, 0, error, world=2)
         assert [outcome.kind for outcome in outcomes] == ["error", "value"]
         assert type(outcomes[0].exception) is type(error)
 
@@ -213,7 +213,7 @@ def test_an_error_that_cannot_be_pickled(gang: Gang) -> None:
 
 
 def test_a_result_that_cannot_be_pickled(gang: Gang) -> None:
-    outcomes = gang.outcomes(threading.Lock, world=2)
+    outcomes = gang.run_outcomes(threading.Lock, world=2)
     assert [outcome.kind for outcome in outcomes] == ["error", "error"]
     assert "pickle" in outcomes[0].report
 
@@ -225,7 +225,7 @@ def test_a_function_that_cannot_be_sent(gang: Gang) -> None:
 
 
 def test_arguments_that_do_not_arrive(gang: Gang) -> None:
-    outcomes = gang.outcomes(raise_on, FailsToArrive(), None, world=2, group_timeout=1.0)
+    outcomes = gang.run_outcomes(raise_on, FailsToArrive(), None, world=2, group_timeout=1.0)
     assert [outcome.kind for outcome in outcomes] == ["error", "error"]
     assert "ImportError: not here" in outcomes[0].report
     assert gang.run(summed, 0) == [6] * 4
@@ -233,7 +233,7 @@ def test_arguments_that_do_not_arrive(gang: Gang) -> None:
 
 def test_peers_of_a_rank_that_fails_do_not_wait_for_their_time_to_be_up(gang: Gang) -> None:
     start = time.monotonic()
-    outcomes = gang.outcomes(fail_while_others_communicate, group_timeout=60.0)
+    outcomes = gang.run_outcomes(fail_while_others_communicate, group_timeout=60.0)
     assert time.monotonic() - start < 20
     assert [outcome.kind for outcome in outcomes] == ["error"] * 4
     assert isinstance(outcomes[0].exception, KeyError)
@@ -252,7 +252,7 @@ def test_a_rank_that_dies(
     gang: Gang, how: str, exitcode: int, ended_by: signal.Signals | None
 ) -> None:
     before = [result["pid"] for result in gang.run(whereabouts, world=3)]
-    outcomes = gang.outcomes(end_on, 1, how, world=3)
+    outcomes = gang.run_outcomes(end_on, 1, how, world=3)
     assert [outcome.kind for outcome in outcomes] == ["value", "died", "value"]
     assert (outcomes[1].exitcode, outcomes[1].signal) == (exitcode, ended_by)
     assert [outcomes[0].value, outcomes[2].value] == [0, 2]
@@ -267,14 +267,14 @@ def test_a_dead_rank_is_an_error_of_run(gang: Gang) -> None:
 
 
 def test_a_rank_that_hangs(gang: Gang) -> None:
-    outcomes = gang.outcomes(sleep_on, 1, world=2, timeout=1.0)
+    outcomes = gang.run_outcomes(sleep_on, 1, world=2, timeout=1.0)
     assert [outcome.kind for outcome in outcomes] == ["value", "hung"]
     assert "in sleep_on" in outcomes[1].report
     assert gang.run(summed, 0) == [6] * 4
 
 
 def test_a_rank_that_is_stopped(gang: Gang) -> None:
-    outcomes = gang.outcomes(end_on, 0, "SIGSTOP", world=2, timeout=1.0)
+    outcomes = gang.run_outcomes(end_on, 0, "SIGSTOP", world=2, timeout=1.0)
     assert [outcome.kind for outcome in outcomes] == ["hung", "value"]
     assert gang.run(summed, 0) == [6] * 4
 
@@ -296,7 +296,7 @@ def test_an_interrupt_is_not_waited_for(gang: Gang) -> None:
 def test_a_dead_worker_costs_little(gang: Gang) -> None:
     """The next one is forked from the same process: no new interpreter imports torch."""
     (before,) = gang.run(whereabouts, world=1)
-    gang.outcomes(end_on, 0, "SIGKILL", world=1)
+    gang.run_outcomes(end_on, 0, "SIGKILL", world=1)
     (after,) = gang.run(whereabouts, world=1)
     assert after["pid"] != before["pid"]
     assert after["parent"] == before["parent"]

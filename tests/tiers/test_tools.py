@@ -106,4 +106,4 @@ def test_the_status_of_an_agent_shows_a_failing_mirror(
     assert f"mirror {mirror} of {root}: has nothing; step 3…4 waits to be copied" in shown
     assert "step 3 stays in the root only until it is copied" in shown
     shown = run("ls", root).out
-    assert "the mirror fails, and is tried again: NotADirectoryError" in shown
+    assert "copying to the mirror fails, and is tried again: NotADirectoryError" in shown

@@ -55,7 +55,7 @@ Ranks = Annotated[
     str | None,
     typer.Option(metavar="A-B", help="For --prefetch: only files of these ranks, such as 8-15."),
 ]
-STAGE_DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
+PARTICIPLE_OF_STAGE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLE_OF_STATE = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
 
 
@@ -137,8 +137,8 @@ def status(
     """Show the agent of this node and its snapshots.
 
     For each run and step, shows how long it took to commit the snapshot, to protect it on other
-    nodes and to persist it to storage. Also shows how far each of these stages is behind the newest
-    step.
+    nodes and to persist it to storage. For each of these stages, also shows how many steps it is
+    behind the newest snapshot.
     """
     node = read_status(Home(directory), _tls_from_options(tls_cert, tls_key, tls_ca), tensors)
     if as_json:
@@ -167,26 +167,28 @@ def clear(
     their snapshots: run this command on each of them.
     """
     home = _open_home(directory)
-    kept = {name: describe_run(home.run(name)) for name in _run_ids(home)}
-    unknown_runs = [name for name in run_id or () if name not in kept]
+    stored_runs = {name: describe_run(home.run(name)) for name in _run_ids(home)}
+    unknown_runs = [name for name in run_id or () if name not in stored_runs]
     if unknown_runs:
-        known_runs = ", ".join(kept) or "none"
         raise StoreError(
-            f"{home} has no snapshots of run {', '.join(unknown_runs)}; its runs: {known_runs}"
+            f"nothing was removed: {home} has no snapshots of run {', '.join(unknown_runs)}. "
+            f"Choose --run from: {', '.join(stored_runs) or 'none'}"
         )
-    chosen = list(kept.values()) if all_runs else [kept[name] for name in run_id or ()]
-    busy = [each.run for each in chosen if each.training]
-    if busy and not force:
+    selected = [stored_runs[name] for name in (stored_runs if all_runs else run_id or ())]
+    training_runs = [each.run for each in selected if each.training]
+    if training_runs and not force:
         raise StoreError(
-            f"nothing was removed: run {', '.join(busy)} is training on this node and would lose "
-            "its snapshots. Stop the training first, or pass --force"
+            f"nothing was removed: run {', '.join(training_runs)} is training on this node and "
+            "would lose its snapshots. Stop the training first, or pass --force"
         )
-    for each in chosen:
+    for each in selected:
         clear_run(home, home.run(each.run), force=force)
     if as_json:
-        print_json({"runs": list(kept.values()), "cleared": [each.run for each in chosen]})
+        cleared = [each.run for each in selected]
+        print_json({"runs": list(stored_runs.values()), "cleared": cleared})
         return
-    show_stored_runs(str(home), chosen or list(kept.values()), bool(chosen), stdout_console())
+    shown_runs = selected or list(stored_runs.values())
+    show_stored_runs(str(home), shown_runs, bool(selected), stdout_console())
 
 
 @agent.command()
@@ -249,7 +251,7 @@ def _tls_from_options(certificate: Path | None, key: Path | None, ca: Path | Non
 
 
 def show_status(node: NodeStatus, console: Console) -> None:
-    """Print the state of a node, its agent, its runs and its snapshots."""
+    """Print the state of a node: its agent, runs, snapshots and mirrors."""
     console.print(_agent_line(node))
     console.print(
         f"{fmt.format_bytes(node.bytes)} kept in {fmt.printable(node.directory)}, "
@@ -262,11 +264,11 @@ def show_status(node: NodeStatus, console: Console) -> None:
         _show_run(run, console)
     for mirror in node.mirrors:
         console.print()
-        mirrors.show_status(mirror, console)
+        mirrors.show_mirror_status(mirror, console)
 
 
 def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, console: Console) -> None:
-    """Print the runs that a node keeps snapshots of, or those that were cleared."""
+    """Print the runs with snapshots on this node, or the runs that were cleared."""
     if not runs:
         console.print(f"{fmt.printable(home)} keeps no snapshots")
         return
@@ -328,7 +330,7 @@ def _show_run(run: RunStatus, console: Console) -> None:
     for header in ("age", "size", "copies"):
         shown.add_column(header, justify="right", no_wrap=True)
     for stage in SHOWN_STAGES:
-        shown.add_column(STAGE_DONE[stage], min_width=len(STAGE_DONE[stage]))
+        shown.add_column(PARTICIPLE_OF_STAGE[stage], min_width=len(PARTICIPLE_OF_STAGE[stage]))
     shown.add_column("protected by", overflow="fold", min_width=len("protected by"))
     for each in run.snapshots:
         shown.add_row(*_snapshot_cells(each))
@@ -366,8 +368,8 @@ def _protection_text(tensor: TensorStatus) -> Text:
 def _lag_text(stage: str, lag: StageLag) -> Text:
     """Return the newest step of a stage: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
     if lag.step is None:
-        return Text(f"no step {STAGE_DONE[stage]}", "dim")
-    text = Text(f"{STAGE_DONE[stage]} {lag.step}")
+        return Text(f"no step {PARTICIPLE_OF_STAGE[stage]}", "dim")
+    text = Text(f"{PARTICIPLE_OF_STAGE[stage]} {lag.step}")
     if lag.steps:
         steps = fmt.count(lag.steps, "step")
         text.append(f" ({steps}, {fmt.duration(lag.seconds)} behind)", "yellow")

@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 
 import shardwise
 from shardwise.cli.agent import agent
+from shardwise.cli.convert import average, export, merge_lora
 from shardwise.cli.diff import diff
-from shardwise.cli.export import average, export, merge_lora
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
@@ -23,11 +23,11 @@ from shardwise.errors import CorruptionError, ShardwiseError
 
 EXIT_DAMAGED = 1
 EXIT_FAILED = 2
-EXIT_PIPE_CLOSED = 141  # as a shell reports SIGPIPE
+EXIT_PIPE_CLOSED = 141  # the status that a shell reports for SIGPIPE: 128 + 13
 
 
-class Commands(TyperGroup):
-    """Commands that report errors as a message on stderr and an exit status, not a traceback."""
+class CommandGroup(TyperGroup):
+    """Runs commands. On an error, it prints a message to stderr instead of a traceback."""
 
     def invoke(self, ctx: Any) -> object:
         """Run the command. Exit with 1 if a checkpoint is damaged, and with 2 on other errors."""
@@ -55,7 +55,7 @@ def _print_version(requested: bool) -> None:
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

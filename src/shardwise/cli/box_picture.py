@@ -9,10 +9,10 @@ from rich.text import Text
 
 from shardwise.layout import Plane
 
-WIDTH = 64
-HEIGHT = 16
-LEAST_WIDTH = 5
-LEAST_HEIGHT = 2
+WIDTH = 64  # characters
+HEIGHT = 16  # lines
+MIN_BOX_WIDTH = 5
+MIN_BOX_HEIGHT = 2
 COLOURS = (
     "bright_blue",
     "bright_yellow",
@@ -24,8 +24,8 @@ COLOURS = (
 )
 SHADES = "█▒░"
 
-# Line characters, indexed by the sum of their directions: up 1, down 2, left 4, right 8.
-LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
+# Line characters. The index is the sum of the directions in which the character has a line.
+LINE_CHARACTERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 UP, DOWN, LEFT, RIGHT = 1, 2, 4, 8
 
 
@@ -35,24 +35,26 @@ def rank_style(rank: int) -> Style:
 
 
 def draw_boxes(plane: Plane, ranks: Sequence[int]) -> list[Text]:
-    """Return the lines of the picture: boxes with frames and ranks, or blocks if there are many.
+    """Return the lines of the picture.
+
+    Boxes have frames, with the rank inside. If the frames do not fit, coloured blocks show the
+    ranks.
 
     Args:
         plane: the two dimensions of the tensor to draw, and the boxes in them.
-        ranks: the rank of each box that was passed to `choose_plane`. `plane.owners` has
-            indices into these ranks.
+        ranks: the ranks that wrote the boxes. `plane.owners` contains indices into this list.
     """
     # A character is half as wide as it is high.
     proportional_height = (
         0 if plane.vertical_dim is None else round(WIDTH / 2 * plane.height / plane.width)
     )
     columns_of_edges = _positions_of_edges(
-        {edge for box in plane.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH
+        {edge for box in plane.boxes for edge in box[1::2]}, WIDTH, MIN_BOX_WIDTH, WIDTH
     )
     rows_of_edges = _positions_of_edges(
         {edge for box in plane.boxes for edge in box[::2]},
         proportional_height,
-        LEAST_HEIGHT,
+        MIN_BOX_HEIGHT,
         HEIGHT,
     )
     if columns_of_edges is None or rows_of_edges is None:
@@ -76,7 +78,8 @@ def _positions_of_edges(
 ) -> dict[int, int] | None:
     """Map edges to positions in the picture, in proportion, but at least `min_distance` apart.
 
-    The last edge is at `extent`, or further if necessary. Return None if it exceeds `max_extent`.
+    The last edge is at `extent`, or further if the distances require this. Return None if the edges
+    do not fit into `max_extent`.
     """
     ordered = sorted(edges)
     needed_extent = min_distance * (len(ordered) - 1)
@@ -134,7 +137,9 @@ def _draw_frames(
         line = Text()
         for x in range(width):
             line.append(
-                LINES[line_directions[y][x]] if line_directions[y][x] else characters[y][x],
+                LINE_CHARACTERS[line_directions[y][x]]
+                if line_directions[y][x]
+                else characters[y][x],
                 styles[y][x],
             )
         lines.append(line)
@@ -172,6 +177,6 @@ def _draw_blocks(plane: Plane, ranks: Sequence[int]) -> list[Text]:
     return lines
 
 
-def _cells_of(start: int, stop: int, extent: int, cells: int) -> range:
-    """Divide `extent` elements into cells; return the cells whose first is in `start:stop`."""
-    return range(-(-start * cells // extent), -(-stop * cells // extent))
+def _cells_of(start: int, stop: int, extent: int, cell_count: int) -> range:
+    """Divide `extent` elements into cells. Return the cells that begin in `start:stop`."""
+    return range(-(-start * cell_count // extent), -(-stop * cell_count // extent))

@@ -20,28 +20,28 @@ from shardwise.manifest.names import MANIFEST
 if TYPE_CHECKING:
     from shardwise.cli.differences import Comparison, Difference, TensorDifference
 
-MOST_NAMES = 20
+MAX_LISTED = 20
 
 
 def diff(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A checkpoint. For the root of a run, its newest checkpoint."
+            metavar="A", help="A checkpoint, or the root of a run: its newest checkpoint."
         ),
     ],
     b: Annotated[
-        str, typer.Argument(metavar="B", help="Another checkpoint, in any format, or a root.")
+        str, typer.Argument(metavar="B", help="The other checkpoint or root, in any format.")
     ],
     show_all: Annotated[
-        bool, typer.Option("--all", help=f"List all differences, not only the first {MOST_NAMES}.")
+        bool, typer.Option("--all", help=f"List all differences, not only the first {MAX_LISTED}.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints.
 
-    Compares names, dtypes, shapes, plain values, and every byte of the tensors, even if
-    they are sharded differently. Memory use does not grow with the size of the checkpoints.
+    Compares names, dtypes, shapes, plain values, and every byte of the tensors. The checkpoints may
+    be sharded differently. Memory use does not grow with their size.
 
     Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
@@ -49,13 +49,13 @@ def diff(
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     with ExitStack() as locks:
-        for saved in (first, second):
-            locks.enter_context(saved.store.hold(MANIFEST, shared=True))
+        for checkpoint in (first, second):
+            locks.enter_context(checkpoint.store.hold(MANIFEST, shared=True))
         comparison = compare_checkpoints(first, second)
     if as_json:
         print_json(comparison)
     else:
-        _show_comparison(comparison, stdout_console(), math.inf if show_all else MOST_NAMES)
+        _show_comparison(comparison, stdout_console(), math.inf if show_all else MAX_LISTED)
     if not comparison.same:
         raise typer.Exit(1)
 
@@ -81,7 +81,7 @@ def _show_comparison(comparison: Comparison, console: Console, max_rows: float) 
             for each in differences
         ]
         _show_section(console, title, rows, max_rows)
-    rows = [(each.name, _extent_text(each)) for each in comparison.tensors]
+    rows = [(each.name, _difference_text(each)) for each in comparison.tensors]
     _show_section(console, "different data", rows, max_rows)
     console.print()
     total = fmt.count(comparison.differences, "difference")
@@ -111,7 +111,7 @@ def _change_text(a: str, b: str) -> Text:
     return Text.assemble((a, "red"), ("  →  ", "dim"), (b, "green"))
 
 
-def _extent_text(tensor: TensorDifference) -> Text:
+def _difference_text(tensor: TensorDifference) -> Text:
     fraction = tensor.differing / tensor.elements
     percent = f"{fraction:.2%}" if fraction >= 0.0001 else "< 0.01%"
     count = f"{tensor.differing:,} of {tensor.elements:,} elements"

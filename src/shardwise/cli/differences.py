@@ -23,19 +23,25 @@ from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
-LARGEST_BATCH = 16 << 20
+MAX_BATCH_BYTES = 16 << 20
 """The most bytes of each checkpoint to compare at a time."""
-LARGEST_CONVERSION = 1 << 20
+MAX_CONVERTED_ELEMENTS = 1 << 20
 """The most elements to convert to float64 at a time."""
-BUFFER = 32 << 20
-"""Bytes of the buffers to read both checkpoints through."""
+ARENA_BYTES = 32 << 20
+"""The size of the buffers for reading both checkpoints."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INTEGER_OF_ITEMSIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between the values of a name: `a` in the first checkpoint, `b` in the second."""
+    """What a name has in checkpoint A and in checkpoint B: a kind, dtype, shape or value."""
 
     name: str
     a: object
@@ -49,7 +55,7 @@ class TensorDifference:
     Attributes:
         elements: the number of elements.
         differing: the number of elements whose bytes differ.
-        max_abs_difference: the largest |a - b|; NaN if a or b is NaN in such an element;
+        max_abs_difference: the largest |a - b|. NaN if a or b is NaN in an element that differs.
             None for dtypes without arithmetic.
     """
 
@@ -66,6 +72,8 @@ class Comparison:
     Attributes:
         a, b: paths of the checkpoints.
         same: whether there are no differences.
+        tensors_compared: the number of tensors whose bytes were compared.
+        kinds: names of a tensor in one checkpoint and of a plain value in the other.
     """
 
     a: str
@@ -93,9 +101,9 @@ def compare_checkpoints(a: CommittedCheckpoint, b: CommittedCheckpoint) -> Compa
     Raises:
         CorruptionError: one of the checkpoints is damaged.
     """
-    kinds_a, kinds_b = _kinds(a.manifest), _kinds(b.manifest)
-    both = [name for name in kinds_a if name in kinds_b]
-    tensors_a, tensors_b = _tensors(a.manifest), _tensors(b.manifest)
+    kinds_a, kinds_b = _kinds_by_name(a.manifest), _kinds_by_name(b.manifest)
+    common_names = [name for name in kinds_a if name in kinds_b]
+    tensors_a, tensors_b = _tensors_by_name(a.manifest), _tensors_by_name(b.manifest)
     pairs = [(tensors_a[name], tensors_b[name]) for name in tensors_a if name in tensors_b]
     comparable = [(x, y) for x, y in pairs if (x.dtype, x.shape) == (y.dtype, y.shape)]
     values = _compare_values(a, b)
@@ -105,7 +113,11 @@ def compare_checkpoints(a: CommittedCheckpoint, b: CommittedCheckpoint) -> Compa
         tensors_compared=len(comparable),
         only_in_a=[name for name in kinds_a if name not in kinds_b] + values.only_in_a,
         only_in_b=[name for name in kinds_b if name not in kinds_a] + values.only_in_b,
-        kinds=[Difference(n, kinds_a[n], kinds_b[n]) for n in both if kinds_a[n] != kinds_b[n]],
+        kinds=[
+            Difference(name, kinds_a[name], kinds_b[name])
+            for name in common_names
+            if kinds_a[name] != kinds_b[name]
+        ],
         dtypes=[Difference(x.name, x.dtype, y.dtype) for x, y in pairs if x.dtype != y.dtype],
         shapes=[Difference(x.name, x.shape, y.shape) for x, y in pairs if x.shape != y.shape],
         values=values.differing,
@@ -114,7 +126,7 @@ def compare_checkpoints(a: CommittedCheckpoint, b: CommittedCheckpoint) -> Compa
     return replace(comparison, same=comparison.differences == 0)
 
 
-def _kinds(manifest: Manifest) -> dict[str, str]:
+def _kinds_by_name(manifest: Manifest) -> dict[str, str]:
     return {
         **{entry.name: "tensor" for entry in manifest.tensors},
         **{entry.name: "value" for entry in manifest.objects},
@@ -122,7 +134,7 @@ def _kinds(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _tensors(manifest: Manifest) -> dict[str, TensorEntry]:
+def _tensors_by_name(manifest: Manifest) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in manifest.tensors}
 
 
@@ -168,17 +180,20 @@ def _compare_values(a: CommittedCheckpoint, b: CommittedCheckpoint) -> _ValueDif
 def _compare_all_tensors(
     a: CommittedCheckpoint, b: CommittedCheckpoint, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
 ) -> list[TensorDifference]:
-    """Return the tensors whose bytes differ. Tensors tied in both are read once."""
-    stored = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
-    with progress(sum(map(tensor_bytes, stored.values()))) as advance:
-        tallies = _compare_tensors(a, b, list(stored.values()), advance)
-    differing = []
+    """Return the tensors whose bytes differ. Tensors that are tied in a and in b are read once."""
+    # The keys are the names under which a and b store the bytes.
+    read_tensors = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
+    with progress(sum(map(tensor_bytes, read_tensors.values()))) as advance:
+        tallies = _compare_tensors(a, b, list(read_tensors.values()), advance)
+    differences = []
     for x, y in pairs:
-        tally = tallies[stored[x.same_as or x.name, y.same_as or y.name].name]
+        tally = tallies[read_tensors[x.same_as or x.name, y.same_as or y.name].name]
         if tally.differing:
             elements = math.prod(x.shape)
-            differing.append(TensorDifference(x.name, elements, tally.differing, tally.largest))
-    return differing
+            differences.append(
+                TensorDifference(x.name, elements, tally.differing, tally.max_abs_difference)
+            )
+    return differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +214,7 @@ class _TensorTally:
     """The number of differing elements of a tensor, and the largest |a - b| in float64."""
 
     differing: int = 0
-    largest: float | None = 0.0
+    max_abs_difference: float | None = 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Compare two boxes of the same shape and dtype."""
@@ -209,60 +224,61 @@ class _TensorTally:
         self.differing += count
         if count:
             bits_x, bits_y = bits_x[differ], bits_y[differ]
-            for low in range(0, count, LARGEST_CONVERSION):
-                part = slice(low, low + LARGEST_CONVERSION)
-                largest = _largest_difference(
+            for start in range(0, count, MAX_CONVERTED_ELEMENTS):
+                part = slice(start, start + MAX_CONVERTED_ELEMENTS)
+                difference = _max_abs_difference(
                     bits_x[part].view(x.dtype), bits_y[part].view(x.dtype)
                 )
-                self.largest = _larger_or_nan(self.largest, largest)
+                self.max_abs_difference = _larger_or_nan(self.max_abs_difference, difference)
 
 
 def _compare_tensors(
     a: CommittedCheckpoint, b: CommittedCheckpoint, tensors: Sequence[TensorEntry], advance: Advance
 ) -> dict[str, _TensorTally]:
     """Compare tensors that have equal dtypes and shapes in both checkpoints."""
-    arena = Arena(BUFFER)
+    arena = Arena(ARENA_BYTES)
     opened_checkpoints = [
         each.foreign or open_manifest(each.store, read_manifest(each.store)) for each in (a, b)
     ]
     tallies = {entry.name: _TensorTally() for entry in tensors}
     for batch in batch_boxes(tensors):
-        boxes = [(part.tensor, part.box) for part in batch]
-        read = [read_boxes(boxes, opened, arena, verify=True) for opened in opened_checkpoints]
-        for part, x, y in zip(batch, *read, strict=True):
-            tallies[part.tensor.name].add(x, y)
-            advance(part.tensor.name, part.nbytes)
+        boxes = [(each.tensor, each.box) for each in batch]
+        data = [read_boxes(boxes, opened, arena, verify=True) for opened in opened_checkpoints]
+        for each, x, y in zip(batch, *data, strict=True):
+            tallies[each.tensor.name].add(x, y)
+            advance(each.tensor.name, each.nbytes)
     return tallies
 
 
 def batch_boxes(tensors: Iterable[TensorEntry]) -> Iterator[list[TensorBox]]:
-    """Cut tensors into boxes, and yield lists of boxes of at most `LARGEST_BATCH` bytes."""
+    """Cut tensors into boxes, and yield lists of boxes of at most `MAX_BATCH_BYTES` in all."""
     batch: list[TensorBox] = []
-    remaining = LARGEST_BATCH
+    remaining_bytes = MAX_BATCH_BYTES
     for entry in tensors:
-        for box in boxes_of(entry.shape, LARGEST_BATCH // DTYPES[entry.dtype].itemsize):
-            part = TensorBox(entry, box)
-            if part.nbytes > remaining:
+        for box in boxes_of(entry.shape, MAX_BATCH_BYTES // DTYPES[entry.dtype].itemsize):
+            tensor_box = TensorBox(entry, box)
+            if tensor_box.nbytes > remaining_bytes:
                 yield batch
-                batch, remaining = [], LARGEST_BATCH
-            batch.append(part)
-            remaining -= part.nbytes
+                batch, remaining_bytes = [], MAX_BATCH_BYTES
+            batch.append(tensor_box)
+            remaining_bytes -= tensor_box.nbytes
     if batch:
         yield batch
 
 
-def _as_integers(part: Tensor) -> Tensor:
+def _as_integers(tensor: Tensor) -> Tensor:
     """Return a tensor's bits as integers, with one row for each element."""
-    itemsize = part.dtype.itemsize
-    return part.reshape(-1).view(_BITS[itemsize]).reshape(-1, 2 if itemsize == 16 else 1)
+    itemsize = tensor.dtype.itemsize
+    integers = tensor.reshape(-1).view(_INTEGER_OF_ITEMSIZE[itemsize])
+    return integers.reshape(-1, 2 if itemsize == 16 else 1)
 
 
-def _largest_difference(x: Tensor, y: Tensor) -> float | None:
+def _max_abs_difference(x: Tensor, y: Tensor) -> float | None:
     wide_dtype = torch.complex128 if x.dtype.is_complex else torch.float64
     try:
         return float((x.to(wide_dtype) - y.to(wide_dtype)).abs().max())
     except (RuntimeError, NotImplementedError):
-        return None  # a dtype of bits, not of numbers
+        return None  # torch has no arithmetic for this dtype
 
 
 def _larger_or_nan(a: float | None, b: float | None) -> float | None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
 THREADS = 16
-"""How many directories are listed at the same time; in an object store, each is a request."""
-MOST_EXAMINED = 64
-"""The most directories below a path whose formats are detected for an error message."""
+"""The number of directories to list at the same time. Object stores get a request for each."""
+MAX_EXAMINED = 64
+"""The most files and directories to examine below a path, for an error message."""
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
-"""The usual ends of the names of files that are checkpoints of `torch.save`."""
+"""The usual suffixes of files that `torch.save` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class CommittedCheckpoint:
     """A committed checkpoint.
 
     Attributes:
-        foreign: the opened checkpoint, if it is a foreign one.
+        foreign: the opened checkpoint if it is foreign; otherwise None.
     """
 
     store: Store
@@ -51,7 +51,7 @@ class CheckpointDirectory:
     Attributes:
         name: name of the directory.
         files: names of the files in the directory; empty for a foreign checkpoint.
-        foreign: the opened checkpoint, if it is a foreign one.
+        foreign: the opened checkpoint if it is foreign; otherwise None.
     """
 
     name: str
@@ -75,7 +75,7 @@ def open_checkpoint(
     format: str | None = None,  # noqa: A002 - as in `open`
     step: int | None = None,
 ) -> CommittedCheckpoint:
-    """Open the checkpoint at a path. Of a root, open the newest checkpoint, or the one of a step.
+    """Open the checkpoint at a path. In a root, open the checkpoint of a step, or the newest one.
 
     Args:
         format: the format to read, if the path holds foreign checkpoints of several formats.
@@ -93,10 +93,10 @@ def open_checkpoint(
         return CommittedCheckpoint(store, foreign.manifest, foreign)
     if MANIFEST not in _list_names(store):
         raise _error_for_root(store)
-    return read_manifest(store)
+    return open_committed(store)
 
 
-def read_manifest(store: Store) -> CommittedCheckpoint:
+def open_committed(store: Store) -> CommittedCheckpoint:
     """Return the checkpoint in a store that has a manifest.
 
     Raises:
@@ -110,15 +110,15 @@ def read_manifest(store: Store) -> CommittedCheckpoint:
         raise FormatError(f"{store}: {error}") from error
 
 
-def checked_pieces(saved: CommittedCheckpoint) -> Pieces:
-    """Return the pieces of a checkpoint, after all checks that read no data files.
+def checked_pieces(checkpoint: CommittedCheckpoint) -> Pieces:
+    """Check the manifest of a checkpoint, and return the pieces. Data files are not read.
 
     Raises:
         FormatError: the manifest is damaged.
     """
-    if saved.foreign is not None:
-        return saved.foreign.pieces
-    return validate.validated_pieces_of(saved.store, saved.manifest)
+    if checkpoint.foreign is not None:
+        return checkpoint.foreign.pieces
+    return validate.validated_pieces_of(checkpoint.store, checkpoint.manifest)
 
 
 def list_checkpoints_below(path: str) -> list[CheckpointDirectory]:
@@ -140,7 +140,7 @@ def list_checkpoints_below(path: str) -> list[CheckpointDirectory]:
 
 
 def find_checkpoints(path: str) -> list[CheckpointDirectory]:
-    """Return the checkpoint at a path. Of a root, return all checkpoints and unfinished saves.
+    """Return the checkpoint at a path. In a root, return all checkpoints and unfinished saves.
 
     Raises:
         CheckpointNotFoundError: the path is neither a checkpoint nor a root.
@@ -185,7 +185,7 @@ def _open_foreign(store: Store, format: str | None = None) -> Opened | None:  # 
         if MANIFEST in store.list():
             return None
     except NotADirectoryError:
-        pass  # one file
+        pass  # the store is one file
     from shardwise.opening import OpenOptions, open_foreign  # imports torch, which takes a second
 
     return open_foreign(store, OpenOptions(skip_unknown=True, format=format))
@@ -220,12 +220,15 @@ def _list_directories(root: Store) -> list[CheckpointDirectory]:
         return None
 
     with ThreadPoolExecutor(THREADS, "shardwise-list") as pool:
-        found = [each for each in pool.map(examine, root.list()) if each is not None]
-    return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.name))
+        directories = [each for each in pool.map(examine, root.list()) if each is not None]
+    return sorted(directories, key=lambda each: (-1 if each.step is None else each.step, each.name))
 
 
 def _error_naming_foreign(store: Store) -> CheckpointNotFoundError | None:
-    """Return an error that names the foreign checkpoints at a path or directly below; or None."""
+    """Return an error that names the foreign checkpoints at or directly below a path.
+
+    Return None if there are none.
+    """
     if not store.exists():
         return None
     from shardwise.opening import foreign_formats  # imports torch, which takes a second
@@ -237,10 +240,10 @@ def _error_naming_foreign(store: Store) -> CheckpointNotFoundError | None:
             f"run `shardwise inspect {store}`"
         )
     formats_below: dict[str, str] = {}
-    for name in [] if store.is_file() else store.list()[:MOST_EXAMINED]:
+    for name in [] if store.is_file() else store.list()[:MAX_EXAMINED]:
         below = store.at(name)
-        is_other = not name.endswith(TORCH_SUFFIXES) and below.is_file()
-        formats = "" if is_other else foreign_formats(below)
+        is_other_file = not name.endswith(TORCH_SUFFIXES) and below.is_file()
+        formats = "" if is_other_file else foreign_formats(below)
         if formats:
             formats_below[name] = formats
     if not formats_below:
@@ -274,11 +277,14 @@ def _error_without_checkpoints(store: Store) -> CheckpointNotFoundError:
     if store.exists():
         return CheckpointNotFoundError(
             f"{store} is not a checkpoint, and holds no checkpoints: it has no {MANIFEST}, and its "
-            "files are in no known format"
+            "files are in no known format. Pass the directory of a checkpoint or of a run"
         )
     parent = store.parent
     if parent is None or not parent.exists():
-        return CheckpointNotFoundError(f"{store} does not exist, nor does {parent}")
+        return CheckpointNotFoundError(
+            f"{store} does not exist, nor does {parent}: check the path, and whether its file "
+            "system is mounted on this machine"
+        )
     similar = difflib.get_close_matches(store.name, parent.list(), n=3)
     hint = (
         f": did you mean {' or '.join(str(parent.at(name)) for name in similar)}?"

@@ -9,14 +9,15 @@ from typing import TypeGuard
 
 from shardwise.events import format_bytes as format_bytes
 
-LONGEST_STRING = 40
-LONGEST_VALUE = 160
-MOST_ITEMS = 4
-DEEPEST = 4
+MAX_STRING = 40
+MAX_VALUE = 160
+MAX_ITEMS = 4
+MAX_DEPTH = 4
 
-_BARE = ("int", "float", "complex", "dtype", "device")
-_MAPPINGS = ("dict", "ordered", "counter")
-_ENCODED = ("bytes", "bytearray", "pickle", "numpy")
+# Tags of encoded values, by the type of the encoded content.
+_STRING_TAGS = ("int", "float", "complex", "dtype", "device")
+_MAPPING_TAGS = ("dict", "ordered", "counter")
+_BASE64_TAGS = ("bytes", "bytearray", "pickle", "numpy")
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -37,8 +38,8 @@ def duration(seconds: float | None) -> str:
     """Return seconds in a suitable unit: `0.12 s`, `42 s`, `3 min`, `5 h`, `2 d`."""
     if seconds is None:
         return "–"
-    for max_names, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
-        if seconds < max_names:
+    for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
             decimals = 2 if unit == "s" and seconds < 10 else 0
             return f"{seconds / length:.{decimals}f} {unit}"
     return f"{seconds / 86_400:.0f} d"
@@ -74,7 +75,7 @@ def indices(numbers: Iterable[int]) -> str:
             ranges[-1].append(number)
         else:
             ranges.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}…{run[-1]}" for run in ranges)
+    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}…{each[-1]}" for each in ranges)
 
 
 def printable(text: str) -> str:
@@ -94,15 +95,15 @@ def value(encoded: object) -> str:
 
     `…` replaces parts that are too long or nested too deeply.
     """
-    return clip_text(_format_value(encoded, 0), LONGEST_VALUE)
+    return clip_text(_format_value(encoded, 0), MAX_VALUE)
 
 
 def _format_value(encoded: object, depth: int) -> str:
     if isinstance(encoded, str):
-        return printable(repr(clip_text(encoded, LONGEST_STRING)))
+        return printable(repr(clip_text(encoded, MAX_STRING)))
     if not isinstance(encoded, (list, dict)):
         return repr(encoded)
-    if encoded and depth == DEEPEST:
+    if encoded and depth == MAX_DEPTH:
         return "…"
     if isinstance(encoded, list):
         return f"[{_format_items(encoded, depth)}]"
@@ -114,21 +115,21 @@ def _format_value(encoded: object, depth: int) -> str:
 def _format_tagged(tag: str, encoded: dict[str, object], depth: int) -> str:
     """Format a value of a type that JSON lacks, which is encoded as `{"$": "tuple", "v": […]}`."""
     content = encoded.get("v")
-    if tag in _BARE and isinstance(content, str):
-        return printable(clip_text(content, LONGEST_STRING))
+    if tag in _STRING_TAGS and isinstance(content, str):
+        return printable(clip_text(content, MAX_STRING))
     if tag == "tuple" and isinstance(content, list):
         return f"({_format_items(content, depth)}{',' if len(content) == 1 else ''})"
-    if tag in _MAPPINGS and _are_pairs(content):
+    if tag in _MAPPING_TAGS and _are_pairs(content):
         return f"{{{_format_pairs(content, content, depth)}}}"
     if tag in ("tensor", "array"):
         words = [tag, str(encoded["dtype"])] if "dtype" in encoded else [tag]
         return printable(" ".join([*words, str(encoded.get("shape", ""))])).rstrip()
     if tag == "enum":
         return printable(f"{encoded.get('class')}.{content}")
-    if tag in _ENCODED and isinstance(content, str):
+    if tag in _BASE64_TAGS and isinstance(content, str):
         nbytes = len(content) * 3 // 4 - content[-2:].count("=")
         return f"{tag} of {format_bytes(nbytes)}"
-    return f"{printable(clip_text(tag, LONGEST_STRING))}({_format_value(content, depth + 1)})"
+    return f"{printable(clip_text(tag, MAX_STRING))}({_format_value(content, depth + 1)})"
 
 
 def _are_pairs(content: object) -> TypeGuard[list[list[object]]]:
@@ -138,7 +139,7 @@ def _are_pairs(content: object) -> TypeGuard[list[list[object]]]:
 
 
 def _format_items(items: list[object], depth: int) -> str:
-    return _join_with_rest([_format_value(item, depth + 1) for item in items[:MOST_ITEMS]], items)
+    return _join_with_rest([_format_value(item, depth + 1) for item in items[:MAX_ITEMS]], items)
 
 
 def _format_pairs(
@@ -146,7 +147,7 @@ def _format_pairs(
 ) -> str:
     shown = [
         f"{_format_value(key, depth + 1)}: {_format_value(item, depth + 1)}"
-        for (key, item), _ in zip(pairs, range(MOST_ITEMS), strict=False)
+        for (key, item), _ in zip(pairs, range(MAX_ITEMS), strict=False)
     ]
     return _join_with_rest(shown, container)
 

@@ -1,4 +1,4 @@
-"""`shardwise inspect`: show the names in a checkpoint, or one tensor or value."""
+"""`shardwise inspect`: show all names in a checkpoint, or one tensor or value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.cli import formatting as fmt
 from shardwise.cli.box_picture import draw_boxes, rank_style
 from shardwise.cli.find_checkpoints import CommittedCheckpoint, checked_pieces, open_checkpoint
 from shardwise.cli.name_tree import build_tree, list_leaves, print_tree, tensor_bytes
-from shardwise.cli.terminal import AsJson, print_facts, print_json, stdout_console, table
+from shardwise.cli.terminal import AsJson, print_json, print_labelled, stdout_console, table
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import FormatError, StateError
 from shardwise.layout import Box, choose_plane
@@ -24,7 +24,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.manifest.pieces import Pieces
 
-MOST_BOXES = 32
+MAX_LISTED_BOXES = 32
 
 
 def inspect(
@@ -60,69 +60,69 @@ def inspect(
 
     Tensor data is not read, so this is fast for checkpoints of any size.
     """
-    saved = open_checkpoint(path, format, step)
-    pieces = checked_pieces(saved)
-    if name is not None and _show_name(saved, pieces, name, show_all=show_all, json=as_json):
+    checkpoint = open_checkpoint(path, format, step)
+    pieces = checked_pieces(checkpoint)
+    if name is not None and _show_name(checkpoint, pieces, name, show_all=show_all, json=as_json):
         return
-    restricted = saved if name is None else _restrict_to_prefix(saved, name)
+    shown = checkpoint if name is None else _restrict_to_prefix(checkpoint, name)
     if as_json:
-        print_json(_checkpoint_document(restricted))
+        print_json(_checkpoint_document(shown))
         return
     console = stdout_console()
     if name is None:
-        _show_header(saved, console)
-    print_tree(build_tree(list_leaves(restricted.manifest), collapse=not show_all), console)
+        _show_header(checkpoint, console)
+    print_tree(build_tree(list_leaves(shown.manifest), collapse=not show_all), console)
 
 
 def _show_name(
-    saved: CommittedCheckpoint, pieces: Pieces, name: str, *, show_all: bool, json: bool
+    checkpoint: CommittedCheckpoint, pieces: Pieces, name: str, *, show_all: bool, json: bool
 ) -> bool:
-    """Print the tensor or value of a name. Return whether the checkpoint has one."""
-    manifest, place, console = saved.manifest, str(saved.store), stdout_console()
+    """Print the tensor or value with this name. Return whether the checkpoint has it."""
+    manifest, path, console = checkpoint.manifest, str(checkpoint.store), stdout_console()
     tensors = {entry.name: entry for entry in manifest.tensors}
     values = {entry.name: entry.value for entry in manifest.objects}
     if name in tensors:
         entry = tensors[name]
-        boxes = _stored_boxes(saved, pieces, entry)
+        boxes = _list_stored_boxes(checkpoint, pieces, entry)
         if json:
-            print_json(_tensor_document(place, entry, boxes))
+            print_json(_tensor_document(path, entry, boxes))
         else:
-            _show_tensor(place, entry, boxes, console, show_all=show_all)
+            _show_tensor(path, entry, boxes, console, show_all=show_all)
     elif name in values:
         if json:
-            print_json({"path": place, "name": name, "value": values[name]})
+            print_json({"path": path, "name": name, "value": values[name]})
         else:
-            print_facts([("value", name), ("in", place)], console)
+            print_labelled([("value", name), ("in", path)], console)
             console.print()
-            console.print(Text(_pretty(values[name])))
+            console.print(Text(_format_json(values[name])))
     elif name in manifest.per_rank:
-        values_by_rank = rank_values(saved, name)
+        values_by_rank = rank_values(checkpoint, name)
         if json:
-            print_json({"path": place, "name": name, "values": values_by_rank})
+            print_json({"path": path, "name": name, "values": values_by_rank})
         else:
-            _show_rank_values(place, name, values_by_rank, console)
+            _show_rank_values(path, name, values_by_rank, console)
     else:
         return False
     return True
 
 
-def rank_values(saved: CommittedCheckpoint, name: str) -> list[object]:
+def rank_values(checkpoint: CommittedCheckpoint, name: str) -> list[object]:
     """Return the encoded values of a name that differs between ranks, ordered by rank.
 
     Raises:
         CorruptionError: the values do not match their checksums.
     """
-    values: list[object] = [None] * saved.manifest.world_size
-    for entry in saved.manifest.files:
-        reader = DataReader(saved.store, entry)
+    values: list[object] = [None] * checkpoint.manifest.world_size
+    for entry in checkpoint.manifest.files:
+        reader = DataReader(checkpoint.store, entry)
         try:
             values_of_file = msgspec.json.decode(
                 reader.read_objects() or b"{}", type=dict[str, object]
             )
         except msgspec.DecodeError as error:
             raise FormatError(
-                f"{saved.store}/{entry.name}: the values of rank {entry.rank} are not valid JSON: "
-                f"{error}"
+                f"{checkpoint.store}/{entry.name}: the values of rank {entry.rank} are not "
+                f"valid JSON: {error}; copy the file again, or inspect another checkpoint"
             ) from error
         finally:
             reader.close()
@@ -141,12 +141,12 @@ class StoredBox:
     bytes: int
 
 
-def _stored_boxes(
-    saved: CommittedCheckpoint, pieces: Pieces, entry: TensorEntry
+def _list_stored_boxes(
+    checkpoint: CommittedCheckpoint, pieces: Pieces, entry: TensorEntry
 ) -> list[StoredBox]:
-    manifest = saved.manifest
-    stored = entry.same_as or entry.name
-    tensor_index = next(i for i, each in enumerate(manifest.tensors) if each.name == stored)
+    manifest = checkpoint.manifest
+    stored_name = entry.same_as or entry.name
+    tensor_index = next(i for i, each in enumerate(manifest.tensors) if each.name == stored_name)
     ndim = len(entry.shape)
     boxes = []
     for row in np.flatnonzero(pieces.tensor == tensor_index).tolist():
@@ -158,15 +158,15 @@ def _stored_boxes(
     return boxes
 
 
-def _checkpoint_document(saved: CommittedCheckpoint) -> dict[str, Any]:
-    manifest = saved.manifest
+def _checkpoint_document(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
-        "path": str(saved.store),
+        "path": str(checkpoint.store),
         "step": manifest.step,
         "saved_at": manifest.created,
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
-        "bytes": saved.bytes,
+        "bytes": checkpoint.bytes,
         "metrics": manifest.metrics,
         "files": [
             {"name": file.name, "rank": file.rank, "bytes": file.size} for file in manifest.files
@@ -187,9 +187,9 @@ def _checkpoint_document(saved: CommittedCheckpoint) -> dict[str, Any]:
     }
 
 
-def _tensor_document(place: str, entry: TensorEntry, boxes: list[StoredBox]) -> dict[str, Any]:
+def _tensor_document(path: str, entry: TensorEntry, boxes: list[StoredBox]) -> dict[str, Any]:
     return {
-        "path": place,
+        "path": path,
         "name": entry.name,
         "dtype": entry.dtype,
         "shape": entry.shape,
@@ -199,29 +199,32 @@ def _tensor_document(place: str, entry: TensorEntry, boxes: list[StoredBox]) -> 
     }
 
 
-def _restrict_to_prefix(saved: CommittedCheckpoint, name: str) -> CommittedCheckpoint:
-    """Return a checkpoint with only the names below a name.
+def _restrict_to_prefix(checkpoint: CommittedCheckpoint, name: str) -> CommittedCheckpoint:
+    """Return the part of a checkpoint with the names that begin with `name` and a dot.
 
     Raises:
-        StateError: the checkpoint has no such names; the message suggests similar ones.
+        StateError: the checkpoint has no such names. The message suggests similar names.
     """
     prefix = name.rstrip(".") + "."
     manifest = msgspec.structs.replace(
-        saved.manifest,
-        tensors=tuple(each for each in saved.manifest.tensors if each.name.startswith(prefix)),
-        objects=tuple(each for each in saved.manifest.objects if each.name.startswith(prefix)),
-        per_rank=tuple(each for each in saved.manifest.per_rank if each.startswith(prefix)),
+        checkpoint.manifest,
+        tensors=tuple(each for each in checkpoint.manifest.tensors if each.name.startswith(prefix)),
+        objects=tuple(each for each in checkpoint.manifest.objects if each.name.startswith(prefix)),
+        per_rank=tuple(each for each in checkpoint.manifest.per_rank if each.startswith(prefix)),
     )
     if not (manifest.tensors or manifest.objects or manifest.per_rank):
         raise StateError(
-            f"{saved.store} has no name {name!r}, and no names that begin with it"
-            f"{_suggest_names(saved.manifest, name)}"
+            f"{checkpoint.store} has no name {name!r}, and no names that begin with it"
+            f"{_suggest_names(checkpoint.manifest, name)}"
         )
-    return replace(saved, manifest=manifest)
+    return replace(checkpoint, manifest=manifest)
 
 
 def _suggest_names(manifest: Manifest, name: str) -> str:
-    """Return a question with similar names: full names, or names cut to as many parts."""
+    """Return the end of an error message: similar names, or how to list all names.
+
+    A similar name is a full name, or as many of its first parts as `name` has.
+    """
     parts = name.count(".") + 1
     names = [each.name for each in manifest.tensors]
     names += [*(each.name for each in manifest.objects), *manifest.per_rank]
@@ -230,36 +233,41 @@ def _suggest_names(manifest: Manifest, name: str) -> str:
     similar = names_with_ending[:3] or difflib.get_close_matches(
         name, sorted(candidates), n=3, cutoff=0.7
     )
-    return f": did you mean {' or '.join(map(fmt.printable, similar))}?" if similar else ""
+    if similar:
+        return f": did you mean {' or '.join(map(fmt.printable, similar))}?"
+    return ": leave NAME out to list all names"
 
 
-def _show_header(saved: CommittedCheckpoint, console: Console) -> None:
-    manifest = saved.manifest
+def _show_header(checkpoint: CommittedCheckpoint, console: Console) -> None:
+    manifest = checkpoint.manifest
     contents = [fmt.count(len(manifest.tensors), "tensor")]
     if manifest.objects:
         contents.append(fmt.count(len(manifest.objects), "value"))
     if manifest.per_rank:
         contents.append(f"{fmt.count(len(manifest.per_rank), 'value')} for each rank")
-    facts = [
-        ("checkpoint", str(saved.store)),
+    lines = [
+        ("checkpoint", str(checkpoint.store)),
         ("step", "–" if manifest.step is None else str(manifest.step)),
         ("format", manifest.format)
-        if saved.foreign is not None
+        if checkpoint.foreign is not None
         else ("saved", f"{fmt.time(manifest.created)} UTC"),
         ("ranks", str(manifest.world_size)),
         ("contents", ", ".join(contents)),
-        ("size", f"{fmt.format_bytes(saved.bytes)} in {fmt.count(len(manifest.files), 'file')}"),
+        (
+            "size",
+            f"{fmt.format_bytes(checkpoint.bytes)} in {fmt.count(len(manifest.files), 'file')}",
+        ),
     ]
     if manifest.metrics:
-        facts.append(("metrics", fmt.metrics(manifest.metrics)))
-    print_facts(facts, console)
-    for line in saved.foreign.left_out if saved.foreign is not None else ():
+        lines.append(("metrics", fmt.metrics(manifest.metrics)))
+    print_labelled(lines, console)
+    for line in checkpoint.foreign.left_out if checkpoint.foreign is not None else ():
         console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
     console.print()
 
 
 def _show_tensor(
-    place: str,
+    path: str,
     entry: TensorEntry,
     boxes: list[StoredBox],
     console: Console,
@@ -267,30 +275,30 @@ def _show_tensor(
     show_all: bool,
 ) -> None:
     type_text = f"{entry.dtype} {fmt.shape(entry.shape)}, {fmt.format_bytes(tensor_bytes(entry))}"
-    facts = [("tensor", fmt.printable(entry.name)), ("type", type_text), ("in", place)]
+    lines = [("tensor", fmt.printable(entry.name)), ("type", type_text), ("in", path)]
     if entry.same_as is not None:
-        facts.append(("tied to", fmt.printable(entry.same_as)))
+        lines.append(("tied to", fmt.printable(entry.same_as)))
     files = fmt.count(len({each.file for each in boxes}), "file")
-    facts.append(("stored as", f"{fmt.count(len(boxes), 'box', 'boxes')} in {files}"))
-    print_facts(facts, console)
+    lines.append(("stored as", f"{fmt.count(len(boxes), 'box', 'boxes')} in {files}"))
+    print_labelled(lines, console)
     if not boxes:
         return
     console.print()
     if len(boxes) > 1:
         _show_picture(entry.shape, boxes, console)
-    legend = table()
-    legend.add_column("rank", justify="right", no_wrap=True)
-    legend.add_column("box", no_wrap=True)
-    legend.add_column("size", justify="right", no_wrap=True)
-    legend.add_column("file", no_wrap=True)
-    for each in boxes if show_all else boxes[:MOST_BOXES]:
+    boxes_table = table()
+    boxes_table.add_column("rank", justify="right", no_wrap=True)
+    boxes_table.add_column("box", no_wrap=True)
+    boxes_table.add_column("size", justify="right", no_wrap=True)
+    boxes_table.add_column("file", no_wrap=True)
+    for each in boxes if show_all else boxes[:MAX_LISTED_BOXES]:
         rank = Text(f" {each.rank} ", rank_style(each.rank))
         box = str(Box(each.offset, each.shape)).replace(",", ", ")
-        legend.add_row(rank, Text(box), fmt.format_bytes(each.bytes), Text(each.file, "dim"))
-    console.print(legend)
-    hidden = len(boxes) - MOST_BOXES
-    if hidden > 0 and not show_all:
-        console.print(Text(f"… {hidden:,} more: --all lists them", "dim"))
+        boxes_table.add_row(rank, Text(box), fmt.format_bytes(each.bytes), Text(each.file, "dim"))
+    console.print(boxes_table)
+    unlisted = len(boxes) - MAX_LISTED_BOXES
+    if unlisted > 0 and not show_all:
+        console.print(Text(f"… {unlisted:,} more: --all lists them", "dim"))
 
 
 def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Console) -> None:
@@ -307,19 +315,17 @@ def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Conso
     console.print()
 
 
-def _show_rank_values(
-    place: str, name: str, values_by_rank: list[object], console: Console
-) -> None:
-    print_facts([("value for each rank", name), ("in", place)], console)
+def _show_rank_values(path: str, name: str, values_by_rank: list[object], console: Console) -> None:
+    print_labelled([("value for each rank", name), ("in", path)], console)
     console.print()
-    list_rows = table()
-    list_rows.add_column("rank", justify="right")
-    list_rows.add_column("value", overflow="fold")
+    values_table = table()
+    values_table.add_column("rank", justify="right")
+    values_table.add_column("value", overflow="fold")
     for rank, value in enumerate(values_by_rank):
-        list_rows.add_row(str(rank), Text(fmt.value(value), "green"))
-    console.print(list_rows)
+        values_table.add_row(str(rank), Text(fmt.value(value), "green"))
+    console.print(values_table)
 
 
-def _pretty(value: object) -> str:
+def _format_json(value: object) -> str:
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
     return "\n".join(map(fmt.printable, text.split("\n")))

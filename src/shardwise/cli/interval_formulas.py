@@ -26,7 +26,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Measured costs of a training.
+    """Measured costs of a training. Errors name the options of `shardwise plan-interval`.
 
     Args:
         step: seconds of a step.
@@ -49,25 +49,27 @@ class Costs:
     storage_restore: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive("the time of a step", self.step)
-        _check_not_negative("the cost of a snapshot", self.snapshot)
-        _check_not_negative("the time of redundancy", self.redundancy)
-        _check_not_negative("the cost of persisting", self.persist)
-        _check_not_negative("the time to restore from memory", self.memory_restore)
-        _check_not_negative("the time to restore from storage", self.storage_restore)
+        _check_positive("--step-time: the time of a step", self.step)
+        _check_not_negative("--snapshot-cost: the cost of a snapshot", self.snapshot)
+        _check_not_negative("--redundancy-time: the time to protect a snapshot", self.redundancy)
+        _check_not_negative("--persist-cost: the cost of persisting", self.persist)
+        _check_not_negative("--memory-restore: the time to restore", self.memory_restore)
+        _check_not_negative("--storage-restore: the time to restore", self.storage_restore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
     """Failures of a cluster, and the failures that its memory survives.
 
+    Errors name the options of `shardwise plan-interval`.
+
     Args:
         nodes: the number of nodes that train.
         rate: failures of single nodes per second, in the whole cluster.
-        lost: the fraction of these failures in which the node's memory is lost. In the others, only
-            processes end.
+        lost: the fraction of these failures in which the node's memory is lost. In all other
+            failures, only processes end.
         correlated: failures per second in which several nodes fail together, for example a rack.
-            Memory never survives them.
+            Memory never survives these failures.
         group: the number of nodes that protect each other.
         survives: the number of nodes of a group that may be lost together; 0 without redundancy.
         rebuild: seconds from the loss of a node until its data is protected again.
@@ -86,40 +88,44 @@ class Failures:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise ValueError(f"the number of nodes is {self.nodes}: must be at least 1")
-        _check_positive("the rate of failures", self.rate)
-        _check_not_negative("the rate of correlated failures", self.correlated)
-        _check_positive("the time to rebuild", self.rebuild)
+            raise ValueError(f"--nodes: the number of nodes is {self.nodes}: must be at least 1")
+        _check_positive("--failures-per-day: the rate of failures", self.rate)
+        _check_not_negative("--correlated-per-day: the rate of failures", self.correlated)
+        _check_positive("--rebuild-minutes: the time to rebuild", self.rebuild)
         if not 0 < self.lost <= 1:
             raise ValueError(
-                f"the fraction of failures that lose a node's memory is {self.lost}: must be more "
-                "than 0 and at most 1"
+                f"--memory-lost: the fraction of failures that lose a node's memory is {self.lost}"
+                ": must be more than 0 and at most 1"
             )
         if not 1 <= self.group <= self.nodes:
-            raise ValueError(f"a group of {self.group} nodes: must be from 1 to {self.nodes}")
+            raise ValueError(
+                f"--group: the number of nodes in a group is {self.group}: must be from 1 to "
+                f"{self.nodes}, the number of nodes"
+            )
         if not 0 <= self.survives < self.group:
             raise ValueError(
-                f"a group of {self.group} cannot survive the loss of {self.survives} of its nodes"
+                f"--parity: a group of {self.group} cannot survive the loss of {self.survives} of "
+                f"its nodes: must be from 0 to {self.group - 1}"
             )
 
     @property
-    def all(self) -> float:
+    def interruption_rate(self) -> float:
         """The failures per second that interrupt training."""
         return self.rate + self.correlated
 
     @property
-    def beyond_memory(self) -> float:
+    def memory_loss_rate(self) -> float:
         """The failures per second that memory does not survive, λ_p."""
-        node = self.rate * self.lost / self.nodes
+        node_loss_rate = self.rate * self.lost / self.nodes
         independent = group_loss_rate(
-            self.nodes, self.group, node, self.rebuild, survives=self.survives
+            self.nodes, self.group, node_loss_rate, self.rebuild, survives=self.survives
         )
         return min(independent, self.rate) + self.correlated
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Fractions of the time that are not spent on training.
+    """The time that is not spent on training, as fractions of all time.
 
     Attributes:
         snapshots: the fraction for taking snapshots, C/T.
@@ -133,7 +139,7 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """The sum of the three. The approximation is good if the sum is well below 1."""
+        """The sum of the three fractions. The formulas are accurate if it is well below 1."""
         return self.snapshots + self.lost + self.restores
 
 
@@ -153,14 +159,14 @@ class IntervalPlan:
     Attributes:
         memory: the interval for `Memory(snapshot_every=…)`.
         storage: the interval for `Checkpointer(save_every=…)`, a multiple of `memory`.
-        failures: failures per second that interrupt training.
-        beyond_memory: failures per second that memory does not survive.
+        interruption_rate: failures per second that interrupt training.
+        memory_loss_rate: failures per second that memory does not survive.
     """
 
     memory: Interval
     storage: Interval
-    failures: float
-    beyond_memory: float
+    interruption_rate: float
+    memory_loss_rate: float
 
     @property
     def waste(self) -> float:
@@ -168,23 +174,23 @@ class IntervalPlan:
         return self.memory.waste.total + self.storage.waste.total
 
 
-def optimal_interval(cost: float, rate: float, *, least: float = 0.0) -> float:
+def optimal_interval(cost: float, rate: float, *, shortest: float = 0.0) -> float:
     """Return the seconds between snapshots that waste the least time: T* = √(2C/λ).
 
     Args:
         cost: C, seconds by which a snapshot lengthens training.
         rate: λ, failures per second.
-        least: the shortest possible interval: the time of a step, or of a snapshot.
+        shortest: the shortest possible interval: the time of a step, or of a snapshot.
 
     Source: Young (1974). Daly (2006) shows that the result is accurate while C is well below 1/λ.
 
     Raises:
-        ValueError: a cost or a bound is negative, or the rate is not positive.
+        ValueError: `cost` or `shortest` is negative, or `rate` is not positive.
     """
-    _check_not_negative("the cost of a snapshot", cost)
-    _check_positive("the rate of failures", rate)
-    _check_not_negative("the least interval", least)
-    return max(math.sqrt(2 * cost / rate), least)
+    _check_not_negative("cost: the cost of a snapshot", cost)
+    _check_positive("rate: the rate of failures", rate)
+    _check_not_negative("shortest: the shortest interval", shortest)
+    return max(math.sqrt(2 * cost / rate), shortest)
 
 
 def estimate_waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Waste:
@@ -201,25 +207,26 @@ def estimate_waste(interval: float, cost: float, rate: float, restore: float = 0
     Raises:
         ValueError: the interval is not positive, or another value is negative.
     """
-    _check_positive("the interval", interval)
-    _check_not_negative("the cost of a snapshot", cost)
-    _check_not_negative("the rate of failures", rate)
-    _check_not_negative("the time to restore", restore)
+    _check_positive("interval: the interval", interval)
+    _check_not_negative("cost: the cost of a snapshot", cost)
+    _check_not_negative("rate: the rate of failures", rate)
+    _check_not_negative("restore: the time to restore", restore)
     return Waste(cost / interval, rate * interval / 2, rate * restore)
 
 
 def group_loss_rate(
-    nodes: int, group: int, node: float, rebuild: float, *, survives: int = 1
+    nodes: int, group: int, node_loss_rate: float, rebuild: float, *, survives: int = 1
 ) -> float:
     """Return the rate, per second, at which a group loses more nodes than it survives.
 
-    The rate is G·n(n−1)…(n−m)·μ^(m+1)·r^m, where G = nodes/n is the number of groups. G is a
-    fraction if the last group is smaller. Lost nodes are rebuilt one after another.
+    The rate is G·n(n−1)…(n−m)·μ^(m+1)·r^m, where G = nodes/n is the number of groups. If the last
+    group is smaller, G is not an integer. The formula assumes that lost nodes are rebuilt one after
+    another.
 
     Args:
         nodes: the number of nodes of the cluster.
         group: n, the number of nodes that protect each other.
-        node: μ, the losses of one node per second.
+        node_loss_rate: μ, the losses of one node per second.
         rebuild: r, seconds from a loss until all data is protected again.
         survives: m, the number of losses that a group survives.
 
@@ -230,11 +237,15 @@ def group_loss_rate(
         ValueError: a group cannot survive so many losses, or a rate or a time is not positive.
     """
     if not 0 <= survives < group:
-        raise ValueError(f"a group of {group} cannot survive the loss of {survives} of its nodes")
-    _check_positive("the rate at which a node is lost", node)
-    _check_positive("the time to rebuild", rebuild)
+        raise ValueError(
+            f"survives: a group of {group} cannot survive the loss of {survives} of its nodes: "
+            f"must be from 0 to {group - 1}"
+        )
+    _check_positive("node_loss_rate: the rate at which a node is lost", node_loss_rate)
+    _check_positive("rebuild: the time to rebuild", rebuild)
+    # the number of orders in which the nodes can be lost
     orders: float = math.perm(group, survives + 1)
-    return nodes / group * orders * node * (node * rebuild) ** survives
+    return nodes / group * orders * node_loss_rate * (node_loss_rate * rebuild) ** survives
 
 
 def plan_intervals(costs: Costs, failures: Failures) -> IntervalPlan:
@@ -243,12 +254,13 @@ def plan_intervals(costs: Costs, failures: Failures) -> IntervalPlan:
     Raises:
         ValueError: memory survives none of the failures.
     """
-    not_survived_rate = failures.beyond_memory
-    survived_rate = failures.all - not_survived_rate
-    if survived_rate <= failures.all * 1e-9:
+    not_survived_rate = failures.memory_loss_rate
+    survived_rate = failures.interruption_rate - not_survived_rate
+    if survived_rate <= failures.interruption_rate * 1e-9:
         raise ValueError(
-            "memory survives none of these failures, so snapshots in memory are useless: add "
-            "redundancy, without which they survive only failures that do not lose a node's memory"
+            "memory survives none of these failures, so snapshots in memory are useless: protect "
+            "them with --parity 1 or more, or set --memory-lost below 1 if some failures leave the "
+            "memory of the node intact"
         )
     memory = _best_interval_in_steps(
         costs.step,
@@ -261,18 +273,24 @@ def plan_intervals(costs: Costs, failures: Failures) -> IntervalPlan:
         (costs.persist, not_survived_rate, costs.storage_restore),
     )
     persisted = Interval(memory.steps * storage.steps, storage.seconds, storage.waste)
-    return IntervalPlan(memory, persisted, failures.all, not_survived_rate)
+    return IntervalPlan(memory, persisted, failures.interruption_rate, not_survived_rate)
 
 
 def _best_interval_in_steps(
-    unit: float, least: float, tier: tuple[float, float, float]
+    step: float, shortest: float, costs_of_tier: tuple[float, float, float]
 ) -> Interval:
-    """Return the best interval that is a multiple of `unit` and not shorter than `least`."""
-    cost, rate, restore = tier
-    optimal_steps = optimal_interval(cost, rate, least=least) / unit
-    min_steps = max(1, math.ceil(least / unit * (1 - 1e-12)))
+    """Return the best interval that is a multiple of `step` and not less than `shortest`.
+
+    Args:
+        step: seconds of a step.
+        shortest: the shortest possible interval, in seconds.
+        costs_of_tier: the cost of a snapshot, the rate of failures, and the time to restore.
+    """
+    cost, rate, restore = costs_of_tier
+    optimal_steps = optimal_interval(cost, rate, shortest=shortest) / step
+    min_steps = max(1, math.ceil(shortest / step * (1 - 1e-12)))
     candidates = [
-        Interval(steps, steps * unit, estimate_waste(steps * unit, cost, rate, restore))
+        Interval(steps, steps * step, estimate_waste(steps * step, cost, rate, restore))
         for steps in {
             max(min_steps, math.floor(optimal_steps)),
             max(min_steps, math.ceil(optimal_steps)),

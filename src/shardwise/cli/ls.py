@@ -17,9 +17,9 @@ from shardwise.cli import formatting as fmt
 from shardwise.cli.find_checkpoints import (
     CheckpointDirectory,
     list_checkpoints_below,
-    read_manifest,
+    open_committed,
 )
-from shardwise.cli.mirrors import show_record
+from shardwise.cli.mirrors import show_mirror_record
 from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
@@ -34,8 +34,8 @@ STYLE_OF_STATE: dict[State, str] = {
     "unfinished": "yellow",
 }
 THREADS = 16
-MOST_FILES = 2**20
-MOST_PROBLEMS = 3
+MAX_FILES = 2**20
+MAX_LISTED_PROBLEMS = 3
 
 Root = Annotated[
     str,
@@ -68,16 +68,16 @@ def ls(root: Root, as_json: AsJson = False) -> None:
     console = stdout_console()
     _show_table(checkpoints, console)
     if mirror is not None:
-        show_record(mirror, {each.step for each in checkpoints}, console)
+        show_mirror_record(mirror, {each.step for each in checkpoints}, console)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedCheckpoint:
-    """A checkpoint below a root. Fields from the manifest are None if it is missing or damaged.
+    """A checkpoint below a root. If the manifest is missing or damaged, its fields are None.
 
     Attributes:
         directory: name of the directory.
-        problem: the damage, if the checkpoint is damaged.
+        problem: a description of the damage; None unless the checkpoint is damaged.
         saved_at: ISO 8601 time of the save, in UTC.
         bytes: size of all data files.
         files: the number of data files.
@@ -103,18 +103,18 @@ def examine_directory(
     """Examine a directory: read its manifest, and compare the sizes of its files.
 
     Args:
-        mirror: what the mirror of the root has; None if there is no mirror.
+        mirror: the record of the root's mirror; None if there is no mirror.
     """
     step = entry.step
     if not entry.committed:
         return ListedCheckpoint(directory=entry.name, step=step, state="unfinished")
     try:
-        saved = read_manifest(entry.store)
+        checkpoint = open_committed(entry.store)
     except FormatError as error:
         return ListedCheckpoint(
             directory=entry.name, step=step, state="damaged", problem=str(error)
         )
-    manifest = saved.manifest
+    manifest = checkpoint.manifest
     problems = list(_find_problems(entry, manifest.files))
     return ListedCheckpoint(
         directory=entry.name,
@@ -123,7 +123,7 @@ def examine_directory(
         problem=f"{entry.store}: {'; '.join(problems)}" if problems else None,
         saved_at=manifest.created,
         tensors=len(manifest.tensors),
-        bytes=saved.bytes,
+        bytes=checkpoint.bytes,
         files=len(manifest.files),
         world_size=manifest.world_size,
         metrics=manifest.metrics,
@@ -132,13 +132,13 @@ def examine_directory(
 
 
 def _read_mirror_record(root: str) -> MirrorRecord | None:
-    with suppress(OSError):  # the state of the mirror is unknown, which must not hide the root's
+    with suppress(OSError):  # list the checkpoints of the root even if the record is unreadable
         return read_mirror_record(open_store(root))
     return None
 
 
 def _find_problems(entry: CheckpointDirectory, files: tuple[FileEntry, ...]) -> Iterator[str]:
-    sizes = {path: status.size for path, status in entry.store.walk(MOST_FILES).items()}
+    sizes = {path: status.size for path, status in entry.store.walk(MAX_FILES).items()}
     missing = [file.name for file in files if file.name not in sizes]
     if missing:
         yield f"{fmt.count(len(missing), 'file')} missing: {fmt.names(missing)}"
@@ -147,9 +147,9 @@ def _find_problems(entry: CheckpointDirectory, files: tuple[FileEntry, ...]) -> 
         for file in files
         if file.name in sizes and sizes[file.name] != file.size
     ]
-    yield from wrong_sizes[:MOST_PROBLEMS]
-    if len(wrong_sizes) > MOST_PROBLEMS:
-        yield f"{len(wrong_sizes) - MOST_PROBLEMS:,} more files with problems"
+    yield from wrong_sizes[:MAX_LISTED_PROBLEMS]
+    if len(wrong_sizes) > MAX_LISTED_PROBLEMS:
+        yield f"{len(wrong_sizes) - MAX_LISTED_PROBLEMS:,} more files with problems"
 
 
 def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> None:

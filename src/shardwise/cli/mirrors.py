@@ -10,20 +10,20 @@ from shardwise.memory.agent.status import MirrorStatus
 from shardwise.tiers.record import MirrorRecord
 
 
-def show_record(mirror: MirrorRecord, steps: set[int | None], console: Console) -> None:
+def show_mirror_record(mirror: MirrorRecord, root_steps: set[int | None], console: Console) -> None:
     """Print the place of the mirror, the steps that only the mirror has, and why it fails."""
-    others = [step for step in mirror.steps if step not in steps]
+    mirror_only = [step for step in mirror.steps if step not in root_steps]
     line = f"mirror: {fmt.printable(mirror.place)}"
-    if others:
-        line += f", which also has step {fmt.indices(others)}"
+    if mirror_only:
+        line += f", which also has step {fmt.indices(mirror_only)}"
     console.print(Text(line), soft_wrap=True)
-    if why := mirror.why_failing():
-        text = f"the mirror fails, and is tried again: {fmt.printable(why)}"
+    if reason := mirror.why_failing():
+        text = f"copying to the mirror fails, and is tried again: {fmt.printable(reason)}"
         console.print(Text(text, "bold red"), soft_wrap=True)
 
 
-def show_status(mirror: MirrorStatus, console: Console) -> None:
-    """Print what the mirror of a root has, what waits to be copied, and why it fails."""
+def show_mirror_status(mirror: MirrorStatus, console: Console) -> None:
+    """Print the newest step of a mirror, the steps that wait to be copied, and why it fails."""
     newest = "nothing" if mirror.newest is None else f"step {mirror.newest}"
     root, place = fmt.printable(mirror.root), fmt.printable(mirror.mirror)
     line = Text.assemble(("mirror ", "dim"), (place, "bold"), f" of {root}: has {newest}")
@@ -32,7 +32,8 @@ def show_status(mirror: MirrorStatus, console: Console) -> None:
         line.append(f"; step {waiting} waits to be copied", "yellow")
     console.print(line, soft_wrap=True)
     if mirror.failing is not None:
-        text = f"fails for {fmt.duration(mirror.failing)}: {fmt.printable(mirror.failure)}"
+        duration = fmt.duration(mirror.failing)
+        text = f"copying has failed for {duration}: {fmt.printable(mirror.failure)}"
         console.print(Text(text, "bold red"), soft_wrap=True)
     if mirror.pinned:
         text = f"step {fmt.indices(mirror.pinned)} stays in the root only until it is copied"

@@ -14,7 +14,7 @@ from shardwise.cli import formatting as fmt
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
-DEEPEST = 64
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class NameLeaf:
 
     Attributes:
         name: full name.
-        text: the value as text, or a remark on the tensor.
+        text: the value as text, or a remark on the tensor, for example `tied to model.w`.
         dtype: dtype of the tensor; empty for a plain value.
         nbytes: bytes that are stored under this name; 0 for a tied tensor.
     """
@@ -40,8 +40,8 @@ class NameNode:
     """A node of the tree: one part of a name.
 
     Attributes:
-        label: the part, or the range of numbers if the node stands for several siblings.
-        count: the number of siblings with equal contents that the node stands for.
+        label: the part of the name; a range of numbers if the node represents several siblings.
+        count: the number of siblings with equal contents that the node represents.
     """
 
     label: str
@@ -51,7 +51,7 @@ class NameNode:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves that this node stands for."""
+        """The bytes of all leaves that this node represents."""
         own = self.leaf.nbytes if self.leaf else 0
         return self.count * (own + sum(child.nbytes for child in self.children))
 
@@ -85,16 +85,16 @@ class TreeRow:
 
 
 @dataclass(slots=True)
-class _UnbuiltNode:
+class _NodeBuilder:
     leaf: NameLeaf | None = None
-    children: dict[str, _UnbuiltNode] = field(default_factory=dict)
+    children: dict[str, _NodeBuilder] = field(default_factory=dict)
 
 
 def list_leaves(manifest: Manifest) -> list[NameLeaf]:
     """Return leaves for all names of a manifest: tensors, shared values, and values per rank."""
     shared = [NameLeaf(entry.name, fmt.value(entry.value)) for entry in manifest.objects]
-    each = [NameLeaf(name, "one value for each rank") for name in manifest.per_rank]
-    return [*map(_tensor_leaf, manifest.tensors), *shared, *each]
+    per_rank = [NameLeaf(name, "one value for each rank") for name in manifest.per_rank]
+    return [*map(_tensor_leaf, manifest.tensors), *shared, *per_rank]
 
 
 def build_tree(leaves: Iterable[NameLeaf], *, collapse: bool) -> tuple[NameNode, ...]:
@@ -106,12 +106,12 @@ def build_tree(leaves: Iterable[NameLeaf], *, collapse: bool) -> tuple[NameNode,
         collapse: whether numbered siblings with equal contents, such as `layers.0` to `layers.31`,
             become one node.
     """
-    root = _UnbuiltNode()
+    root = _NodeBuilder()
     for leaf in leaves:
-        unbuilt = root
-        for part in leaf.name.split(".", DEEPEST):
-            unbuilt = unbuilt.children.setdefault(part, _UnbuiltNode())
-        unbuilt.leaf = leaf
+        builder = root
+        for part in leaf.name.split(".", MAX_DEPTH):
+            builder = builder.children.setdefault(part, _NodeBuilder())
+        builder.leaf = leaf
     return _make_node("", root, collapse=collapse).children
 
 
@@ -128,25 +128,26 @@ def list_rows(
 
 def print_tree(nodes: tuple[NameNode, ...], console: Console) -> None:
     """Print a tree with aligned columns: dtypes, shapes and sizes of tensors, or values."""
-    lines = list(list_rows(nodes))
-    tensors = [leaf for row in lines if (leaf := row.node.leaf) is not None and leaf.dtype]
-    label = max((cell_len(row.label) for row in lines), default=0) + 3
-    dtype = max((len(leaf.dtype) for leaf in tensors), default=0) + 2
-    shape = max((len(fmt.shape(leaf.shape)) for leaf in tensors), default=0) + 2
-    size = max((len(row.size) for row in lines), default=0)
-    for row in lines:
+    rows = list(list_rows(nodes))
+    tensors = [leaf for row in rows if (leaf := row.node.leaf) is not None and leaf.dtype]
+    label_width = max((cell_len(row.label) for row in rows), default=0) + 3
+    dtype_width = max((len(leaf.dtype) for leaf in tensors), default=0) + 2
+    shape_width = max((len(fmt.shape(leaf.shape)) for leaf in tensors), default=0) + 2
+    size_width = max((len(row.size) for row in rows), default=0)
+    for row in rows:
         node, leaf = row.node, row.node.leaf
         style = "bold" if node.children and not row.line_prefix else ""
         line = Text.assemble((row.line_prefix, "dim"), (fmt.printable(node.label), style))
-        line.append(" " * (label - cell_len(row.label)))
+        line.append(" " * (label_width - cell_len(row.label)))
         if leaf is not None and not leaf.dtype:
             line.append(leaf.text, "green")
         elif leaf is not None:
-            line.append(leaf.dtype.ljust(dtype), "magenta")
-            line.append(fmt.shape(leaf.shape).ljust(shape), "cyan")
-            line.append(row.size.rjust(size)).append(f"   {leaf.text}" if leaf.text else "", "dim")
+            line.append(leaf.dtype.ljust(dtype_width), "magenta")
+            line.append(fmt.shape(leaf.shape).ljust(shape_width), "cyan")
+            line.append(row.size.rjust(size_width))
+            line.append(f"   {leaf.text}" if leaf.text else "", "dim")
         elif row.size:
-            line.append(" " * (dtype + shape) + row.size.rjust(size), "dim")
+            line.append(" " * (dtype_width + shape_width) + row.size.rjust(size_width), "dim")
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
 
 
@@ -162,10 +163,10 @@ def _tensor_leaf(entry: TensorEntry) -> NameLeaf:
     return NameLeaf(entry.name, "", entry.dtype, entry.shape, tensor_bytes(entry))
 
 
-def _make_node(label: str, unbuilt: _UnbuiltNode, *, collapse: bool) -> NameNode:
-    nodes = [_make_node(part, each, collapse=collapse) for part, each in unbuilt.children.items()]
+def _make_node(label: str, builder: _NodeBuilder, *, collapse: bool) -> NameNode:
+    nodes = [_make_node(part, each, collapse=collapse) for part, each in builder.children.items()]
     children = _collapse_equal(nodes) if collapse else nodes
-    return NameNode(label, unbuilt.leaf, tuple(map(_join_only_child, children)))
+    return NameNode(label, builder.leaf, tuple(map(_join_only_child, children)))
 
 
 def _join_only_child(node: NameNode) -> NameNode:
@@ -185,9 +186,9 @@ def _collapse_equal(nodes: list[NameNode]) -> Iterator[NameNode]:
         numbered = node.label.isdecimal() and node.label == str(int(node.label))
         key = (True, node.contents_key) if numbered else (False, node.label)
         groups.setdefault(key, []).append(node)
-    for equal in groups.values():
-        if len(equal) == 1:
-            yield equal[0]
+    for group in groups.values():
+        if len(group) == 1:
+            yield group[0]
         else:
-            label = fmt.indices(sorted(int(node.label) for node in equal))
-            yield replace(equal[0], label=label, count=len(equal))
+            label = fmt.indices(sorted(int(node.label) for node in group))
+            yield replace(group[0], label=label, count=len(group))

@@ -22,7 +22,7 @@ from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 
 DEFAULT_GROUP = 8
 HIGH_WASTE = 0.5
-"""Fraction of wasted time above which the formulas underestimate it."""
+"""Above this fraction of wasted time, the formulas give too little."""
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -33,15 +33,21 @@ Step = Annotated[float, _option("SECONDS", "Duration of one training step.")]
 Snapshot = Annotated[float, _option("SECONDS", "How long a snapshot in memory delays training.")]
 Persist = Annotated[float, _option("SECONDS", "How long a save to storage delays training.")]
 Redundancy = Annotated[float, _option("SECONDS", "Time until other nodes protect a snapshot.")]
-FromMemory = Annotated[float, _option("SECONDS", "Time to resume from memory after a failure.")]
-FromStorage = Annotated[float, _option("SECONDS", "Time to resume from storage after a failure.")]
+MemoryRestore = Annotated[float, _option("SECONDS", "Time to resume from memory after a failure.")]
+StorageRestore = Annotated[
+    float, _option("SECONDS", "Time to resume from storage after a failure.")
+]
 Nodes = Annotated[int, _option("N", "Number of nodes that train.")]
-PerDay = Annotated[float | None, _option("X", "Node failures per day, in the whole cluster.")]
+FailuresPerDay = Annotated[
+    float | None, _option("X", "Node failures per day, in the whole cluster.")
+]
 NodeMtbf = Annotated[
     float | None,
-    _option("DAYS", "Mean time between failures of one node, instead of the rate above."),
+    _option("DAYS", "Mean time between failures of one node, instead of --failures-per-day."),
 ]
-Lost = Annotated[float, _option("X", "Fraction of failures in which a node's memory is lost.")]
+MemoryLost = Annotated[
+    float, _option("X", "Fraction of failures in which a node's memory is lost.")
+]
 Group = Annotated[
     int | None,
     _option(
@@ -62,12 +68,12 @@ def plan_interval(
     snapshot_cost: Snapshot,
     persist_cost: Persist,
     nodes: Nodes,
-    failures_per_day: PerDay = None,
+    failures_per_day: FailuresPerDay = None,
     node_mtbf_days: NodeMtbf = None,
     redundancy_time: Redundancy = 0.0,
-    memory_restore: FromMemory = 0.0,
-    storage_restore: FromStorage = 0.0,
-    memory_lost: Lost = 1.0,
+    memory_restore: MemoryRestore = 0.0,
+    storage_restore: StorageRestore = 0.0,
+    memory_lost: MemoryLost = 1.0,
     group: Group = None,
     parity: Parity = 1,
     rebuild_minutes: Rebuild = 10.0,
@@ -76,14 +82,14 @@ def plan_interval(
 ) -> None:
     """Compute how often to save.
 
-    Frequent saves cost time; rare saves lose more work when a node fails. This command computes
-    the intervals that waste the least time, by the formulas of Young and Daly: one for snapshots
-    in memory, and one for saves to storage.
+    Frequent saves cost time. With rare saves, more work is lost when a node fails. This command
+    computes the two intervals that waste the least time: one for snapshots in memory, and one for
+    saves to storage. It uses the formulas of Young and Daly.
 
     \b
     Example:
-    shardwise plan-interval --step-time 1 --snapshot-cost 0.1 \\
-        --persist-cost 1 --nodes 16 --failures-per-day 3
+      shardwise plan-interval --step-time 1 --snapshot-cost 0.1 \\
+          --persist-cost 1 --nodes 16 --failures-per-day 3
     """
     try:
         costs = Costs(
@@ -129,13 +135,13 @@ def _plan_document(plan: IntervalPlan) -> dict[str, Any]:
         "memory": asdict(plan.memory),
         "storage": asdict(plan.storage),
         "waste": plan.waste,
-        "failures_per_day": plan.failures * DAY,
+        "failures_per_day": plan.interruption_rate * DAY,
         "days_between_losses": _days_between_losses(plan),
     }
 
 
 def _days_between_losses(plan: IntervalPlan) -> float:
-    return 1 / plan.beyond_memory / DAY
+    return 1 / plan.memory_loss_rate / DAY
 
 
 def _show_plan(plan: IntervalPlan, console: Console) -> None:
@@ -157,15 +163,16 @@ def _show_plan(plan: IntervalPlan, console: Console) -> None:
         waste_table.add_row(name, *map(_format_percent, fractions))
     console.print(waste_table)
     console.print()
-    losses_every = _format_duration(_days_between_losses(plan) * DAY)
-    console.print(Text(f"On average, a failure needs the save in storage every {losses_every}."))
+    time_between_losses = _format_duration(_days_between_losses(plan) * DAY)
+    message = f"On average, a failure needs the save in storage once in {time_between_losses}."
+    console.print(Text(message))
     if plan.waste > HIGH_WASTE:
-        warning = "The formulas assume that little time is wasted: expect more waste than this."
+        warning = "The formulas are too low if much time is wasted: expect more waste than this."
         console.print(Text(warning, "yellow"))
 
 
-def _format_percent(part: float) -> str:
-    return "0%" if part == 0 else "< 0.01%" if part < 0.0001 else f"{part:.2%}"
+def _format_percent(fraction: float) -> str:
+    return "0%" if fraction == 0 else "< 0.01%" if fraction < 0.0001 else f"{fraction:.2%}"
 
 
 def _format_duration(seconds: float) -> str:

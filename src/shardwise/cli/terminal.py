@@ -26,10 +26,10 @@ from rich.text import Text
 
 from shardwise.cli import formatting as fmt
 
-UNBOUNDED = 100_000
-"""Columns of an output that is not a terminal, so that lines are never cut off."""
-LONGEST_TASK = 24
-"""The most columns of a task's name, so that the progress bar fits into 80 columns."""
+WIDTH_WITHOUT_TERMINAL = 100_000
+"""The width, in columns, of output that is not a terminal. No line is so long, or cut off."""
+TASK_NAME_WIDTH = 24
+"""The most columns of a task's name. With it, the progress bar fits into 80 columns."""
 
 Advance = Callable[[str, int], None]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
@@ -58,14 +58,14 @@ def print_json(document: object) -> None:
 
 
 def table(gap: int = 3) -> Table:
-    """Return a table without lines, with `gap` blanks between its columns."""
+    """Return a table without rules, with `gap` blanks between its columns."""
     return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
-def print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
-    """Print labels and texts, one pair per line."""
-    width = max(len(label) for label, _ in facts) + 2
-    for label, text in facts:
+def print_labelled(lines: Sequence[tuple[str, str]], console: Console) -> None:
+    """Print pairs of a label and a text, each on one line."""
+    width = max(len(label) for label, _ in lines) + 2
+    for label, text in lines:
         console.print(Text.assemble((label.ljust(width), "dim"), text))
 
 
@@ -82,7 +82,7 @@ def progress(total: int) -> Iterator[Advance]:
             "{task.description}",
             style="dim",
             markup=False,
-            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_TASK),
+            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=TASK_NAME_WIDTH),
         ),
         BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=10)),
         DownloadColumn(binary_units=True, table_column=one_line),
@@ -105,5 +105,5 @@ def progress(total: int) -> Iterator[Advance]:
 def _console(stream: IO[str]) -> Console:
     console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not console.is_terminal:
-        console.width = UNBOUNDED
+        console.width = WIDTH_WITHOUT_TERMINAL
     return console

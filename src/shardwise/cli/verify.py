@@ -18,7 +18,7 @@ from shardwise.cli.find_checkpoints import (
     CommittedCheckpoint,
     checked_pieces,
     find_checkpoints,
-    read_manifest,
+    open_committed,
 )
 from shardwise.cli.terminal import (
     Advance,
@@ -43,7 +43,7 @@ from shardwise.store.store import Buffer
 if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
-PROBLEM = "not the bytes that were saved"
+CHANGED_BYTES = "not the bytes that were saved"
 ByteRange = tuple[int, int]
 
 
@@ -93,7 +93,7 @@ def verify(
         print_error(f"{damaged} of {total} {verb} damaged: load another, or copy the files again")
         raise typer.Exit(1)
     if unchecked:
-        print_error(f"{unchecked} of {total} could not be checked: there are no checksums")
+        print_error(f"{unchecked} of {total} could not be checked: their files have no checksums")
         raise typer.Exit(2)
 
 
@@ -122,10 +122,10 @@ class Verdict:
 
     Attributes:
         intact: whether no damage was found; None if nothing could be checked.
-        bytes, files: the bytes and files that were compared with checksums; 0 if the manifest is
-            damaged.
-        compared: bytes of copies of tensors that were compared with each other.
-        unchecked: bytes of tensors without checksums.
+        bytes, files: the number of bytes and files that were compared with checksums; 0 if the
+            manifest is damaged.
+        compared: the bytes in copies of tensors that were compared with each other.
+        unchecked: the bytes of tensors without checksums.
     """
 
     path: str
@@ -144,35 +144,35 @@ def _verify_directory(entry: CheckpointDirectory, arena: Arena) -> Verdict:
     path = str(entry.store)
     with entry.store.hold(MANIFEST, shared=True):
         try:
-            saved = read_manifest(entry.store)
-            pieces = checked_pieces(saved)
+            checkpoint = open_committed(entry.store)
+            pieces = checked_pieces(checkpoint)
         except FormatError as error:
             damage = [Damage(file=None, problem=str(error), tensors=[])]
             return Verdict(
                 path=path, step=entry.step, intact=False, bytes=0, files=0, damage=damage
             )
-        with progress(saved.bytes) as advance:
-            damage = list(_find_damage(saved, pieces, arena, advance))
+        with progress(checkpoint.bytes) as advance:
+            damage = list(_find_damage(checkpoint, pieces, arena, advance))
     return Verdict(
         path=path,
-        step=saved.manifest.step,
+        step=checkpoint.manifest.step,
         intact=not damage,
-        bytes=saved.bytes,
-        files=len(saved.manifest.files),
+        bytes=checkpoint.bytes,
+        files=len(checkpoint.manifest.files),
         damage=damage,
     )
 
 
 def _find_damage(
-    saved: CommittedCheckpoint, pieces: Pieces, arena: Arena, advance: Advance
+    checkpoint: CommittedCheckpoint, pieces: Pieces, arena: Arena, advance: Advance
 ) -> Iterator[Damage]:
     """Read every byte of every file, and yield the damage."""
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        for file_index, entry in enumerate(saved.manifest.files):
+        for file_index, entry in enumerate(checkpoint.manifest.files):
             try:
-                reader = DataReader(saved.store, entry)
+                reader = DataReader(checkpoint.store, entry)
             except CorruptionError as error:
-                names = _tensors_in(saved, pieces, file_index, (0, entry.size))
+                names = _tensors_in_range(checkpoint, pieces, file_index, (0, entry.size))
                 yield Damage(file=entry.name, problem=str(error), tensors=names)
                 continue
 
@@ -194,7 +194,7 @@ def _find_damage(
                     start=start,
                     stop=stop,
                     problem=_describe_damage(entry, start, stop),
-                    tensors=_tensors_in(saved, pieces, file_index, (start, stop)),
+                    tensors=_tensors_in_range(checkpoint, pieces, file_index, (start, stop)),
                 )
 
 
@@ -204,14 +204,14 @@ def _describe_damage(entry: FileEntry, start: int, stop: int) -> str:
         parts.append("the header")
     if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
         parts.append(f"values of rank {entry.rank}")
-    return PROBLEM + (f" ({', '.join(parts)})" if parts else "")
+    return CHANGED_BYTES + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _tensors_in(
-    saved: CommittedCheckpoint, pieces: Pieces, file_index: int, byte_range: ByteRange
+def _tensors_in_range(
+    checkpoint: CommittedCheckpoint, pieces: Pieces, file_index: int, byte_range: ByteRange
 ) -> list[str]:
     """Return the names of tensors that have bytes in a range of a file, including tied tensors."""
-    manifest = saved.manifest
+    manifest = checkpoint.manifest
     itemsize = np.array([DTYPES[entry.dtype].itemsize for entry in manifest.tensors], np.int64)
     start = pieces.start + manifest.files[file_index].data_at
     stop = start + pieces.shape.prod(axis=1) * itemsize[pieces.tensor]
@@ -229,8 +229,9 @@ def _damaged_ranges(
         if stop - start <= BLOCK:
             yield start, stop
             return
-        for at in range(start, stop, BLOCK):
-            yield from _damaged_ranges(reader, at, min(at + BLOCK, stop), buffer)
+        for block_start in range(start, stop, BLOCK):
+            block_stop = min(block_start + BLOCK, stop)
+            yield from _damaged_ranges(reader, block_start, block_stop, buffer)
 
 
 def _join_adjacent(ranges: list[ByteRange]) -> list[ByteRange]:
@@ -258,19 +259,19 @@ def _verify_foreign(opened: Opened, arena: Arena) -> Verdict:
             advance(event.stage, event.bytes)
 
         recorder = Recorder(on_event)
-        for checked in verify_foreign_files(opened, arena, recorder):
-            nbytes += checked.bytes_checked
-            files += checked.bytes_checked > 0
-            unchecked += checked.bytes_unchecked
+        for file in verify_foreign_files(opened, arena, recorder):
+            nbytes += file.bytes_checked
+            files += file.bytes_checked > 0
+            unchecked += file.bytes_unchecked
             damage += [
                 Damage(
                     file=each.file,
                     start=each.start,
                     stop=each.stop,
-                    problem=PROBLEM,
+                    problem=CHANGED_BYTES,
                     tensors=each.tensors,
                 )
-                for each in checked.damaged
+                for each in file.damaged
             ]
         compared, problems = find_differences(opened, arena, recorder)
         damage += [Damage(file=None, problem=problem, tensors=[]) for problem in problems]

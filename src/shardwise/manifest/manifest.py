@@ -194,13 +194,13 @@ def decode_manifest(data: bytes) -> Manifest:
     body = _verify_checksum(data, "the manifest")
     text = body.rstrip(b",\n") + b"}"
     try:
-        head = msgspec.json.decode(text, type=_Head)
+        head = _HEAD_DECODER.decode(text)
         if head.format != "shardwise" or head.version != VERSION:
             raise FormatError(
                 f"the manifest has format {head.format!r} version {head.version}, but this "
                 f"shardwise reads 'shardwise' version {VERSION}: a newer shardwise may be needed"
             )
-        return msgspec.json.decode(text, type=Manifest)
+        return _MANIFEST_DECODER.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
 
@@ -234,3 +234,9 @@ def _verify_checksum(data: bytes, label: str) -> bytes:
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
+
+
+# msgspec 0.22 crashes if two threads are the first to decode the same type. So the decoders, which
+# prepare the types, are made at the import.
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
+_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)

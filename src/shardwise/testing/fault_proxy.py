@@ -1,4 +1,4 @@
-"""An HTTP proxy for fault tests: it counts requests, and lets chosen ones fail."""
+"""An HTTP proxy for fault tests. It counts requests, and makes chosen requests fail."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import yarl
 from aiohttp import web
 
 CHUNK = 1 << 16
-LONGEST_HANG = 600.0  # seconds
+MAX_HANG = 600.0  # seconds
 START_TIMEOUT = 30.0  # seconds
-# These describe one connection, so the proxy makes its own.
-_OF_ONE_CONNECTION = {"connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding"}
-_ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+# Headers that apply to one connection only. A proxy does not pass them on.
+_HOP_BY_HOP_HEADERS = {"connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding"}
+_HEADERS_ADDED_BY_AIOHTTP = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
 class FaultKind(Enum):
@@ -30,7 +30,7 @@ class FaultKind(Enum):
     ANSWER = "the proxy answers with an error; the server sees nothing"
     RESET = "the connection is reset; the server sees nothing"
     HANG = "no answer comes; the server sees nothing"
-    LOSE_ANSWER = "the server acts, but the connection is reset instead of its answer"
+    LOSE_ANSWER = "the server executes the request, but the connection is reset, without an answer"
     CUT_BODY = "the connection ends after half of the answer's body"
     SHORTEN_BODY = "half of the answer's body comes, with a Content-Length that fits it"
     SLOW_BODY = "the answer's body comes slowly"
@@ -40,14 +40,14 @@ class FaultKind(Enum):
 class HttpFault:
     """A fault to inject into some requests.
 
-    The faults of bodies leave answers without a body unchanged.
+    If an answer has no body, `CUT_BODY`, `SHORTEN_BODY` and `SLOW_BODY` do not change it.
 
     Args:
-        kind: what happens.
-        index: the first request that fails, counted from 0 among those that match.
-        count: how many matching requests fail, from this one on; None for all of them.
+        kind: the kind of fault.
+        index: the index of the first matching request that fails, counted from 0.
+        count: the number of matching requests that fail, from `index` on; None for all.
         methods: methods that match, such as `PUT`; all if empty.
-        path: a regular expression that must be found in the path and query of a request.
+        path: a regular expression. A request matches if its path and query contain a match.
         status: the status of `ANSWER`.
         retry_after: the seconds in the `Retry-After` header of `ANSWER`; None for no such header.
         bytes_per_second: the rate of `SLOW_BODY`.
@@ -63,7 +63,7 @@ class HttpFault:
     bytes_per_second: float = 1000
 
     def matches(self, method: str, path: str) -> bool:
-        """Return whether requests of this method and path are counted."""
+        """Return whether a request with this method and path matches."""
         return (not self.methods or method in self.methods) and bool(re.search(self.path, path))
 
     def includes(self, index: int) -> bool:
@@ -106,23 +106,23 @@ class FaultProxy:
 
     Args:
         target: URL of the server, without a path.
-        bytes_per_second: the most bytes of bodies that all connections together pass on, in both
-            directions; None for no limit.
+        bytes_per_second: a limit on the bytes of bodies that pass through the proxy, of all
+            connections together and in both directions; None for no limit.
 
     Attributes:
         url: URL of the proxy.
         requests: all requests so far.
-        most_under_way: the most requests that were under way at a time.
+        max_concurrent_requests: the largest number of requests at the same time, so far.
     """
 
     def __init__(self, target: str, *, bytes_per_second: float | None = None) -> None:
         self.url = ""
         self.requests: list[ProxiedRequest] = []
-        self.most_under_way = 0
-        self._under_way = 0
+        self.max_concurrent_requests = 0
+        self._concurrent_requests = 0
         self._target = target.rstrip("/")
         self._throttle = _Throttle(bytes_per_second)
-        self._counts: dict[HttpFault, int] = {}  # for each fault, the requests that matched
+        self._counts: dict[HttpFault, int] = {}  # for each fault, the number of matching requests
         self._lock = threading.Lock()
         self._started = threading.Event()
         self._stop = asyncio.Event()
@@ -132,7 +132,10 @@ class FaultProxy:
     def __enter__(self) -> FaultProxy:
         self._thread.start()
         if not self._started.wait(START_TIMEOUT) or not self.url:
-            raise RuntimeError(f"the proxy of {self._target} did not start")
+            raise RuntimeError(
+                f"the proxy of {self._target} did not start within {START_TIMEOUT:.0f} s: see "
+                "stderr for a traceback of the thread `fault-proxy`"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,9 +144,9 @@ class FaultProxy:
         self._thread.join(START_TIMEOUT)
 
     def inject(self, *faults: HttpFault) -> None:
-        """Add faults. If several include a request, the first one is injected.
+        """Add faults. If several faults include a request, the first one is injected.
 
-        A fault that is added again counts its requests anew.
+        If a fault is added again, its count of requests begins at 0 again.
         """
         with self._lock:
             self._counts.update((fault, 0) for fault in faults)
@@ -153,7 +156,7 @@ class FaultProxy:
         with self._lock:
             self._counts.clear()
             self.requests.clear()
-            self.most_under_way = 0
+            self.max_concurrent_requests = 0
 
     @contextmanager
     def outage(self) -> Iterator[None]:
@@ -178,9 +181,9 @@ class FaultProxy:
         app.router.add_route("*", "/{path:.*}", self._count_and_handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        # The server may close idle connections, which would look like a fault. So keep none.
+        # Keep no idle connections: if the server closed one, this would look like a fault.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=LONGEST_HANG)
+        timeout = aiohttp.ClientTimeout(total=MAX_HANG)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
         ) as self._session:
@@ -193,7 +196,7 @@ class FaultProxy:
             finally:
                 await runner.cleanup()
 
-    def _note(self, request: web.Request) -> ProxiedRequest:
+    def _record(self, request: web.Request) -> ProxiedRequest:
         """Record a request, and choose its fault."""
         method, path = request.method, request.raw_path
         chosen = None
@@ -203,50 +206,50 @@ class FaultProxy:
                     self._counts[fault] = count + 1
                     if chosen is None and fault.includes(count):
                         chosen = fault
-            noted = ProxiedRequest(method, path, chosen)
-            self.requests.append(noted)
-        return noted
+            record = ProxiedRequest(method, path, chosen)
+            self.requests.append(record)
+        return record
 
     async def _count_and_handle(self, request: web.Request) -> web.StreamResponse:
-        self._under_way += 1
-        self.most_under_way = max(self.most_under_way, self._under_way)
+        self._concurrent_requests += 1
+        self.max_concurrent_requests = max(self.max_concurrent_requests, self._concurrent_requests)
         try:
             return await self._handle(request)
         finally:
-            self._under_way -= 1
+            self._concurrent_requests -= 1
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        noted = self._note(request)
-        fault = noted.fault
+        record = self._record(request)
+        fault = record.fault
         kind = fault.kind if fault is not None else None
         if kind is FaultKind.RESET:
             return _reset(request)
         if kind is FaultKind.HANG:
-            await asyncio.sleep(LONGEST_HANG)
+            await asyncio.sleep(MAX_HANG)
             return _reset(request)
         if fault is not None and kind is FaultKind.ANSWER:
-            async for _ in self._body(request, noted):
+            async for _ in self._body(request, record):
                 pass
             headers = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
             return web.Response(status=fault.status, headers=headers, text="injected by a test\n")
         try:
-            return await self._forward(request, noted)
+            return await self._forward(request, record)
         except aiohttp.ClientConnectorError as error:  # the server is down
             return web.Response(status=502, text=f"{error}\n")
-        except (aiohttp.ClientError, ConnectionError):  # the server or the client has gone
+        except (aiohttp.ClientError, ConnectionError):  # the server or client closed the connection
             return _reset(request)
 
-    async def _forward(self, request: web.Request, noted: ProxiedRequest) -> web.StreamResponse:
-        kind = noted.fault.kind if noted.fault is not None else None
+    async def _forward(self, request: web.Request, record: ProxiedRequest) -> web.StreamResponse:
+        kind = record.fault.kind if record.fault is not None else None
         async with self._session.request(
             request.method,
             yarl.URL(self._target + request.raw_path, encoded=True),
             headers=[(k, v) for k, v in request.headers.items() if _is_passed_on(k)],
-            data=self._body(request, noted) if request.body_exists else None,
-            skip_auto_headers=_ADDED_BY_CLIENT,
+            data=self._body(request, record) if request.body_exists else None,
+            skip_auto_headers=_HEADERS_ADDED_BY_AIOHTTP,
             allow_redirects=False,
         ) as answer:
-            noted.status = answer.status
+            record.status = answer.status
             if kind is FaultKind.LOSE_ANSWER:
                 await answer.read()
                 return _reset(request)
@@ -255,59 +258,59 @@ class FaultProxy:
                 if _is_passed_on(name):
                     response.headers.add(name, value)
             if kind in (FaultKind.CUT_BODY, FaultKind.SHORTEN_BODY) and request.method != "HEAD":
-                return await _send_half(request, response, await answer.read(), noted)
-            slow = _Throttle(
-                noted.fault.bytes_per_second
-                if noted.fault is not None and kind is FaultKind.SLOW_BODY
+                return await _send_half(request, response, await answer.read(), record)
+            slow_body = _Throttle(
+                record.fault.bytes_per_second
+                if record.fault is not None and kind is FaultKind.SLOW_BODY
                 else None
             )
             await response.prepare(request)
             size = 256 if kind is FaultKind.SLOW_BODY else CHUNK
             async for chunk in answer.content.iter_chunked(size):
-                await slow.wait(len(chunk))
-                await self._throttle.wait(len(chunk))
+                await slow_body.wait_for_bytes(len(chunk))
+                await self._throttle.wait_for_bytes(len(chunk))
                 await response.write(chunk)
-                noted.sent += len(chunk)
+                record.sent += len(chunk)
             await response.write_eof()
             return response
 
-    async def _body(self, request: web.Request, noted: ProxiedRequest) -> AsyncIterator[bytes]:
+    async def _body(self, request: web.Request, record: ProxiedRequest) -> AsyncIterator[bytes]:
         async for chunk in request.content.iter_chunked(CHUNK):
-            await self._throttle.wait(len(chunk))
-            noted.received += len(chunk)
+            await self._throttle.wait_for_bytes(len(chunk))
+            record.received += len(chunk)
             yield chunk
 
 
 class _Throttle:
-    """Delays bytes, so that their rate stays below a limit."""
+    """Delays data, so that the rate stays below a limit. If the limit is None, nothing waits."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second
-        self._free_at = 0.0
+        self._busy_until = 0.0
 
-    async def wait(self, count: int) -> None:
+    async def wait_for_bytes(self, count: int) -> None:
         if self._rate is None:
             return
         now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now) + count / self._rate
-        await asyncio.sleep(self._free_at - now)
+        self._busy_until = max(self._busy_until, now) + count / self._rate
+        await asyncio.sleep(self._busy_until - now)
 
 
 def _is_passed_on(header: str) -> bool:
-    return header.lower() not in _OF_ONE_CONNECTION
+    return header.lower() not in _HOP_BY_HOP_HEADERS
 
 
 async def _send_half(
-    request: web.Request, response: web.StreamResponse, body: bytes, noted: ProxiedRequest
+    request: web.Request, response: web.StreamResponse, body: bytes, record: ProxiedRequest
 ) -> web.StreamResponse:
-    cut = noted.fault is not None and noted.fault.kind is FaultKind.CUT_BODY and body != b""
+    cut = record.fault is not None and record.fault.kind is FaultKind.CUT_BODY and body != b""
     half = body[: len(body) // 2]
     response.content_length = len(body) if cut else len(half)
     await response.prepare(request)
     await response.write(half)
-    noted.sent += len(half)
+    record.sent += len(half)
     if cut:
-        # A reset may overtake bytes that were sent before. A regular end does not.
+        # A reset could discard bytes that were already sent. A regular close does not.
         if request.transport is not None:
             request.transport.close()
     else:
@@ -316,11 +319,11 @@ async def _send_half(
 
 
 def _reset(request: web.Request) -> web.Response:
-    """Reset the connection of a request, and return a response that aiohttp cannot send."""
+    """Reset the connection of a request. Return a response for aiohttp, which never reaches it."""
     if request.transport is not None:
         connection = request.transport.get_extra_info("socket")
         if connection is not None:
-            linger = struct.pack("ii", 1, 0)  # closing discards what was not sent
+            linger = struct.pack("ii", 1, 0)  # closing discards unsent data, and sends a reset
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         request.transport.abort()
     return web.Response()

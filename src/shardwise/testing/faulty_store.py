@@ -1,4 +1,4 @@
-"""A store for fault tests: it counts operations, and fails or kills the process at one of them."""
+"""A store for fault tests. It counts operations; at one, it raises or kills the process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def kill_process(operation: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raise_os_error(number: int) -> Action:
+def make_os_error_action(error_number: int) -> Action:
     """Return an action that raises an `OSError` with an error number, such as `errno.ENOSPC`."""
 
-    def act(operation: str) -> None:
-        raise OSError(number, os.strerror(number), operation)
+    def raise_os_error(operation: str) -> None:
+        raise OSError(error_number, os.strerror(error_number), operation)
 
-    return act
+    return raise_os_error
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class Fault:
     Args:
         index: index of the operation before which `action` is called, counted from 0; None to only
             count operations.
-        action: function to call with the operation's name, `verb key`.
-        verbs: verbs of the operations to count; all if empty.
-        sticky: whether to call `action` before all later operations too, like a full disk.
+        action: the function to call. Its argument is the name of the operation: `verb key`.
+        verbs: the verbs of the operations to count; all if empty.
+        sticky: whether to call `action` before all later operations too, as on a full disk.
 
     Attributes:
-        operations: names of the operations so far.
+        operations: the names of the operations so far.
     """
 
     index: int | None = None
@@ -55,7 +55,7 @@ class Fault:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_operation(self, verb: str, key: str) -> None:
-        """Count an operation that is about to happen, and inject the fault if it is due."""
+        """Count an operation that will happen next. Inject the fault if it belongs before it."""
         if self.verbs and verb not in self.verbs:
             return
         name = f"{verb} {key}"
@@ -135,7 +135,7 @@ class FaultyStore:
         """Publish a small file. The system calls of a `LocalStore` count as operations too."""
         self._fault.count_operation("publish", key)
         if isinstance(self._store, LocalStore):
-            with _noting_system_calls(self._fault):
+            with _count_system_calls(self._fault):
                 self._store.publish(key, data, replace=replace)
         else:
             self._store.publish(key, data, replace=replace)
@@ -218,27 +218,27 @@ class _FaultyReader:
 
 
 @contextmanager
-def _noting_system_calls(fault: Fault) -> Iterator[None]:
+def _count_system_calls(fault: Fault) -> Iterator[None]:
     """Count the system calls of a publication as operations of the fault."""
     with (
         mock.patch.multiple(
             os,
-            fsync=_noting(os.fsync, "fsync", fault),
-            replace=_noting(os.replace, "replace", fault),
-            link=_noting(os.link, "link", fault),
+            fsync=_with_counting(os.fsync, "fsync", fault),
+            replace=_with_counting(os.replace, "replace", fault),
+            link=_with_counting(os.link, "link", fault),
         ),
-        mock.patch.object(Path, "unlink", _noting(Path.unlink, "unlink", fault)),
+        mock.patch.object(Path, "unlink", _with_counting(Path.unlink, "unlink", fault)),
     ):
         yield
 
 
-def _noting(call: Callable[..., object], verb: str, fault: Fault) -> Callable[..., object]:
-    def noted(*args: object, **kwargs: object) -> object:
+def _with_counting(call: Callable[..., object], verb: str, fault: Fault) -> Callable[..., object]:
+    def counted_call(*args: object, **kwargs: object) -> object:
         fault.count_operation(verb, "")
         return call(*args, **kwargs)
 
-    return noted
+    return counted_call
 
 
-FULL_DISK = raise_os_error(errno.ENOSPC)
-READ_ONLY = raise_os_error(errno.EROFS)
+FULL_DISK = make_os_error_action(errno.ENOSPC)
+READ_ONLY = make_os_error_action(errno.EROFS)

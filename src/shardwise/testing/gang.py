@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shardwise.errors import ShardwiseError
-from shardwise.testing.worker import READY, STACKS_SIGNAL, Outcome, Task, serve_calls
+from shardwise.testing.worker import DISMISS, READY, STACKS_SIGNAL, Outcome, Task, serve_calls
 
 T = TypeVar("T")
 
 PRELOAD = ("torch", "torch.distributed.tensor.debug", "shardwise")
-SECONDS_TO_RETURN = 10.0  # for a worker to become ready after a call
+CLEANUP_TIMEOUT = 10.0  # seconds for a worker to clean up after a call
 
 
 class GangError(ShardwiseError):
@@ -48,10 +48,10 @@ class GangError(ShardwiseError):
 class Gang:
     """Up to `size` worker processes on this machine, which are started on first use.
 
-    Workers are forked from a server that has already imported torch, shardwise and the modules in
-    `preload`, so a new worker starts in a tenth of a second. All gangs of a process share the
-    server, so only the `preload` of the first gang has an effect. Use a gang as a context manager,
-    and guard scripts with `if __name__ == "__main__"`.
+    Workers are forked from a server process that has already imported torch, shardwise and the
+    modules in `preload`. So a new worker starts in a tenth of a second. All gangs of a process
+    share the server: only the `preload` of the first gang has an effect. Use a gang as a context
+    manager, and guard scripts with `if __name__ == "__main__"`.
     """
 
     def __init__(self, size: int, *, preload: Sequence[str] = ()) -> None:
@@ -75,7 +75,7 @@ class Gang:
         for worker in self._workers:
             worker.pipe.close()
         for worker in self._workers:
-            worker.end(SECONDS_TO_RETURN if kind is None else 0.0)
+            worker.end(CLEANUP_TIMEOUT if kind is None else 0.0)
         self._workers.clear()
         if self._folder is not None:
             self._folder.cleanup()
@@ -104,14 +104,14 @@ class Gang:
         Raises:
             GangError: the function raised on some rank, or a rank died or did not return in time.
         """
-        outcomes = self.outcomes(
+        outcomes = self.run_outcomes(
             function, *args, world=world, timeout=timeout, group_timeout=group_timeout, **kwargs
         )
         if any(outcome.kind != "value" for outcome in outcomes):
             raise GangError(outcomes)
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(
+    def run_outcomes(
         self,
         function: Callable[..., Any],
         *args: Any,
@@ -128,13 +128,13 @@ class Gang:
         world = self.size if world is None else world
         if not 1 <= world <= self.size:
             raise ValueError(f"world={world}: a gang of {self.size} runs 1 to {self.size} ranks")
-        call = pickle.dumps((function, args, kwargs))
+        pickled_call = pickle.dumps((function, args, kwargs))
         workers = self._ready_workers(world)
         with tempfile.TemporaryDirectory(prefix="shardwise-run-") as folder:
             task = Task(
                 rank=0,
                 world=world,
-                call=call,
+                pickled_call=pickled_call,
                 rendezvous=Path(folder, "rendezvous"),
                 group_timeout=group_timeout,
                 environ={},
@@ -145,7 +145,7 @@ class Gang:
                 _send_task(workers, task)
                 outcomes = _collect_outcomes(workers, time.monotonic() + timeout)
                 _dismiss_workers(workers)
-            except BaseException:  # such as an interrupt during the call
+            except BaseException:  # for example KeyboardInterrupt
                 for worker in workers:
                     worker.end(0.0)
                 raise
@@ -158,12 +158,12 @@ class Gang:
                 "the gang is not started: use it as a context manager, `with Gang(4) as gang: …`"
             )
         for rank in range(world):
-            stacks = Path(self._folder.name, f"stacks-{rank}")
+            stacks_file = Path(self._folder.name, f"stacks-{rank}")
             if rank == len(self._workers):
-                self._workers.append(_start_worker(stacks, self._preload))
+                self._workers.append(_start_worker(stacks_file, self._preload))
             elif not self._workers[rank].process.is_alive():
                 self._workers[rank].end(0.0)
-                self._workers[rank] = _start_worker(stacks, self._preload)
+                self._workers[rank] = _start_worker(stacks_file, self._preload)
         return self._workers[:world]
 
 
@@ -173,7 +173,7 @@ class _Worker:
 
     process: ForkServerProcess
     pipe: Connection
-    stacks: Path
+    stacks_file: Path
 
     def send(self, message: bytes) -> None:
         """Send a message. If the worker is dead, `receive_outcome` reports it."""
@@ -181,7 +181,7 @@ class _Worker:
             self.pipe.send_bytes(message)
 
     def receive_outcome(self, rank: int) -> Outcome:
-        """Return the outcome that the worker sent; if it died, an outcome that says so."""
+        """Return the outcome that the worker sent. If the worker died, return a "died" outcome."""
         try:
             if self.pipe.poll():
                 outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
@@ -208,7 +208,8 @@ class _Worker:
             os.kill(self.process.pid, STACKS_SIGNAL)
             self.process.join(0.2)
         self.end(0.0)
-        stacks = self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
+        file = self.stacks_file
+        stacks = file.read_text(errors="replace") if file.exists() else ""
         return Outcome(rank=rank, kind="hung", report=f"did not answer in time\n{stacks}")
 
     def end(self, grace: float) -> None:
@@ -220,16 +221,16 @@ class _Worker:
         self.pipe.close()
 
 
-def _start_worker(stacks: Path, preload: Sequence[str]) -> _Worker:
+def _start_worker(stacks_file: Path, preload: Sequence[str]) -> _Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     parent_end, worker_end = context.Pipe()
     process = context.Process(
-        target=serve_calls, args=(worker_end, stacks), name=f"gang-{stacks.name}"
+        target=serve_calls, args=(worker_end, stacks_file), name=f"gang-{stacks_file.name}"
     )
     process.start()
     worker_end.close()
-    return _Worker(process, parent_end, stacks)
+    return _Worker(process, parent_end, stacks_file)
 
 
 def _send_task(workers: Sequence[_Worker], task: Task) -> None:
@@ -255,10 +256,10 @@ def _dismiss_workers(workers: Sequence[_Worker]) -> None:
     """Let the workers leave their group and clean up. Kill workers that do not answer."""
     alive = [worker for worker in workers if worker.process.is_alive()]
     for worker in alive:
-        worker.send(READY)
-    returned = set(_indices_as_they_report(alive, time.monotonic() + SECONDS_TO_RETURN))
+        worker.send(DISMISS)
+    answered = set(_indices_as_they_report(alive, time.monotonic() + CLEANUP_TIMEOUT))
     for index, worker in enumerate(alive):
-        if index not in returned or not worker.is_ready():
+        if index not in answered or not worker.is_ready():
             worker.end(0.0)
 
 

@@ -76,17 +76,17 @@ class Host:
     """
 
     def __init__(
-        self, index: int, directory: Path, memory: int, hosts_file: Path, switch: int
+        self, index: int, directory: Path, memory: int, hosts_file: Path, switch_process: int
     ) -> None:
         self.name = f"host-{index}"
         self.address = _address(index)
         self.directory = directory
-        self._tag = f"{MOUNT_TAG}:{_owner_id()}:{index}:{secrets.token_hex(4)}"
+        self._mount_source = f"{MOUNT_TAG}:{_owner_id()}:{index}:{secrets.token_hex(4)}"
         self._port = f"port{index}"
         self._hardware_address = f"02:00:00:00:00:{index + 1:02x}"
         self._memory = memory
         self._hosts_file = hosts_file
-        self._switch = switch
+        self._switch_process = switch_process
         self._first_process: subprocess.Popen[str] | None = None
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -106,10 +106,10 @@ class Host:
             RuntimeError: the host is already running.
         """
         if self._first_process is not None:
-            raise RuntimeError(f"{self.name} is already running")
+            raise RuntimeError(f"{self.name} is already running: call destroy() first")
         self.directory.mkdir(parents=True, exist_ok=True)
         options = f"size={self._memory},mode=1777"
-        run_tool("mount", "-t", "tmpfs", "-o", options, self._tag, str(self.directory))
+        run_tool("mount", "-t", "tmpfs", "-o", options, self._mount_source, str(self.directory))
         namespace_options = (
             "--mount-proc",
             "--uts",
@@ -119,7 +119,7 @@ class Host:
             "--fork",
             "--kill-child",
         )
-        arguments = (self._tag, str(self.directory), str(self._hosts_file), self.name)
+        arguments = (self._mount_source, str(self.directory), str(self._hosts_file), self.name)
         try:
             self._first_process = start_namespaces(namespace_options, HOST_SCRIPT, *arguments)
             self._connect_cable(self._first_process.pid)
@@ -137,16 +137,17 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start a command on the host, in a new session and in this process's working directory.
 
-        The command's environment is this process's, updated with `env`. The returned object sends
-        signals and has the exit status as usual. Inside the host, the process has another id.
-        Destroying the host kills the process.
+        The command gets the environment of this process, updated with `env`. The returned object
+        can send signals to the process and report its exit status. The process has another id
+        inside the host. Destroying the host kills the process.
 
         Raises:
             RuntimeError: the host is not running.
         """
         first_process = self._require_running()
         namespace_options = [
-            f"--{space}={namespace_path(first_process, kind)}" for space, kind in NAMESPACES.items()
+            f"--{option}={namespace_path(first_process, kind)}"
+            for option, kind in NAMESPACES.items()
         ]
         arguments = [os.fspath(word) for word in command]
         process = start_in_namespace(
@@ -162,9 +163,9 @@ class Host:
     def destroy(self, *, silent: bool = False) -> None:
         """Kill all processes of the host, disconnect it and delete its memory. Idempotent.
 
-        By default, the other hosts see their connections reset, as if processes crashed. If
-        `silent`, the host is disconnected first, and the others receive nothing, as if its power
-        failed.
+        By default, the connections to the other hosts are reset, as if the processes crashed. If
+        `silent`, the host is disconnected first. The other hosts then receive nothing, as if the
+        power of the host failed.
         """
         if silent:
             self._remove_cable()
@@ -175,18 +176,18 @@ class Host:
             self._first_process = None
             self._processes.clear()
             self._remove_cable()
-            while any(source == self._tag for source, _ in list_mounts(MOUNT_TAG)):
+            while any(source == self._mount_source for source, _ in list_mounts(MOUNT_TAG)):
                 run_tool("umount", "-l", str(self.directory))
 
     def disconnect(self) -> None:
         """Drop all packets. Open connections break only when they time out."""
         self._require_running()
-        run_in_network(self._switch, "ip", f"link set {self._port} down")
+        run_in_network(self._switch_process, "ip", f"link set {self._port} down")
 
     def connect(self) -> None:
-        """Let packets pass again."""
+        """Let packets pass again, after `disconnect`."""
         self._require_running()
-        run_in_network(self._switch, "ip", f"link set {self._port} up")
+        run_in_network(self._switch_process, "ip", f"link set {self._port} up")
 
     def slow(self, rate: int | None = None, delay: float = 0.0) -> None:
         """Slow the host's cable down; without arguments, restore full speed.
@@ -208,10 +209,10 @@ class Host:
         if shutil.which("tc") is None:
             raise HostsUnavailable("tc is not installed: install the package iproute2")
         first_process = self._require_running()
-        ends = ((self._switch, self._port), (first_process, "eth0"))
+        cable_ends = ((self._switch_process, self._port), (first_process, "eth0"))
         if rate is None and not delay:
-            for network, device in ends:
-                run_in_network(network, "tc", f"qdisc del dev {device} root", may_fail=True)
+            for process, device in cable_ends:
+                run_in_network(process, "tc", f"qdisc del dev {device} root", may_fail=True)
             return
         if delay:
             rate_option = "" if rate is None else f" rate {rate}bps"
@@ -219,8 +220,8 @@ class Host:
         else:
             burst = max((rate or 0) // 100, 2 * LARGEST_PACKET)
             discipline = f"tbf rate {rate}bps burst {burst} latency 100ms"
-        for network, device in ends:
-            run_in_network(network, "tc", f"qdisc replace dev {device} root {discipline}")
+        for process, device in cable_ends:
+            run_in_network(process, "tc", f"qdisc replace dev {device} root {discipline}")
 
     def pause(self) -> None:
         """Stop all processes of the host (SIGSTOP), as if the machine hung."""
@@ -233,17 +234,17 @@ class Host:
     def _require_running(self) -> int:
         """Return the id of the host's first process, which keeps the namespaces."""
         if self._first_process is None:
-            raise RuntimeError(f"{self.name} is destroyed: start it again first")
+            raise RuntimeError(f"{self.name} is destroyed: call start() first")
         return self._first_process.pid
 
     def _connect_cable(self, first_process: int) -> None:
         run_in_network(
-            self._switch,
+            self._switch_process,
             "ip",
             f"link add {self._port} type veth peer name eth0 netns {first_process}",
             f"link set {self._port} master switch up",
         )
-        # Keep the hardware address: the other hosts cache it for a minute.
+        # A restarted host has the same hardware address, because others cache it for a minute.
         run_in_network(
             first_process,
             "ip",
@@ -253,13 +254,13 @@ class Host:
         )
 
     def _remove_cable(self) -> None:
-        if Path(namespace_path(self._switch, "net")).exists():
-            run_in_network(self._switch, "ip", f"link del {self._port}", may_fail=True)
+        if Path(namespace_path(self._switch_process, "net")).exists():
+            run_in_network(self._switch_process, "ip", f"link del {self._port}", may_fail=True)
 
     def _signal(self, name: str) -> None:
-        """Signal all processes at once, except the first process and the sender."""
+        """Send a signal to all processes of the host at once, except the first process."""
         kill = self.run(["sh", "-c", f"kill -s {name} -- -1"], stderr=subprocess.DEVNULL)
-        kill.wait(TOOL_TIMEOUT)  # fails if no other process runs
+        kill.wait(TOOL_TIMEOUT)  # an exit status of 1 means that no other process runs
 
 
 class Hosts:
@@ -276,7 +277,7 @@ class Hosts:
 
     Raises:
         ValueError: `count` is out of range, or `directory` is below /dev/shm.
-        HostsUnavailable: (on entering) this machine cannot run them.
+        HostsUnavailable: this machine cannot run the hosts. Raised on entering the `with` block.
     """
 
     def __init__(
@@ -288,7 +289,8 @@ class Hosts:
         self.directory = Path(directory).resolve()
         if self.directory.is_relative_to("/dev/shm"):
             raise ValueError(
-                f"directory={directory}: must not be below /dev/shm, which hosts cannot see"
+                f"directory={directory}: must not be below /dev/shm, where each host has its "
+                "memory: pass a directory on disk"
             )
         self._memory = memory
         self._hosts: list[Host] = []
@@ -296,7 +298,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         if self._switch is not None:
-            raise RuntimeError("the hosts are already running")
+            raise RuntimeError("the hosts are already running: leave their `with` block first")
         _check_requirements()
         _remove_leftovers()
         try:
@@ -348,7 +350,7 @@ def _address(index: int) -> str:
 
 def _check_requirements() -> None:
     if os.geteuid() != 0:
-        raise HostsUnavailable("only root can create network namespaces and mounts")
+        raise HostsUnavailable("only root can create network namespaces and mounts: run as root")
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             raise HostsUnavailable(f"{tool} is not installed: install the package {package}")

@@ -27,16 +27,16 @@ def namespace_path(process: int, kind: str) -> str:
     return f"/proc/{process}/ns/{kind}"
 
 
-def run_tool(*command: str, text: str = "", may_fail: bool = False) -> None:
-    """Run a command with `text` as its standard input, and wait for it.
+def run_tool(*command: str, stdin: str = "", may_fail: bool = False) -> None:
+    """Run a command with `stdin` as its standard input, and wait for it.
 
     Raises:
-        HostsUnavailable: the command failed or timed out.
+        HostsUnavailable: the command timed out, or failed although `may_fail` is False.
     """
-    command_line = " ".join([*command, *text.split()])
+    command_line = " ".join([*command, *stdin.split()])
     try:
         result = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=TOOL_TIMEOUT
+            command, input=stdin, capture_output=True, text=True, timeout=TOOL_TIMEOUT
         )
     except subprocess.TimeoutExpired as error:
         raise HostsUnavailable(f"`{command_line}` timed out after {TOOL_TIMEOUT:.0f} s") from error
@@ -58,7 +58,7 @@ def run_in_network(process: int, tool: str, *lines: str, may_fail: bool = False)
         tool,
         "-batch",
         "-",
-        text="\n".join(lines) + "\n",
+        stdin="\n".join(lines) + "\n",
         may_fail=may_fail,
     )
 
@@ -66,10 +66,10 @@ def run_in_network(process: int, tool: str, *lines: str, may_fail: bool = False)
 def start_namespaces(
     unshare_flags: Sequence[str], script: str, *arguments: str
 ) -> subprocess.Popen[str]:
-    """Create namespaces and run a shell script with these arguments in them.
+    """Create namespaces, and run a shell script with these arguments in them.
 
-    The script must print `up` when it is ready, and exit when it reads a line or its input ends. So
-    the script exits when this process exits.
+    The script must print `up` when it is ready. It must exit when it reads a line, or when its
+    standard input ends, as it does when this process exits.
 
     Raises:
         HostsUnavailable: the namespaces could not be created, or the script failed.
@@ -88,29 +88,31 @@ def start_namespaces(
     if message != "up\n":
         process.kill()
         message = " ".join(process.communicate()[1].split())
-        raise HostsUnavailable(f"cannot create namespaces: {message or 'the script did not start'}")
+        reason = message or f"the script was not ready within {TOOL_TIMEOUT:.0f} s"
+        raise HostsUnavailable(f"cannot create namespaces: {reason}")
     return process
 
 
 def stop_namespaces(
-    first: subprocess.Popen[str], others: Sequence[subprocess.Popen[str]] = ()
+    first_process: subprocess.Popen[str], children: Sequence[subprocess.Popen[str]] = ()
 ) -> None:
     """Stop a process of `start_namespaces`, and all other processes of its pid namespace.
 
     Args:
-        others: children of this process in that namespace. The first process exits only after this
-            process has waited for them.
+        first_process: the process that `start_namespaces` returned.
+        children: processes in the pid namespace that are children of the caller. The kernel lets
+            `first_process` exit only after the caller has waited for them.
     """
     try:
         with suppress(BrokenPipeError):
-            if first.stdin is not None:
-                first.stdin.write("end\n")
-                first.stdin.flush()
-        for process in others:
+            if first_process.stdin is not None:
+                first_process.stdin.write("end\n")
+                first_process.stdin.flush()
+        for process in children:
             process.wait(TOOL_TIMEOUT)
-        first.communicate(timeout=TOOL_TIMEOUT)
+        first_process.communicate(timeout=TOOL_TIMEOUT)
     except BaseException:
-        first.kill()
+        first_process.kill()
         raise
 
 
@@ -119,8 +121,8 @@ def start_in_namespace(
 ) -> subprocess.Popen[str]:
     """Start a command in a pid namespace, as a child of this process.
 
-    A temporary thread calls `setns`, because `setns` applies to every process that its thread
-    starts afterwards.
+    A temporary thread calls `setns`, because the call affects every process that this thread starts
+    later.
     """
     started: list[subprocess.Popen[str]] = []
     failed: list[Exception] = []

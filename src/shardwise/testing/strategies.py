@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw tensors, and divide tensors among ranks."""
+"""Hypothesis strategies that draw tensors, and divisions of tensors among ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 
 @st.composite
-def tensors(draw: st.DrawFn, *, most: int = 4) -> list[Tensor]:
-    """Draw up to `most` tensors of any dtype and small shapes, including 0-d and empty tensors."""
-    pairs = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=most))
+def tensors(draw: st.DrawFn, *, max_count: int = 4) -> list[Tensor]:
+    """Draw up to `max_count` small tensors of any dtype, including 0-d and empty tensors."""
+    pairs = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=max_count))
     return [Tensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(pairs)]
 
 
@@ -47,7 +47,7 @@ def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
 
 
 @st.composite
-def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> BoxesByRank:
+def boxes_of_ranks(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> BoxesByRank:
     """Draw the boxes of each rank: on a mesh, as a flattened range, or all on one rank."""
     kind = draw(st.sampled_from(["mesh", "mesh", "flat", "one"]))
     if kind == "one":
@@ -60,14 +60,15 @@ def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> BoxesByRank
         edges = list(itertools.pairwise([0, *cuts, size]))
         return tuple(tuple(boxes_of_range(shape, a, b)) for a, b in edges)
     mesh = draw(meshes(world))
-    choices = st.one_of(
+    # None, or the dimension that a mesh dimension shards, and the number of chunks of each rank
+    placement = st.one_of(
         st.none(), st.tuples(st.integers(0, max(0, len(shape) - 1)), st.integers(1, 3))
     )
-    placements = [draw(choices) if shape else None for _ in mesh]
-    return tuple(_on_mesh(shape, mesh, placements, rank) for rank in range(world))
+    placements = [draw(placement) if shape else None for _ in mesh]
+    return tuple(_boxes_on_mesh(shape, mesh, placements, rank) for rank in range(world))
 
 
-def _on_mesh(
+def _boxes_on_mesh(
     shape: tuple[int, ...],
     mesh: tuple[int, ...],
     placements: list[tuple[int, int] | None],

@@ -1,4 +1,4 @@
-"""A group whose ranks are threads of one process, to test ranks without process groups."""
+"""A group whose ranks are threads of one process, for tests without a process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 from shardwise.errors import LostRankError, RankError
 
 T = TypeVar("T")
-TIMEOUT = 60.0
+TIMEOUT = 60.0  # seconds
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _SharedTable:
     """Memory that the ranks of a group share to exchange data, and a barrier.
 
     Attributes:
-        parts: the data of each rank in the current operation.
+        parts: the data of each rank in the current operation, by rank.
     """
 
     size: int
@@ -35,7 +35,7 @@ class _SharedTable:
         self.parts = [b""] * self.size
 
     def wait_for_all(self, rank: int) -> dict[int, str]:
-        """Wait for all ranks. Return the reason for each rank that ended or is too late."""
+        """Wait for all ranks. For each rank that ended or is late, return the reason."""
         with self._changed:
             round_number = self._round
             self._arrived.add(rank)
@@ -54,7 +54,7 @@ class _SharedTable:
             )
 
     def end(self, rank: int) -> None:
-        """Record that a rank has ended, so that nobody waits for it at the barrier."""
+        """Record that a rank has ended, so that no other rank waits for it."""
         with self._changed:
             self._ended.add(rank)
             self._changed.notify_all()
@@ -119,7 +119,7 @@ class ThreadGroup:
             raise LostRankError("communicating with the other ranks", failures)
 
 
-def outcomes_of_ranks(
+def run_ranks_and_catch(
     world: int, function: Callable[[ThreadGroup], T], *, timeout: float = TIMEOUT
 ) -> list[T | Exception]:
     """Call `function` on `world` threads, and return the result or exception of each rank.
@@ -146,9 +146,10 @@ def run_ranks(
     """Call `function` on `world` threads and return the results by rank.
 
     Raises:
-        Exception: the exception of a rank; if possible, of the rank that failed first.
+        Exception: the exception of a rank. Exceptions other than `RankError` come first, because a
+            `RankError` only reports that another rank failed.
     """
-    outcomes = outcomes_of_ranks(world, function, timeout=timeout)
+    outcomes = run_ranks_and_catch(world, function, timeout=timeout)
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     for failure in sorted(failures, key=lambda error: isinstance(error, RankError)):
         raise failure

@@ -1,4 +1,4 @@
-"""A local store that is as slow as a remote one, and counts the bytes that are read from it."""
+"""A local store that is as slow as a remote store, and counts the bytes that are read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwise.store.local import LOCAL_TRAITS, LocalStore
 from shardwise.store.local_files import LocalReader
 from shardwise.store.store import Buffer, StoreTraits
 
-_METER = struct.Struct("<dQ")  # when the last read so far ends, and the bytes of all reads
+_METER_STATE = struct.Struct("<dQ")  # the time at which the last read ends; the bytes of all reads
 
 
 class Meter:
     """A limit on the bytes per second that all processes of this machine read together.
 
-    The processes divide the rate as the clients of a remote store would: each read takes the time
-    that its bytes need at this rate, after the reads that began earlier.
+    Like the clients of a remote store, the processes share the rate. A read begins when all earlier
+    reads have ended, and takes the time that its bytes need at this rate.
 
     Args:
         path: a file through which the processes share the meter; it is created if it is missing.
@@ -30,27 +30,27 @@ class Meter:
         self.path = Path(path)
         self.rate = rate
 
-    def wait(self, count: int) -> None:
-        """Count some bytes, and sleep until they may have been read."""
+    def wait_for_bytes(self, count: int) -> None:
+        """Count `count` bytes, and sleep until a read of so many bytes would end."""
         with open(self._open(), "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            end, total = self._read(file.fileno())
-            end = max(end, time.monotonic()) + count / self.rate
-            os.pwrite(file.fileno(), _METER.pack(end, total + count), 0)
-        time.sleep(max(0.0, end - time.monotonic()))
+            busy_until, total = self._read_state(file.fileno())
+            busy_until = max(busy_until, time.monotonic()) + count / self.rate
+            os.pwrite(file.fileno(), _METER_STATE.pack(busy_until, total + count), 0)
+        time.sleep(max(0.0, busy_until - time.monotonic()))
 
     def bytes_read(self) -> int:
         """Return how many bytes all processes have read so far."""
         with open(self._open(), "rb", buffering=0) as file:
-            return self._read(file.fileno())[1]
+            return self._read_state(file.fileno())[1]
 
     def _open(self) -> int:
         return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def _read(self, fd: int) -> tuple[float, int]:
-        data = os.pread(fd, _METER.size, 0).ljust(_METER.size, b"\0")
-        end, total = _METER.unpack(data)
-        return end, total
+    def _read_state(self, fd: int) -> tuple[float, int]:
+        data = os.pread(fd, _METER_STATE.size, 0).ljust(_METER_STATE.size, b"\0")
+        busy_until, total = _METER_STATE.unpack(data)
+        return busy_until, total
 
 
 class ThrottledStore(LocalStore):
@@ -80,5 +80,5 @@ class _ThrottledReader(LocalReader):
         self._meter = meter
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        self._meter.wait(len(out))
+        self._meter.wait_for_bytes(len(out))
         return super().read_at(offset, out)

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-READY = b"ready"
+DISMISS = b"dismiss"  # from the gang: the call is over on all ranks
+READY = b"ready"  # from the worker: it can run the next call
 STACKS_SIGNAL = signal.SIGUSR1
 
 
@@ -60,7 +61,7 @@ class Task:
 
     rank: int
     world: int
-    call: bytes
+    pickled_call: bytes
     rendezvous: Path
     group_timeout: float
     environ: dict[str, str]
@@ -68,17 +69,21 @@ class Task:
     search_path: list[str]
 
 
-def serve_calls(pipe: Connection, stacks: Path) -> None:
+def serve_calls(pipe: Connection, stacks_file: Path) -> None:
     """Run calls until the parent closes the pipe.
 
-    A worker leaves its process group only after the parent has the outcomes of all ranks. Until
-    then, data that the function has sent in the background can still arrive.
+    A worker leaves its process group only after the parent has the outcomes of all ranks. So data
+    that the function sent in the background can still arrive.
+
+    Args:
+        pipe: the worker's end of the pipe to the gang.
+        stacks_file: the file for the stacks of all threads, which `STACKS_SIGNAL` writes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     gc.freeze()  # objects of the server's imports are never garbage
-    settings = Settings.current()
-    with stacks.open("w") as file:
+    settings = InterpreterSettings.current()
+    with stacks_file.open("w") as file:
         faulthandler.register(STACKS_SIGNAL, file)
         try:
             while True:
@@ -87,7 +92,7 @@ def serve_calls(pipe: Connection, stacks: Path) -> None:
                 pipe.send_bytes(pickle.dumps(outcome))
                 if not reusable:
                     return
-                pipe.recv_bytes()
+                pipe.recv_bytes()  # DISMISS
                 leave_group()
                 settings.restore()
                 gc.collect()
@@ -99,7 +104,8 @@ def serve_calls(pipe: Connection, stacks: Path) -> None:
 def run_task(task: Task) -> tuple[Outcome, bool]:
     """Run a task. Return its outcome, and whether this process can run another task.
 
-    The process cannot if it failed to create the process group: torch does not recover from that.
+    If the process failed to create the process group, it cannot run another task, because torch
+    does not recover from this failure.
     """
     joined = False
     try:
@@ -108,14 +114,14 @@ def run_task(task: Task) -> tuple[Outcome, bool]:
         os.chdir(task.directory)
         sys.path[:] = task.search_path
         importlib.invalidate_caches()
-        function, args, kwargs = pickle.loads(task.call)
+        function, args, kwargs = pickle.loads(task.pickled_call)
         join_group(task)
         joined = True
         outcome = Outcome(rank=task.rank, kind="value", value=function(*args, **kwargs))
         pickle.dumps(outcome)
     except BaseException as error:
         outcome = failed_outcome(task.rank, error)
-        # Peers that wait for this rank fail now instead of at their timeout.
+        # Ranks that wait for this rank then fail at once instead of at their timeout.
         leave_group()
     return outcome, joined
 
@@ -157,8 +163,8 @@ def leave_group() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of the interpreter that calls may change. They are restored after each call."""
+class InterpreterSettings:
+    """Settings of this process that a call may change. They are restored after each call."""
 
     torch_rng: torch.Tensor
     python_rng: Any
@@ -167,7 +173,7 @@ class Settings:
     sigterm: Any
 
     @classmethod
-    def current(cls) -> Settings:
+    def current(cls) -> InterpreterSettings:
         """Return the current settings."""
         return cls(
             torch.get_rng_state(),

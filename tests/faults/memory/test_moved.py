@@ -25,7 +25,7 @@ def train_and_end(cluster: Cluster) -> None:
 def train_and_die(cluster: Cluster) -> None:
     """Two ranks are killed at their last step, so that the one before it is persisted."""
     with Gang(2) as gang:
-        gang.outcomes(
+        gang.run_outcomes(
             go_on, cluster, STEPS, world=2, fault=die, at=STEPS, victims=(0, 1), results=False
         )
 

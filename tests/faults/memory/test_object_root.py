@@ -209,7 +209,7 @@ def test_a_trainer_is_killed_while_it_saves(
     assert {"create", "write_at", "commit", "publish", "hold"} <= {o.split()[0] for o in operations}
     step = 2
     for at in range(0, len(operations), stride):
-        (outcome,) = gang.outcomes(save_and_die, url, step, at, world=1)
+        (outcome,) = gang.run_outcomes(save_and_die, url, step, at, world=1)
         if outcome.kind != "died":
             break
         with sw.Checkpointer(url, memory=None) as checkpointer:

@@ -50,7 +50,7 @@ NOTES: list[tuple[int, str, When, bool]] = [
 def killed(gang: Gang, cluster: Cluster, step: int, victims: tuple[int, ...], fault: Act) -> None:
     """Run until a step at which these ranks die, and the others notice."""
     started = time.monotonic()
-    outcomes = gang.outcomes(
+    outcomes = gang.run_outcomes(
         go_on, cluster, step + 1, world=2, fault=fault, at=step, victims=victims
     )
     for outcome in outcomes:
@@ -92,7 +92,7 @@ def test_killed_at_each_note_a_step_is_had_whole_or_not_at_all(
 def test_killed_while_idle_together_with_the_agent(gang: Gang, root: Path, shm: Path) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=2)
     gang.run(go_on, cluster, 3, world=2)
-    outcomes = gang.outcomes(go_on, cluster, 4, world=2, fault=die, at=4, victims=(0, 1))
+    outcomes = gang.run_outcomes(go_on, cluster, 4, world=2, fault=die, at=4, victims=(0, 1))
     assert [outcome.signal for outcome in outcomes] == [signal.SIGKILL] * 2
     end_agents(shm)
     went = gang.run(go_on, cluster, 4, world=2, by="columns")

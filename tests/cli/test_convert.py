@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import shardwise as sw
-from shardwise.cli.export import FLOATS, FORMATS, LEAST_MEMORY
+from shardwise.cli.convert import FLOATS, FORMATS, MIN_MEMORY
 from shardwise.convert import export
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import SMALLEST_MEMORY
@@ -76,7 +76,7 @@ def test_wrong_use_is_said(
 def test_it_offers_what_the_library_writes() -> None:
     assert set(FORMATS) == set(TARGETS)
     assert set(FLOATS) == set(export.FLOATS)
-    assert LEAST_MEMORY == SMALLEST_MEMORY
+    assert MIN_MEMORY == SMALLEST_MEMORY
 
 
 @pytest.mark.ranks

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "dcp", "torch", "deepspeed-universal", "native")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 UNIT_SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-LEAST_MEMORY = 16 << 20
+MIN_MEMORY = 16 << 20
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -46,7 +46,8 @@ Weight = Annotated[
     list[float] | None, _option("N", "The weight of one SRC. Repeat it for each SRC, in order.")
 ]
 TakeFirst = Annotated[
-    list[str] | None, _option("PATTERN", "Take matching names from the first SRC. Repeatable.")
+    list[str] | None,
+    _option("PATTERN", "Copy matching names from the first SRC. Repeatable."),
 ]
 Alpha = Annotated[
     float | None, _option("N", "The LoRA alpha: scaling is N / rank. Default: PEFT's lora_alpha.")
@@ -71,17 +72,18 @@ RankFiles = Annotated[
     str | None, _option("PATTERN", "With --spec: the files of the ranks, for example r{tp}.pt.")
 ]
 Let = Annotated[
-    list[str] | None, _option("NAME=N", "With --spec: a number that the file declares. Repeatable.")
+    list[str] | None,
+    _option("NAME=N", "With --spec: the value of a name that it declares. Repeatable."),
 ]
 SkipUnknown = Annotated[
-    bool, typer.Option("--skip-unknown", help="Leave out values in pickles with unknown classes.")
+    bool, typer.Option("--skip-unknown", help="Leave out pickled values of unknown classes.")
 ]
 Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several formats.")]
 Index = Annotated[
     str | None, _option("FILE", "Keep an index of SRC in FILE, to open it faster next time.")
 ]
-MaxMemory = Annotated[str, _option("SIZE", "The most memory that each process uses.")]
-MaxFile = Annotated[str, _option("SIZE", "The most bytes of tensors in each file.")]
+MaxMemory = Annotated[str, _option("SIZE", "Memory limit for each process, such as 500M.")]
+MaxFile = Annotated[str, _option("SIZE", "Size limit for the tensors in each file.")]
 
 
 def export(
@@ -125,13 +127,15 @@ def export(
 
     options: dict[str, Any] = {
         "step": "newest" if step is None else step,
-        "spec": _specification(spec, files, let or []),
+        "spec": _make_specification(spec, files, let or []),
         "skip_unknown": skip_unknown,
         "format": format,
         "index": index,
     }
     write = partial(exporting.export, source, target, **options)
-    _run_command(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+    _run_conversion(
+        write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json
+    )
 
 
 def average(
@@ -151,8 +155,9 @@ def average(
 ) -> None:
     """Write the average of several checkpoints.
 
-    Averages floating-point tensors. All other tensors must be equal in all checkpoints. Plain
-    values that differ are left out. `shardwise export --help` describes the formats of --to.
+    Averages floating-point tensors. All other tensors must be equal in all checkpoints, unless
+    --take-first matches them. Plain values that differ are left out. `shardwise export --help`
+    describes the formats of --to.
 
     To resume an interrupted run, run the same command again.
 
@@ -166,7 +171,9 @@ def average(
     write = partial(
         combining.average, sources, target, weights=weight or None, take_first=take_first or ()
     )
-    _run_command(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+    _run_conversion(
+        write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json
+    )
 
 
 def merge_lora(
@@ -199,10 +206,12 @@ def merge_lora(
     from shardwise import combining
 
     write = partial(combining.merge_lora, base, adapter, target, alpha=alpha)
-    _run_command(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+    _run_conversion(
+        write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json
+    )
 
 
-def _run_command(
+def _run_conversion(
     write: Callable[..., ConversionReport],
     to: str,
     only: list[str] | None,
@@ -215,9 +224,9 @@ def _run_command(
     *,
     as_json: bool,
 ) -> None:
-    """Check the options that all three commands have, run one with them, and print its report."""
-    _check_option("--to", to, FORMATS)
-    _check_option("--dtype", dtype or FLOATS[0], FLOATS)
+    """Check the options that all three commands share, call `write`, and print its report."""
+    _check_choice("--to", to, FORMATS)
+    _check_choice("--dtype", dtype or FLOATS[0], FLOATS)
     options = {
         "to": to,
         "only": only or (),
@@ -225,14 +234,14 @@ def _run_command(
         "root": root,
         "dtype": dtype,
         "config": config,
-        "max_memory": _size_option("--max-memory", max_memory, LEAST_MEMORY),
-        "max_file": _size_option("--max-file", max_file, 1),
+        "max_memory": _parse_size("--max-memory", max_memory, MIN_MEMORY),
+        "max_file": _parse_size("--max-file", max_file, 1),
     }
-    with _join_ranks() as is_first, _progress_of_events() as on_event:
-        report = write(**options, on_event=on_event if is_first else None)
-    if is_first and as_json:
+    with _join_process_group() as is_rank_0, _progress_of_events() as on_event:
+        report = write(**options, on_event=on_event if is_rank_0 else None)
+    if is_rank_0 and as_json:
         print_json(report)
-    elif is_first:
+    elif is_rank_0:
         _show_report(report)
 
 
@@ -248,7 +257,7 @@ def _show_report(report: ConversionReport) -> None:
 
 @contextmanager
 def _progress_of_events() -> Iterator[Sink]:
-    """Yield a function that shows events as a progress bar, once the total is known."""
+    """Yield an event handler that shows a progress bar, once the number of bytes is known."""
     with ExitStack() as bars:
         advance: Advance | None = None
 
@@ -263,8 +272,8 @@ def _progress_of_events() -> Iterator[Sink]:
 
 
 @contextmanager
-def _join_ranks() -> Iterator[bool]:
-    """Join the processes that torchrun started, if any. Yields whether this is the first."""
+def _join_process_group() -> Iterator[bool]:
+    """If torchrun started this process, join its process group. Yield whether this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
@@ -277,28 +286,30 @@ def _join_ranks() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _specification(spec: str | None, files: str | None, let: list[str]) -> Specification | None:
+def _make_specification(
+    spec: str | None, files: str | None, let: list[str]
+) -> Specification | None:
     from shardwise.formats.specification import spec as specification
 
     if spec is None:
         if files or let:
-            raise typer.BadParameter("--files and --let require --spec")
+            raise typer.BadParameter("--files and --let belong to --spec: pass --spec FILE too")
         return None
-    numbers = {}
-    for each in let:
-        name, _, number = each.partition("=")
-        if not number.isdecimal():
-            raise typer.BadParameter(f"--let {each}: expected NAME=N, for example vocab=3")
-        numbers[name] = int(number)
-    return specification(spec, files=files, **numbers)
+    values = {}
+    for assignment in let:
+        name, _, value = assignment.partition("=")
+        if not value.isdecimal():
+            raise typer.BadParameter(f"--let {assignment}: expected NAME=N, for example vocab=3")
+        values[name] = int(value)
+    return specification(spec, files=files, **values)
 
 
-def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:
+def _check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise typer.BadParameter(f"{option} {value}: choose one of {', '.join(allowed)}")
 
 
-def _size_option(option: str, text: str, minimum: int) -> int:
+def _parse_size(option: str, text: str, minimum: int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"{option} {text}: expected a size, for example 500M or 5G")
