@@ -289,7 +289,7 @@ class Hosts:
         self.directory = Path(directory).resolve()
         if self.directory.is_relative_to("/dev/shm"):
             raise ValueError(
-                f"directory={directory}: must not be below /dev/shm, where each host has its "
+                f"directory={directory}: must not be below /dev/shm, where hosts mount their "
                 "memory: pass a directory on disk"
             )
         self._memory = memory
