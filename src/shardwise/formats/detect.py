@@ -162,7 +162,7 @@ def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
 
 
 def _suggest_checkpoints_below(tree: FileTree) -> str:
-    """Return a sentence that suggests checkpoints one level below; "" if there are none."""
+    """Return a sentence that suggests what to open, for example checkpoints one level below."""
     names = (
         []
         if tree.single_file is not None
@@ -171,7 +171,7 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
     subtrees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [subtree for subtree in subtrees if find_readers(subtree)]
     if not recognised:
-        return ""
+        return ". Check the path, or describe the files by a specification (spec=)"
     names = [subtree.store.name for subtree in recognised]
     if sum(subtree.single_file is not None for subtree in recognised) > 1:
         return (

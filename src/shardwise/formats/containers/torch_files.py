@@ -174,10 +174,7 @@ def _read_zip(
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     byteorder = entries.get(f"{folder}/byteorder")
-    if (
-        byteorder is not None
-        and file_range.read(byteorder.start, min(byteorder.size, 16)) != b"little"
-    ):
+    if byteorder and file_range.read(byteorder.start, min(byteorder.size, 16)) != b"little":
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"

@@ -82,8 +82,11 @@ def apply_spec(
 
 
 def _mismatch_error(spec: Spec, checkpoint: str, problems: list[str]) -> MismatchError:
-    message = f"{spec.source.source} does not fit {checkpoint}:"
-    return MismatchError(message, list(dict.fromkeys(problems)))
+    summary = (
+        f"{spec.source.source} does not fit {checkpoint}: correct the specification, or copy the "
+        "checkpoint again if files are missing:"
+    )
+    return MismatchError(summary, list(dict.fromkeys(problems)))
 
 
 def _apply_rule(collector: Collector, rule_index: int, rule: Rule) -> None:

@@ -157,7 +157,7 @@ def resolve_ragged_axes(
 
     Args:
         declared_shares: for each axis, the shares that the rule declares.
-        report: receives the index of a tensor and a description of its problem.
+        report: a function of the index of a tensor, and a description of its problem.
     """
     axes = {axis.name: axis for group in groups for axis in group.dimension_map.ragged_axes}
     for name, axis in axes.items():

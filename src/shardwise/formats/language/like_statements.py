@@ -90,14 +90,14 @@ def _copy_rule(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Ru
     if isinstance(rule, Skip):
         return Skip(pattern, like.rule.position)
     targets = [_rename_target(like, target, source) for target in rule.targets]
-    renamed = tuple(target for target in targets if target is not None)
-    if len(renamed) < len(targets):
+    renamed_targets = tuple(target for target in targets if target is not None)
+    if len(renamed_targets) < len(targets):
         return None
     has_shape = like.rule.targets[0].shape is not None  # then it replaces the shape of the rule
     return replace(
         rule,
         pattern=pattern,
-        targets=renamed,
+        targets=renamed_targets,
         sizes=(*(() if has_shape else rule.sizes), *like.rule.sizes),
         dtype=like.rule.dtype or rule.dtype,
         array_shape=None if has_shape else rule.array_shape,
