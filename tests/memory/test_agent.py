@@ -17,7 +17,7 @@ from shardwise.memory.agent.agent import Agent, Retries
 from shardwise.memory.agent.lead import LONGEST_OUTAGE, try_stage
 from shardwise.memory.decide import Action, Commit, Periods, Seal
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Home, Place
+from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.observe import Observer
 from shardwise.memory.records import Retry, StagedFile
 
@@ -33,9 +33,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> SnapshotDirectory:
     """A snapshot with a file that is to be sealed."""
-    place = Place(Home(tmp_path).run("0" * 16), 3)
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 3)
     place.path.mkdir(parents=True)
     entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
     write_record(place.path / records.staged_record(FILE), StagedFile(entry, "slot", 2, ()))
@@ -46,7 +46,7 @@ def place(tmp_path: Path) -> Place:
 class Trial:
     """An agent whose only action fails as the test says; time passes as the test says."""
 
-    def __init__(self, place: Place, error: Exception | None = None) -> None:
+    def __init__(self, place: SnapshotDirectory, error: Exception | None = None) -> None:
         self.now = 1000.0
         self.error = error
         self.times = 0
@@ -66,7 +66,7 @@ class Trial:
 
 
 def test_what_fails_again_and_again_is_tried_ever_later_and_logged_ever_more_rarely(
-    place: Place, logged: pytest.LogCaptureFixture
+    place: SnapshotDirectory, logged: pytest.LogCaptureFixture
 ) -> None:
     trial = Trial(place, ValueError("no"))
     for _ in range(7200):
@@ -81,14 +81,16 @@ def test_what_fails_again_and_again_is_tried_ever_later_and_logged_ever_more_rar
     assert trial.round() == [True]
 
 
-def test_what_fails_once_is_tried_again_at_once(place: Place) -> None:
+def test_what_fails_once_is_tried_again_at_once(place: SnapshotDirectory) -> None:
     trial = Trial(place, ValueError("no"))
     assert trial.round() == [False]
     trial.error = None
     assert trial.round() == [True]
 
 
-def test_what_succeeds_and_is_still_decided_on_is_not_done_all_the_time(place: Place) -> None:
+def test_what_succeeds_and_is_still_decided_on_is_not_done_all_the_time(
+    place: SnapshotDirectory,
+) -> None:
     trial = Trial(place)
     for _ in range(1000):
         trial.round()
@@ -97,11 +99,11 @@ def test_what_succeeds_and_is_still_decided_on_is_not_done_all_the_time(place: P
 
 
 def test_the_same_failure_of_many_snapshots_has_one_traceback(
-    place: Place, logged: pytest.LogCaptureFixture
+    place: SnapshotDirectory, logged: pytest.LogCaptureFixture
 ) -> None:
     retries = Retries(lambda: 1000.0)
     for step in range(100):
-        each = Place(place.run, step)
+        each = SnapshotDirectory(place.run, step)
         each.path.mkdir(exist_ok=True)
         retries.record_failure(Commit(each, SAVE), ValueError("no"))
     assert logged.text.count("Traceback") == 0  # it was never raised
@@ -110,9 +112,11 @@ def test_the_same_failure_of_many_snapshots_has_one_traceback(
     assert len(retries._actions) == 1
 
 
-def test_races_with_removal_are_no_errors(place: Place, logged: pytest.LogCaptureFixture) -> None:
+def test_races_with_removal_are_no_errors(
+    place: SnapshotDirectory, logged: pytest.LogCaptureFixture
+) -> None:
     retries = Retries(lambda: 1000.0)
-    retries.record_failure(Commit(Place(place.run, 4), SAVE), OSError("gone"))
+    retries.record_failure(Commit(SnapshotDirectory(place.run, 4), SAVE), OSError("gone"))
     retries.record_failure(Commit(place, SAVE), FileNotFoundError("manifest.json"))
     place.abandon()
     retries.record_failure(Commit(place, SAVE), StoreError("is abandoned"))
@@ -125,7 +129,7 @@ def test_races_with_removal_are_no_errors(place: Place, logged: pytest.LogCaptur
     assert [each.levelname for each in logged.records] == ["INFO"] * 4
 
 
-def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Place) -> None:
+def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: SnapshotDirectory) -> None:
     path = place.path / records.retry_record("persist", SAVE)
 
     def no_answer() -> int:
@@ -145,7 +149,9 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Place) 
     assert not path.exists()
 
 
-def test_a_file_that_stays_away_is_an_error(place: Place, logged: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_stays_away_is_an_error(
+    place: SnapshotDirectory, logged: pytest.LogCaptureFixture
+) -> None:
     trial = Trial(place, FileNotFoundError("data"))
     trial.round()
     trial.now += 1.0
@@ -154,7 +160,7 @@ def test_a_file_that_stays_away_is_an_error(place: Place, logged: pytest.LogCapt
 
 
 def test_a_snapshot_that_others_hold_is_left_alone_and_no_error(
-    place: Place, logged: pytest.LogCaptureFixture
+    place: SnapshotDirectory, logged: pytest.LogCaptureFixture
 ) -> None:
     trial = Trial(place)
     with place.hold(shared=False) as held:
@@ -166,7 +172,7 @@ def test_a_snapshot_that_others_hold_is_left_alone_and_no_error(
     assert not logged.records
 
 
-def test_what_was_done_meanwhile_is_not_done_again(place: Place) -> None:
+def test_what_was_done_meanwhile_is_not_done_again(place: SnapshotDirectory) -> None:
     trial = Trial(place)
     (action,) = trial.agent.due_actions()
     write_record(place.path / records.entry_record(FILE), {})
@@ -182,7 +188,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: Place) -> None:
+def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotDirectory) -> None:
     begun: list[Action] = []
     release = threading.Event()
 

@@ -13,7 +13,7 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.decide import Periods, is_superseded
 from shardwise.memory.files import write_record
-from shardwise.memory.home import ROOT_RECORD, Home, Place, Run, new_run_id
+from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
@@ -43,7 +43,7 @@ def leave(
     leader: str = GONE,
 ) -> None:
     """A snapshot of which this node has the part of rank 0."""
-    place = Place(run, step)
+    place = SnapshotDirectory(run, step)
     save = f"{step:016x}"
     stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
     file = FileEntry(f"r00000-{save}.safetensors", 0, 4, 0, 0, 0, 0)
@@ -163,12 +163,12 @@ def test_abandoned_is_what_is_known_to_be(
     """What nobody can tell of may be what the run goes on from."""
     leave(run, 7, epoch, committed=False)
     lineage = went(*([] if back_to is None else [back_to]))
-    assert is_superseded(read_snapshot(Place(run, 7)), lineage) == expected
+    assert is_superseded(read_snapshot(SnapshotDirectory(run, 7)), lineage) == expected
 
 
 def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     leave(run, 7, 0)
-    place = Place(run, 7)
+    place = SnapshotDirectory(run, 7)
     assert is_superseded(read_snapshot(place), went(6))
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"data")

@@ -25,7 +25,7 @@ from shardwise.memory.decide import (
     find_superseded,
     kept_steps,
 )
-from shardwise.memory.home import ABANDONED_MARKER, Place, Run
+from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile
 from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
@@ -81,7 +81,7 @@ def save(
 
 def snapshot(step: int, *saves: SaveView, committed: bool = True) -> SnapshotView:
     return SnapshotView(
-        place=Place(RUN, step),
+        place=SnapshotDirectory(RUN, step),
         names=frozenset({MANIFEST} if committed else {"r"}),
         saves={each.save_id: each for each in saves},
         committed_save=saves[0].save_id if committed else None,

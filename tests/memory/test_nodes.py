@@ -16,7 +16,7 @@ import pytest
 import shardwise as sw
 from shardwise.memory import records
 from shardwise.memory.files import listen_to_bell
-from shardwise.memory.home import Home, Place, Run, new_run_id
+from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from tests.memory.test_server import RUN, TOKEN, Served, served
@@ -32,7 +32,7 @@ WAIT = 0.3
 
 def expecting(served: Served, tmp_path: Path, *, asked: str) -> StageOutcome:
     """What a node that was asked to protect a snapshot says when it has."""
-    place = Place(Run(tmp_path / "here" / RUN), 10)
+    place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
     infos = [
         AgentInfo("here", "", ""),
         AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN),
@@ -50,7 +50,7 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> StageOutcome:
 def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
     """Otherwise each protected snapshot takes as long as the agent's pause between two looks."""
     home, woken = Home(tmp_path), threading.Event()
-    place = Place(home.run(new_run_id()), 10)
+    place = SnapshotDirectory(home.run(new_run_id()), 10)
     place.path.mkdir(parents=True)
     os.mkfifo(home.bell_path)
     threading.Thread(target=listen_to_bell, args=(home.bell_path, woken.set), daemon=True).start()
@@ -66,9 +66,9 @@ def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_
     timer.start()
     assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
     with pytest.raises(sw.StoreError, match="did not provide entry"):
-        Nodes(Place(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT).wait_for_record(
-            "here", "entry", StageOutcome
-        )
+        Nodes(
+            SnapshotDirectory(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT
+        ).wait_for_record("here", "entry", StageOutcome)
 
 
 def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
     lost: Callable[[], AbstractContextManager[int]], tmp_path: Path
 ) -> None:
     """A restore waits for it, and the node that it waits for may be the one that was lost."""
-    place = Place(Run(tmp_path / "here" / RUN), 10)
+    place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
     place.path.mkdir(parents=True)
     with lost() as port:
         infos = [AgentInfo("here", "", ""), AgentInfo("there", f"http://127.0.0.1:{port}", TOKEN)]

@@ -9,7 +9,7 @@ import pytest
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, Place, new_run_id
+from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
@@ -20,9 +20,9 @@ FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> SnapshotDirectory:
     """A snapshot of a node with two ranks: the first has staged, and the second copies."""
-    place = Place(Home(tmp_path).run(new_run_id()), 1)
+    place = SnapshotDirectory(Home(tmp_path).run(new_run_id()), 1)
     place.path.mkdir(parents=True)
     stage(place, FILES[0])
     write_record(place.path / records.request_record("persist", SAVE), {})
@@ -30,7 +30,7 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def stage(place: Place, name: str) -> None:
+def stage(place: SnapshotDirectory, name: str) -> None:
     entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
     write_record(
         place.path / records.staged_record(name),
@@ -39,13 +39,13 @@ def stage(place: Place, name: str) -> None:
     (place.path / name).touch()
 
 
-def due(place: Place) -> tuple[StageState, StageState]:
+def due(place: SnapshotDirectory) -> tuple[StageState, StageState]:
     """Whether checksums are taken, and files are copied to storage."""
     save = read_snapshot(place).saves[SAVE]
     return save.state_of("seal"), save.state_of("copy")
 
 
-def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
+def test_nothing_is_begun_while_another_rank_copies(place: SnapshotDirectory) -> None:
     lock = RankLock(place.run, 1)
     assert due(place) == (StageState.WAITING, StageState.WAITING)
     (place.path / records.copying_marker(FILES[1])).unlink()
@@ -53,7 +53,7 @@ def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
     lock.release()
 
 
-def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
+def test_a_record_without_its_file_is_nothing_to_do(place: SnapshotDirectory) -> None:
     """The trainer was killed before it moved the file to its place."""
     (place.path / FILES[0]).unlink()
     save = read_snapshot(place).saves[SAVE]
@@ -62,14 +62,14 @@ def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
     assert save.has_staged
 
 
-def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: Place) -> None:
+def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: SnapshotDirectory) -> None:
     """The agent that leads would wait for this node's part, and rescue nothing meanwhile."""
     RankLock(place.run, 1).release_as_lost()
     assert due(place) == (StageState.RUNNING, StageState.RUNNING)
 
 
 def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has_failed(
-    place: Place,
+    place: SnapshotDirectory,
 ) -> None:
     lock = RankLock(place.run, 1)
     done = StageOutcome(save_id=SAVE, stage="commit", failure="stuck")
@@ -96,7 +96,7 @@ def pending(leader: str, *, durable: bool = False) -> PendingManifest:
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("commit", [None, "", "a node is lost"])
 def test_the_stages_of_a_save(
-    place: Place, leads: bool, durable: bool, called: bool, commit: str | None
+    place: SnapshotDirectory, leads: bool, durable: bool, called: bool, commit: str | None
 ) -> None:
     """On the node that leads it, and on another."""
     name = records.pending_record(SAVE) if leads else records.pending_copy_record(SAVE)
@@ -121,7 +121,7 @@ def test_the_stages_of_a_save(
     assert save.must_be_persisted == (leads and durable)
 
 
-def test_records_are_read_again_only_when_they_are_replaced(place: Place) -> None:
+def test_records_are_read_again_only_when_they_are_replaced(place: SnapshotDirectory) -> None:
     cache, path = RecordCache(), place.path / records.staged_record(FILES[0])
 
     def read() -> object:

@@ -18,7 +18,7 @@ from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.decide import Commit, Seal, decide_run
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Home, Place, new_run_id
+from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_outcome, read_run_view
 from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup
@@ -31,9 +31,9 @@ DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> SnapshotDirectory:
     """A snapshot of which there is nothing yet."""
-    place = Place(Home(tmp_path).run(new_run_id()), 1)
+    place = SnapshotDirectory(Home(tmp_path).run(new_run_id()), 1)
     place.path.mkdir(parents=True)
     return place
 
@@ -55,27 +55,27 @@ def kept(save_id: str) -> RingFile:
 @pytest.mark.parametrize(
     ("name", "note", "found"),
     [
-        (records.pending_record, pending, Place.pending_manifests),
-        (records.pending_copy_record, pending, Place.pending_copies),
+        (records.pending_record, pending, SnapshotDirectory.pending_manifests),
+        (records.pending_copy_record, pending, SnapshotDirectory.pending_copies),
         (
             lambda save_id: records.staged_record(f"r00000-{save_id}.safetensors"),
             staged,
-            Place.staged_files,
+            SnapshotDirectory.staged_files,
         ),
         (
             lambda save_id: records.ring_record(f"r00000-{save_id}.safetensors", 0),
             kept,
-            Place.ring_files,
+            SnapshotDirectory.ring_files,
         ),
     ],
 )
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_note_is_passed_over_and_told_of_once(
-    place: Place,
+    place: SnapshotDirectory,
     caplog: pytest.LogCaptureFixture,
     name: Callable[[str], str],
     note: Callable[[str], object],
-    found: Callable[[Place], list[object]],
+    found: Callable[[SnapshotDirectory], list[object]],
     damage: bytes,
 ) -> None:
     for save_id in (ONE, OTHER):
@@ -90,7 +90,7 @@ def test_a_damaged_note_is_passed_over_and_told_of_once(
     assert name(ONE) in told
 
 
-def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
+def test_a_damaged_outcome_is_a_failure(place: SnapshotDirectory) -> None:
     assert read_outcome(place, "commit", ONE) is None
     write_record(place.path / records.cluster_outcome_record("commit", ONE), DAMAGES[0])
     ended = read_outcome(place, "commit", ONE)
@@ -99,7 +99,7 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 
 
 @pytest.mark.parametrize("stage", ["persist", "protect"])
-def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
+def test_a_damaged_request_ends_as_a_failure(place: SnapshotDirectory, stage: str) -> None:
     write_record(place.path / records.request_record(stage, ONE), DAMAGES[0])
     following = Follower("a", MappedFiles())
     (action,) = decide_run(read_run_view(place.run), 0.0)
@@ -115,7 +115,9 @@ def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     assert not decide_run(read_run_view(place.run), 0.0)
 
 
-def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place) -> None:
+def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(
+    place: SnapshotDirectory,
+) -> None:
     write_record(place.path / records.staged_record(f"r00000-{ONE}.safetensors"), DAMAGES[0])
     write_record(place.path / records.staged_record(f"r00000-{OTHER}.safetensors"), staged(OTHER))
     (place.path / f"r00000-{OTHER}.safetensors").touch()
@@ -125,7 +127,9 @@ def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place)
     assert place.has(records.entry_record(f"r00000-{OTHER}.safetensors"))
 
 
-def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:
+def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
+    place: SnapshotDirectory,
+) -> None:
     manifest = Manifest(
         save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
     )
@@ -139,7 +143,9 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(place: P
     assert not place.is_committed()
 
 
-def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: Place) -> None:
+def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
+    place: SnapshotDirectory,
+) -> None:
     """It may be lost; a restore takes the snapshot from the others meanwhile."""
     manifest = Manifest(
         save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
@@ -164,7 +170,7 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: P
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_no_note_is_a_store_error(place: Place, damage: bytes) -> None:
+def test_what_is_no_note_is_a_store_error(place: SnapshotDirectory, damage: bytes) -> None:
     write_record(place.path / "note.json", damage)
     with pytest.raises(StoreError, match=r"note\.json"):
         read_record(place.path / "note.json", PendingManifest)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.home import Home
 from shardwise.memory.lineage import read_or_create_lineage
-from shardwise.memory.prefetched import DIRECTORY, Prefetch, PrefetchOptions, prefetched_files
+from shardwise.memory.prefetched import DIRECTORY, Prefetcher, PrefetchOptions, prefetched_files
 from shardwise.store import LocalStore, open_store
 from shardwise.testing import Gang
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
@@ -128,8 +128,8 @@ def test_a_restore_does_not_wait_for_the_agent(
             assert origins.keys() == {"root"}
 
 
-def prefetch(home: Home, options: PrefetchOptions, kept_seconds: float = 1800.0) -> Prefetch:
-    made = Prefetch(home, options, kept_seconds)
+def prefetch(home: Home, options: PrefetchOptions, kept_seconds: float = 1800.0) -> Prefetcher:
+    made = Prefetcher(home, options, kept_seconds)
     made.start()
     return made
 

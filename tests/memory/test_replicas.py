@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.memory import records
 from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.trainer.rings import form_rings, ranks_to_protect
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
@@ -55,7 +55,7 @@ def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) ->
         handle = cp.save(step, state)
         assert handle is not None
         handle.protected(20.0)
-        kept = Place(cp._snapshots.run, step).ring_files()  # type: ignore[union-attr]
+        kept = SnapshotDirectory(cp._snapshots.run, step).ring_files()  # type: ignore[union-attr]
         made.append(sum(each.file.startswith(".") for each in kept))  # the agent has taken it up
     cp.close(wait=False)
     return made
@@ -129,7 +129,7 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     ((run, step),) = {
         (each.parent.parent, each.parent) for each in shm.glob("node0/*/runs/*/*/*.kept-*.json")
     }
-    place = Place(Run(run), 1)
+    place = SnapshotDirectory(Run(run), 1)
     (kept,) = place.ring_files()
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")

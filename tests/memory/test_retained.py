@@ -18,7 +18,7 @@ from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.persist import lock_for_publishing, make_removal_request
 from shardwise.memory.decide import RemoveOld, decide_run
 from shardwise.memory.files import Deadline, write_record
-from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place, new_run_id
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import PendingManifest, StageOutcome
@@ -171,12 +171,12 @@ def test_where_all_are_kept_nothing_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> SnapshotDirectory:
     """Step 3, as its agent has persisted it; steps 1 and 2 are in storage as well."""
     root = tmp_path / "root"
     for step in (1, 2, 3):
         sw.save(root / step_directory(step), {"t": step})
-    place = Place(Home(tmp_path / "home").run(new_run_id()), 3)
+    place = SnapshotDirectory(Home(tmp_path / "home").run(new_run_id()), 3)
     place.path.mkdir(parents=True)
     request = make_removal_request(pending_of(root, 3, sw.Keep(last=1)))
     write_record(place.path / records.request_record(records.REMOVE_OLD, SAVE), request)
@@ -186,7 +186,7 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def stages_of(place: Place) -> PendingSave:
+def stages_of(place: SnapshotDirectory) -> PendingSave:
     agents = SaveAgents(Home(place.run.path.parents[2]), None, None, 10.0)
     return PendingSave(
         agents, place, SAVE, ("commit", "persist"), logs_failures=True, deletes_older=True
@@ -198,7 +198,7 @@ def in_storage(tmp_path: Path) -> list[str]:
 
 
 def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
-    tmp_path: Path, place: Place
+    tmp_path: Path, place: SnapshotDirectory
 ) -> None:
     """Its memory is free at once; and whoever waits for the removal goes on to do so."""
     (place.path / f"r00000-{SAVE}.safetensors").touch()
@@ -223,7 +223,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
 
 
 def test_what_the_run_has_left_behind_removes_nothing_more(
-    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, place: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be saved again meanwhile."""
     delete = LocalStore.delete
@@ -238,7 +238,9 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
 
 
-def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
+def test_a_note_that_is_damaged_removes_nothing_and_is_told(
+    tmp_path: Path, place: SnapshotDirectory
+) -> None:
     (place.path / records.request_record(records.REMOVE_OLD, SAVE)).write_bytes(b"{")
     Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     with pytest.raises(
@@ -249,14 +251,14 @@ def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, plac
     assert len(in_storage(tmp_path)) == 3
 
 
-def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> None:
+def test_each_failure_is_told_once_and_what_is_under_way_stays(place: SnapshotDirectory) -> None:
     begun = PendingSaves()
-    others = [Place(place.run, step) for step in (4, 5)]
+    others = [SnapshotDirectory(place.run, step) for step in (4, 5)]
     for each in (place, *others):
         each.path.mkdir(exist_ok=True)
         begun.add(stages_of(each))
 
-    def fails(each: Place) -> None:
+    def fails(each: SnapshotDirectory) -> None:
         done = StageOutcome(save_id=SAVE, stage=records.REMOVE_OLD, failure="busy")
         write_record(each.path / records.cluster_outcome_record(records.REMOVE_OLD, SAVE), done)
 

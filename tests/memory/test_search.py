@@ -13,7 +13,7 @@ from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, Place
+from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, Resumption
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.search import (
@@ -43,7 +43,7 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
         nowhere = AgentInfo("c", "http://127.0.0.1:1", TOKEN)  # where its agent was before
         together = pending([AgentInfo("a", "", ""), infos["b"], infos["c"]])
         for home in homes.values():
-            place = Place(home.run(RUN), 3)
+            place = SnapshotDirectory(home.run(RUN), 3)
             place.path.mkdir(parents=True)
             write_record(place.path / name, together)
         held = [NodeFiles("a", {}, [infos["b"], nowhere])]
@@ -68,7 +68,7 @@ def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> N
 
 def committed(home: Home, step: int, epoch: int) -> NodeFiles:
     """A node that has all of a snapshot, which was saved in an epoch."""
-    place = Place(home.run(RUN), step)
+    place = SnapshotDirectory(home.run(RUN), step)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
     write_record(place.path / records.pending_record(SAVE), replace(pending([]), epoch=epoch))

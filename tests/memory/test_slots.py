@@ -15,7 +15,7 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
-from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run_id
+from shardwise.memory.home import Home, Run, SnapshotDirectory, SnapshotInUse, new_run_id
 from shardwise.memory.reclaim import discard, discard_all
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
@@ -192,7 +192,7 @@ def test_what_is_newer_is_discarded(run: Run) -> None:
     for step in (1, 2, 3):
         run.step_path(step).mkdir(parents=True)
         (run.step_path(step) / "manifest.json").write_text("{}")
-    discard([Place(run, 2), Place(run, 3)])
+    discard([SnapshotDirectory(run, 2), SnapshotDirectory(run, 3)])
     assert run.steps() == [1]
     discard_all(run)
     assert run.steps() == []
@@ -230,7 +230,7 @@ def leave_committed(
 ) -> None:
     """A snapshot that is committed, and of which some stages have ended."""
     save = f"{step:016x}"
-    place = Place(run, step)
+    place = SnapshotDirectory(run, step)
     place.path.mkdir(parents=True)
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
@@ -254,7 +254,7 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     save = f"{7:016x}"
     outcome = StageOutcome(save_id=save, stage="protect")
     write_record(run.step_path(7) / records.cluster_outcome_record("protect", save), outcome)
-    with Place(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
+    with SnapshotDirectory(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
     assert free_decided(run)
     assert run.steps() == [6, 7]
@@ -278,7 +278,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     stages = ("commit", "protect", "persist")
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
-    promised = Place(run, 5)
+    promised = SnapshotDirectory(run, 5)
     pending = PendingManifest(
         save_id=f"{5:016x}",
         step=5,
@@ -309,7 +309,7 @@ def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(r
     assert run.steps() == [6, 7]
 
 
-def _staged_saves(place: Place) -> set[str]:
+def _staged_saves(place: SnapshotDirectory) -> set[str]:
     return {records.save_id_in_name(name) for name in place.list_names(".staged.json")}
 
 
@@ -317,7 +317,7 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     """As soon as it is known to have failed, and no sooner."""
     run.free_directory.mkdir(parents=True)
     leave_committed(run, 7, "commit")
-    place, old = Place(run, 7), "f" * 16
+    place, old = SnapshotDirectory(run, 7), "f" * 16
     saved = Manifest(
         save_id=f"{7:016x}", step=7, created="", world_size=1, files=(), objects=(), tensors=()
     )
@@ -342,7 +342,7 @@ def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
     run.free_directory.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
-    place = Place(run, 5)
+    place = SnapshotDirectory(run, 5)
     place.refuse_abandoned()
     with place.hold(shared=True):
         with pytest.raises(SnapshotInUse):
@@ -369,5 +369,5 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
     request = records.request_record(records.REMOVE_OLD, f"{5:016x}")
     (run.step_path(5) / request).write_bytes(b"{}")
     free_decided(run)
-    assert Place(run, 5).list_names("") == [request]
-    assert not Place(run, 5).is_committed()
+    assert SnapshotDirectory(run, 5).list_names("") == [request]
+    assert not SnapshotDirectory(run, 5).is_committed()

@@ -18,7 +18,7 @@ from shardwise.memory.free_files import (
     list_spares,
     reuse_spare,
 )
-from shardwise.memory.home import Home, Place, Run, new_run_id
+from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import StagedFile
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Run:
 def leave(run: Run, step: int, *made: tuple[str, int]) -> None:
     """A committed snapshot of rank 0, and what the agent has made for others, so large."""
     save = f"{step:016x}"
-    place = Place(run, step)
+    place = SnapshotDirectory(run, step)
     place.path.mkdir(parents=True)
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))

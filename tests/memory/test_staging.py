@@ -28,7 +28,7 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, write_record
-from shardwise.memory.home import Home, Place, Run, new_run_id
+from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import StagedFile
@@ -182,7 +182,7 @@ class Trial:
             objects=(),
         )
         part = SnapshotPart(
-            place=Place(self.run, step),
+            place=SnapshotDirectory(self.run, step),
             planned=planned,
             source=content,
             ring=None,
@@ -357,7 +357,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     for _ in range(5):
         slack.add(1000.0, has_waited=False)
     copying = trial.begin(content, 2)
-    place = Place(trial.run, 2)
+    place = SnapshotDirectory(trial.run, 2)
     deadline = time.monotonic() + BOUND
     while not records.copying_markers(place.list_names("")):
         assert time.monotonic() < deadline, "nobody says that it copies"
@@ -540,7 +540,7 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     copying = trial.begin(content_of(Unreadable(torch.zeros(SIZE, dtype=torch.uint8))))
     assert copying.wait(BOUND)
     assert copying.failure == "staging step 1: RuntimeError('out of memory')"
-    place = Place(trial.run, 1)
+    place = SnapshotDirectory(trial.run, 1)
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
         place.wait_for(name, Deadline(BOUND), failure_name=records.staging_failure_record(name))
@@ -562,7 +562,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     """Rank 0 was killed before it wrote a pending manifest, or had no memory for any record."""
     now = [0.0]
     monkeypatch.setattr(Home, "has_agent", lambda home: True)
-    place, save_id = Place(trial.run, 1), f"{1:016x}"
+    place, save_id = SnapshotDirectory(trial.run, 1), f"{1:016x}"
     place.path.mkdir(parents=True)
 
     def seconds_waited() -> float:

@@ -24,7 +24,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, new_run_id
+from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.reclaim import discard_all
 from shardwise.memory.trainer.rings import Ring, RingMember, RingProtection
 from shardwise.memory.trainer.slots import Slot, Slots
@@ -143,7 +143,7 @@ def keep(directory: Path, run: str, *steps: int) -> None:
             for rank in (0, 1)
         ]
         holders = tuple(RingMember(each.rank, str(each.rank), "", each) for each in files)
-        place = Place(here, step)
+        place = SnapshotDirectory(here, step)
         place.path.mkdir()
         with ThreadPoolExecutor(1) as pool:
             RingProtection(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).make()
@@ -155,8 +155,8 @@ def keep(directory: Path, run: str, *steps: int) -> None:
 def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     """As a restore does: forget what is not whole, and have all slots again."""
     left = Home(directory).run(run)
-    whole = [each.file.name for each in Place(left, 1).staged_files()]
-    names = Place(left, 1).list_names("")
+    whole = [each.file.name for each in SnapshotDirectory(left, 1).staged_files()]
+    names = SnapshotDirectory(left, 1).list_names("")
     assert not any(records.entry_record(file) in names for file in whole)
     discard_all(left)
     work(directory, run, *range(11, 11 + SLOTS))

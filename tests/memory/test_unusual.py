@@ -21,7 +21,7 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, observe, records, spawn
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.files import write_record
-from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training, training_lock
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
@@ -74,7 +74,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
         assert handle is not None
         handle.result(20.0)
         home = Home(shm)
-        place = Place(home.run(home.runs()[0]), 1)
+        place = SnapshotDirectory(home.run(home.runs()[0]), 1)
         pending = PendingManifest(
             save_id="0" * 16,
             step=1,
@@ -270,7 +270,7 @@ def test_a_home_that_is_removed_under_a_run_is_told(tmp_path: Path, shm: Path) -
 def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, shm: Path) -> None:
     """Its memory may go before anybody has told that it is protected."""
     home = Home(shm)
-    place = Place(home.run("0" * 16), 1)
+    place = SnapshotDirectory(home.run("0" * 16), 1)
     save_id = "f" * 16
     place.path.mkdir(parents=True)
     commit = records.cluster_outcome_record("commit", save_id)
@@ -310,7 +310,7 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
 ) -> None:
     """Its manifest comes just after the names of files were read."""
     first, second = "a" * 16, "b" * 16
-    place = Place(Home(shm).run("0" * 16), 1)
+    place = SnapshotDirectory(Home(shm).run("0" * 16), 1)
     place.path.mkdir(parents=True)
 
     def commit(save_id: str) -> None:
@@ -325,14 +325,14 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
             place.path / records.staged_record(file.name), StagedFile(file, "slot", 2, ("commit",))
         )
     commit(first)
-    named = Place.list_names
+    named = SnapshotDirectory.list_names
 
-    def named_just_before(self: Place, suffix: str) -> list[str]:
+    def named_just_before(self: SnapshotDirectory, suffix: str) -> list[str]:
         found = named(self, suffix)
         commit(second)
         return found
 
-    monkeypatch.setattr(Place, "list_names", named_just_before)
+    monkeypatch.setattr(SnapshotDirectory, "list_names", named_just_before)
     seen = observe.read_run_view(place.run)
     freed = [each for each in decide.decide_run(seen, 0.0) if isinstance(each, decide.Free)]
     assert all(each.saves == (first,) for each in freed)

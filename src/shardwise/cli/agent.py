@@ -47,7 +47,7 @@ Authority = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The CA that signed all nodes' certificates."),
 ]
-Prefetch = Annotated[
+Prefetcher = Annotated[
     str | None,
     typer.Option(metavar="ROOT", help="Read the newest checkpoint of this root into memory."),
 ]
@@ -86,7 +86,7 @@ def run(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="Exit when no snapshots and no training remain.")
     ] = False,
-    prefetch: Prefetch = None,
+    prefetch: Prefetcher = None,
     ranks: Ranks = None,
     log: Annotated[
         Path | None,

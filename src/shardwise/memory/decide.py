@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import REMOVE_OLD, request_record
 from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, StageState
@@ -47,7 +47,7 @@ NO_TRAINER = "no trainer of the run has been on this node for a long time"
 class SaveAction:
     """An action on one save of a snapshot."""
 
-    place: Place
+    place: SnapshotDirectory
     save_id: str
 
 
@@ -102,7 +102,7 @@ class Free:
         saves: the ids of the saves to free; if empty, the whole snapshot is freed.
     """
 
-    place: Place
+    place: SnapshotDirectory
     why: str
     saves: tuple[str, ...] = ()
 
@@ -330,7 +330,7 @@ def _is_in_memory(snapshot: SnapshotView, save: SaveView) -> bool:
 
 def find_superseded(
     run: RunView, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
-) -> list[Place]:
+) -> list[SnapshotDirectory]:
     """Return the snapshots that a node can free when the run is resumed from a step.
 
     The node can free three kinds of snapshots: of newer steps; of epochs that the run superseded
@@ -377,7 +377,7 @@ def _is_finished(snapshot: SnapshotView) -> bool:
     return snapshot.is_committed and not is_copied and not any(save.open_stages for save in saves)
 
 
-def find_uncommittable(run: RunView, now: float, patience: float) -> list[Place]:
+def find_uncommittable(run: RunView, now: float, patience: float) -> list[SnapshotDirectory]:
     """Return the snapshots that will never be committed, except the newest snapshot.
 
     A snapshot will never be committed if its commit has failed. The same is assumed of a snapshot

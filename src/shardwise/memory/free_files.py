@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.memory import records
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.options import Memory
 from shardwise.memory.records import rank_in_name
 
@@ -85,7 +85,7 @@ def bytes_stored_for_others(run: Run) -> int:
     """Return the bytes of copies, parity and spare files on a node, not counting slots."""
     total = sum(nbytes for nbytes, _ in list_spares(run))
     for step in run.steps():
-        place = Place(run, step)
+        place = SnapshotDirectory(run, step)
         in_slots = {each.file.name for each in place.staged_files()}
         for ring_file in place.ring_files():
             in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}

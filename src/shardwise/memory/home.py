@@ -1,4 +1,4 @@
-"""The directory of a node's snapshots: `Home` (all runs), `Run` and `Place` (one snapshot).
+"""The directory of a node's snapshots: `Home` (all runs), `Run` and `SnapshotDirectory`.
 
 <dir>/shardwise-<user>/
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
@@ -188,12 +188,12 @@ def new_run_id() -> str:
 class SnapshotInUse(Exception):  # noqa: N818
     """The snapshot is locked by another process or thread; the caller can try again later."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SnapshotDirectory) -> None:
         super().__init__(f"{place.path} is in use: another process or thread has locked it")
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotDirectory:
     """The directory of one snapshot on this node. It need not exist."""
 
     run: Run

@@ -33,7 +33,7 @@ class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
         keep: the retention rules of the root.
         newest: the step that was saved last; None if no step was saved yet.
         damaged: steps in the root that are known to be damaged in both tiers.
-        suspected: steps to check in the root; see `shardwise.tiers.mirroring.Saved`.
+        suspected: steps to check in the root; see `shardwise.tiers.mirroring.SavedSteps`.
     """
 
     root: str

@@ -18,7 +18,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import read_record
-from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Place, Run
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, rank_in_name
 from shardwise.memory.view import (
@@ -164,10 +164,12 @@ def read_snapshots(
 ) -> tuple[SnapshotView, ...]:
     """Read the snapshots of a run, oldest first."""
     cache = cache or RecordCache()
-    return tuple(read_snapshot(Place(run, step), node, cache) for step in run.steps())
+    return tuple(read_snapshot(SnapshotDirectory(run, step), node, cache) for step in run.steps())
 
 
-def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None) -> SnapshotView:
+def read_snapshot(
+    place: SnapshotDirectory, node: str = "", cache: RecordCache | None = None
+) -> SnapshotView:
     """Read one snapshot.
 
     The order matters: list the files first, then read the manifest. Otherwise a save that is
@@ -180,7 +182,7 @@ def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None
     return _SnapshotReader(place, node, cache or RecordCache(), names).read_snapshot()
 
 
-def read_outcome(place: Place, stage: str, save_id: str) -> StageOutcome | None:
+def read_outcome(place: SnapshotDirectory, stage: str, save_id: str) -> StageOutcome | None:
     """Return the outcome of a stage; None if the stage has not ended.
 
     The record remains after the snapshot was freed. This reads no other record, so that polling is
@@ -213,7 +215,7 @@ class _SaveId(msgspec.Struct):
 class _SnapshotReader:
     """Reads one snapshot. `names` are the names of its files."""
 
-    place: Place
+    place: SnapshotDirectory
     node: str
     cache: RecordCache
     names: frozenset[str]

@@ -1,10 +1,10 @@
-"""Files of the newest checkpoint in storage, which the agent reads before the training asks.
+"""Files of the newest checkpoint in storage, which the agent reads before the training starts.
 
-<home>/prefetched/.incomplete/<data file>   while it is read
-<home>/prefetched/<run>/<data file>
+<home>/prefetched/.incomplete/<data file>   a file that is being read
+<home>/prefetched/<run>/<data file>         a complete file
 
-A restore reads these files first, and the rest from the root. Then it removes the directory, which
-also stops the agent's reads.
+A restore reads these files first, and all other files from the root. Then the restore removes the
+directory, which also stops the agent's reads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwise.engine.copy_file import Throttle, copy_verified
 from shardwise.errors import FormatError, ShardwiseError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
-from shardwise.memory.home import Home, Place, Run
+from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
-DIRECTORY = "prefetched"
-INCOMPLETE = ".incomplete"
-SHARE_OF_FREE = 0.5
+PREFETCH_DIRECTORY = "prefetched"
+INCOMPLETE_DIRECTORY = ".incomplete"
+FRACTION_OF_FREE_MEMORY = 0.5
 KEPT_SECONDS = 1800.0
 FILES_AT_ONCE = 4
 log = logging.getLogger("shardwise.agent")
@@ -39,7 +39,7 @@ log = logging.getLogger("shardwise.agent")
 
 @dataclass(frozen=True, slots=True)
 class PrefetchOptions:
-    """What an agent reads before the training asks.
+    """The checkpoint files that an agent reads before the training starts.
 
     Attributes:
         root: the root of the run, a path or URL.
@@ -60,26 +60,26 @@ class PrefetchOptions:
             return cls(root)
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", ranks)
         if match is None:
-            raise StoreError(f"--ranks {ranks}: expected the ranks of this node, such as 8-15")
+            raise StoreError(f"--ranks {ranks}: expected ranks of this node, for example 8-15")
         first = int(match[1])
         return cls(root, frozenset(range(first, int(match[2] or first) + 1)))
 
 
-class _Stopped(Exception):  # noqa: N818
+class _PrefetchStopped(Exception):  # noqa: N818
     """A restore has begun, or the agent ends."""
 
 
-class Prefetch:
+class Prefetcher:
     """Reads the newest checkpoint of a root into the memory of this node, in a thread.
 
-    The files take at most half of the free memory. Files that do not fit are left out, and so are
-    all files if the memory of this node has a snapshot of this step or a newer one. After half an
-    hour without a restore, the files are removed.
+    The files take at most half of the free memory. Files that do not fit are left out. If this node
+    has a snapshot of the same or a newer step, nothing is read. After half an hour without a
+    restore, the files are removed.
 
     Args:
         home: the home of the node.
-        options: what to read.
-        kept_seconds: how long the files stay.
+        options: the files to read.
+        kept_seconds: the seconds after which the files are removed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Prefetch:
         self._home = home
         self._options = options
         self._kept_seconds = kept_seconds
-        self._incomplete = home.path / DIRECTORY / INCOMPLETE
+        self._incomplete = home.path / PREFETCH_DIRECTORY / INCOMPLETE_DIRECTORY
         self._inode = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
@@ -110,7 +110,7 @@ class Prefetch:
         try:
             self.read()
             self._stopping.wait(self._kept_seconds)
-        except (_Stopped, ShardwiseError, OSError) as error:
+        except (_PrefetchStopped, ShardwiseError, OSError) as error:
             if not self._is_stopped():
                 log.warning("cannot prefetch from %s: %s", self._options.root, error)
         discard_prefetched(self._home.path)
@@ -128,29 +128,31 @@ class Prefetch:
             log.info("%s has no checkpoint to prefetch", root)
             return
         run, step = self._home.run(lineage.run), steps[-1]
-        if any(each >= step and Place(run, each).is_committed() for each in run.steps()):
+        if any(
+            each >= step and SnapshotDirectory(run, each).is_committed() for each in run.steps()
+        ):
             return
         source = root.at(step_directory(step))
         try:
             manifest = decode_manifest(source.read(MANIFEST, limit=LARGEST_MANIFEST))
         except FormatError as error:
             raise FormatError(f"{source}: {error}") from error
-        target = _directory(run)
+        target = _prefetch_directory(run)
         target.mkdir()
         with source.hold(MANIFEST, shared=True) as held:
             files = self._choose_files(manifest.files) if held else []
-            self._copy(source, files, target)
+            self._copy_files(source, files, target)
         nbytes = sum(file.size for file in files)
         log.info("prefetched %d files of step %d of %s: %d bytes", len(files), step, root, nbytes)
 
     def _choose_files(self, files: Sequence[FileEntry]) -> list[FileEntry]:
-        """Return the files to read, as far as there is room."""
-        room = shutil.disk_usage(self._home.path).free * SHARE_OF_FREE
+        """Return the files to read that fit into the free memory."""
+        bytes_left = shutil.disk_usage(self._home.path).free * FRACTION_OF_FREE_MEMORY
         ranks, chosen = self._options.ranks, []
         for file in files:
-            if (ranks is None or file.rank in ranks) and file.size <= room:
+            if (ranks is None or file.rank in ranks) and file.size <= bytes_left:
                 chosen.append(file)
-                room -= file.size
+                bytes_left -= file.size
         return chosen
 
     def _is_stopped(self) -> bool:
@@ -161,12 +163,12 @@ class Prefetch:
             is_same = False
         return self._stopping.is_set() or not is_same
 
-    def _copy(self, source: Store, files: Sequence[FileEntry], target: Path) -> None:
+    def _copy_files(self, source: Store, files: Sequence[FileEntry], target: Path) -> None:
         failed = threading.Event()
 
         def check() -> None:
             if failed.is_set() or self._is_stopped():
-                raise _Stopped
+                raise _PrefetchStopped
 
         def copy(file: FileEntry) -> None:
             check()
@@ -186,17 +188,17 @@ class Prefetch:
 
 def prefetched_files(run: Run) -> Store | None:
     """Return the files of a run that the agent of this node has prefetched, if any."""
-    path = _directory(run)
+    path = _prefetch_directory(run)
     return LocalStore(path) if path.is_dir() else None
 
 
 def discard_prefetched(home: Path) -> None:
-    """Remove all prefetched files from a home, and stop an agent that reads more."""
-    removed = home / f".{DIRECTORY}.{secrets.token_hex(4)}"
+    """Remove all prefetched files from a home. This also stops an agent that reads files."""
+    renamed = home / f".{PREFETCH_DIRECTORY}.{secrets.token_hex(4)}"
     with suppress(FileNotFoundError):
-        (home / DIRECTORY).rename(removed)  # at once, so that no file is added
-        shutil.rmtree(removed, ignore_errors=True)
+        (home / PREFETCH_DIRECTORY).rename(renamed)  # at once, so that no file is added
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _directory(run: Run) -> Path:
-    return run.path.parents[1] / DIRECTORY / run.name
+def _prefetch_directory(run: Run) -> Path:
+    return run.path.parents[1] / PREFETCH_DIRECTORY / run.name

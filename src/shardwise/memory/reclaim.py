@@ -28,7 +28,14 @@ from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.memory.files import Deadline, lock_directory, read_record, write_record
 from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
-from shardwise.memory.home import OUTCOMES_DIRECTORY, ROOT_RECORD, Home, Place, Run, SnapshotInUse
+from shardwise.memory.home import (
+    OUTCOMES_DIRECTORY,
+    ROOT_RECORD,
+    Home,
+    Run,
+    SnapshotDirectory,
+    SnapshotInUse,
+)
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import RecordCache, read_run_view, read_snapshot
@@ -46,7 +53,7 @@ log = logging.getLogger("shardwise")
 
 
 def free(
-    place: Place, timeout: float = SHORT_TIMEOUT, *, keep_removal_requests: bool = False
+    place: SnapshotDirectory, timeout: float = SHORT_TIMEOUT, *, keep_removal_requests: bool = False
 ) -> bool:
     """Free a snapshot; return False if it is still in use after `timeout` seconds.
 
@@ -63,7 +70,7 @@ def free(
     return False
 
 
-def _free_locked(place: Place, keep_removal_requests: bool) -> bool:
+def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
         with store.hold(MANIFEST, shared=False) as held:
@@ -90,7 +97,7 @@ def _unanswered_removal_requests(names: Collection[str]) -> set[str]:
     }
 
 
-def free_replaced(place: Place) -> None:
+def free_replaced(place: SnapshotDirectory) -> None:
     """Free a replaced snapshot, and slots that are no longer needed.
 
     Raises:
@@ -102,7 +109,7 @@ def free_replaced(place: Place) -> None:
         place.abandon()
         raise SnapshotInUse(place)
     run = place.run
-    places = [Place(run, step) for step in run.steps()]
+    places = [SnapshotDirectory(run, step) for step in run.steps()]
     newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
         # Ranks that staged a file of the newest snapshot may return to this node.
@@ -112,7 +119,7 @@ def free_replaced(place: Place) -> None:
     delete_smallest_spares(run, max(made, default=0))
 
 
-def free_unattended(place: Place) -> None:
+def free_unattended(place: SnapshotDirectory) -> None:
     """Free a snapshot of a run without trainers on this node, and all its free slots.
 
     Raises:
@@ -126,7 +133,7 @@ def free_unattended(place: Place) -> None:
     delete_free_slots(place.run, lambda rank: False)
 
 
-def free_saves(place: Place, saves: Collection[str]) -> None:
+def free_saves(place: SnapshotDirectory, saves: Collection[str]) -> None:
     """Remove the files of saves that another save of the same step has replaced.
 
     Raises:
@@ -139,7 +146,7 @@ def free_saves(place: Place, saves: Collection[str]) -> None:
         _remove(place, [name for name in names if any(each in name for each in saves)])
 
 
-def discard(places: Sequence[Place]) -> None:
+def discard(places: Sequence[SnapshotDirectory]) -> None:
     """Mark snapshots as abandoned, and free them, even if stages are open.
 
     Raises:
@@ -161,7 +168,7 @@ def discard_all(run: Run) -> None:
     Raises:
         StoreError: the agent does not release a snapshot.
     """
-    discard([Place(run, each) for each in run.steps()])
+    discard([SnapshotDirectory(run, each) for each in run.steps()])
 
 
 def discard_superseded(
@@ -186,7 +193,7 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
     Raises:
         StateError: memory holds a newer step.
     """
-    snapshots = [read_snapshot(Place(run, each)) for each in run.steps() if each > step]
+    snapshots = [read_snapshot(SnapshotDirectory(run, each)) for each in run.steps() if each > step]
     newer = [
         each.step for each in snapshots if each.is_committed and not is_superseded(each, lineage)
     ]
@@ -264,7 +271,7 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
             )
 
 
-def _remove(place: Place, names: list[str]) -> None:
+def _remove(place: SnapshotDirectory, names: list[str]) -> None:
     """Return slots and the agent's files to the pool, keep outcomes, and delete other files."""
     slots = {staged.file.name: staged.slot for staged in place.staged_files()}
     for each in place.ring_files():

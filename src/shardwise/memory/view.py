@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from shardwise.memory.home import ABANDONED_MARKER, Place, Run
+from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 
@@ -110,7 +110,7 @@ class SnapshotView:
             if no rank has staged a file.
     """
 
-    place: Place
+    place: SnapshotDirectory
     names: frozenset[str]
     saves: Mapping[str, SaveView]
     committed_save: str | None

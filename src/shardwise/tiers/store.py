@@ -40,7 +40,7 @@ class TieredStore(ReadOnlyStore):
         self._tier_names = tuple(names)
         self._main = self._tiers[names.index(ROOT) if ROOT in names else 0]
         self._bytes_read = [0] * len(self._tiers)
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
 
     def __str__(self) -> str:
         mirror = f" (mirror: {self._tiers[-1]})" if MIRROR in self._tier_names[1:] else ""
@@ -51,7 +51,7 @@ class TieredStore(ReadOnlyStore):
 
         Bytes that turned out to be damaged count, too. Stores below this one count for themselves.
         """
-        with self._counting:
+        with self._count_lock:
             return dict(zip(self._tier_names, self._bytes_read, strict=True))
 
     def with_prefetched(self, files: Store) -> TieredStore:
@@ -123,7 +123,7 @@ class TieredStore(ReadOnlyStore):
                 return tier.open_below(path, size)
             except OSError as error:  # noqa: PERF203 - few tiers
                 failures.append(error)
-        raise _most_telling(failures)
+        raise _choose_error(failures)
 
     def at(self, name: str) -> TieredStore:
         """Return the store one level below, in all tiers."""
@@ -164,7 +164,7 @@ class TieredStore(ReadOnlyStore):
             return data
         if any(isinstance(each, FormatError) for each in failures):
             return data  # the caller decodes it, and reports the damage
-        raise _most_telling(failures)
+        raise _choose_error(failures)
 
     def list(self) -> list[str]:
         """Return the names that any tier has.
@@ -184,13 +184,13 @@ class TieredStore(ReadOnlyStore):
             except OSError as error:  # noqa: PERF203 - few tiers
                 failures.append(error)
         if failures and not names:
-            raise _most_telling(failures)
+            raise _choose_error(failures)
         for failure in failures:
             log.warning("a tier of %s is skipped: %s", self, failure)
         return names
 
     def _count(self, tier: int, nbytes: int) -> None:
-        with self._counting:
+        with self._count_lock:
             self._bytes_read[tier] += nbytes
 
     @contextmanager
@@ -244,7 +244,7 @@ class _TieredFile:
         return self._copy(number).size
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        return self._first(lambda number: self.read_copy(number, offset, out))
+        return self._try_copies(lambda number: self.read_copy(number, offset, out))
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         nbytes = self._copy(number).read_at(offset, out)
@@ -260,9 +260,9 @@ class _TieredFile:
 
     def open_first(self) -> ReadableFile:
         """Return the file in the nearest tier that has it."""
-        return self._first(self._copy)
+        return self._try_copies(self._copy)
 
-    def _first(self, use: Callable[[int], T]) -> T:
+    def _try_copies(self, use: Callable[[int], T]) -> T:
         """Return the result of `use` for the index of the nearest copy that does not fail."""
         failures: list[Exception] = []
         for number in range(len(self._tiers)):
@@ -270,7 +270,7 @@ class _TieredFile:
                 return use(number)
             except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
                 failures.append(error)
-        raise _most_telling(failures)
+        raise _choose_error(failures)
 
     def _copy(self, number: int) -> ReadableFile:
         """Return the file in a tier. A tier that could not open it is not asked again."""
@@ -286,7 +286,7 @@ class _TieredFile:
         return file
 
 
-def _most_telling(failures: Sequence[Exception]) -> Exception:
+def _choose_error(failures: Sequence[Exception]) -> Exception:
     """Return the first failure that does not merely say that a file is missing."""
     for failure in failures:
         if not isinstance(failure, (FileNotFoundError, NotADirectoryError)):

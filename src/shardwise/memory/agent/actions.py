@@ -30,7 +30,7 @@ from shardwise.memory.decide import (
     Seal,
 )
 from shardwise.memory.files import Deadline, read_record, write_record
-from shardwise.memory.home import ROOT_RECORD, Place
+from shardwise.memory.home import ROOT_RECORD, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
 from shardwise.memory.observe import Observer
@@ -146,7 +146,7 @@ class Follower:
                 )
                 return
 
-    def _copy_files(self, place: Place, request: PersistRequest) -> int:
+    def _copy_files(self, place: SnapshotDirectory, request: PersistRequest) -> int:
         """Copy several files at a time to storage, each as soon as it is staged."""
         throttle = Throttle(request.budget)
 
@@ -204,7 +204,9 @@ class Follower:
         write_record(place.path / outcome_name(stage, save_id), done)
 
 
-def _request_mirroring(place: Place, request: RemoveOldRequest, mirror: MirrorRequest) -> int:
+def _request_mirroring(
+    place: SnapshotDirectory, request: RemoveOldRequest, mirror: MirrorRequest
+) -> int:
     """Request to mirror a checkpoint, and to remove mirrored old checkpoints; return 0."""
     task = MirrorTask(
         root=request.root,

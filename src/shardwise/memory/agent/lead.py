@@ -26,7 +26,7 @@ from shardwise.memory.agent.persist import (
 )
 from shardwise.memory.agent.protect import plan_protection
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import ABANDONED_MARKER, Place, Run
+from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import (
     AgentInfo,
@@ -110,7 +110,7 @@ class _LeaderSave:
         nodes: connections to the nodes of the save.
     """
 
-    place: Place
+    place: SnapshotDirectory
     pending: PendingManifest
     nodes: Nodes
     leader: Leader
@@ -287,13 +287,15 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     """Return the agents of a snapshot's nodes, with the newest address that this node knows."""
     if len(pending.nodes) == 1:  # only this node
         return pending.nodes
-    places = [Place(run, step) for step in run.steps()]
+    places = [SnapshotDirectory(run, step) for step in run.steps()]
     manifests = [pending, *(each for place in places for each in place.pending_manifests())]
     newest = {info.node: info for each in manifests for info in each.nodes}
     return [newest[info.node] for info in pending.nodes]
 
 
-def try_stage(place: Place, stage: str, save_id: str, work: Callable[[], int]) -> tuple[int, str]:
+def try_stage(
+    place: SnapshotDirectory, stage: str, save_id: str, work: Callable[[], int]
+) -> tuple[int, str]:
     """Return the result of `work` and ""; or log why `work` failed, and return 0 and the reason.
 
     Raises:
@@ -312,7 +314,7 @@ def try_stage(place: Place, stage: str, save_id: str, work: Callable[[], int]) -
     return result
 
 
-def _record_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
+def _record_retry(place: SnapshotDirectory, stage: str, save_id: str, failure: str) -> bool:
     """Record why a stage is tried again; return False if the attempts took too long."""
     path, now = place.path / records.retry_record(stage, save_id), time.time()
     with suppress(StoreError):
@@ -329,7 +331,7 @@ def _record_retry(place: Place, stage: str, save_id: str, failure: str) -> bool:
     return True
 
 
-def _log_failure(place: Place, error: Exception) -> str:
+def _log_failure(place: SnapshotDirectory, error: Exception) -> str:
     """Log a failure, and return it as text."""
     level = logging.INFO if place.has(ABANDONED_MARKER) else logging.ERROR
     is_expected = isinstance(error, (ShardwiseError, OSError))

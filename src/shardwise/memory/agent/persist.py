@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.files import Deadline
-from shardwise.memory.home import Place
+from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, RemoveOldRequest
 from shardwise.memory.remote.assembled import AssembledStore
@@ -65,7 +65,7 @@ def copy_file(
 
 
 def copy_files_of_lost_nodes(
-    place: Place,
+    place: SnapshotDirectory,
     names: Iterable[str],
     infos: list[AgentInfo],
     node: str,

@@ -39,7 +39,7 @@ from shardwise.memory.identity import (
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
-from shardwise.memory.prefetched import Prefetch, PrefetchOptions, discard_prefetched
+from shardwise.memory.prefetched import Prefetcher, PrefetchOptions, discard_prefetched
 from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
@@ -160,7 +160,7 @@ async def _serve(
 
     threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
     async with serve_connections(create_app(home.path, info.token, agent.wake), listener, tls=tls):
-        prefetch = None if options.prefetch is None else Prefetch(home, options.prefetch)
+        prefetch = None if options.prefetch is None else Prefetcher(home, options.prefetch)
         agent.start()
         mirrors.start()
         if prefetch is not None:

@@ -18,7 +18,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, read_record, write_record
 from shardwise.memory.free_files import reuse_spare
-from shardwise.memory.home import Place
+from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_locks import is_rank_alive
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
 from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes, write_parity
@@ -85,17 +85,19 @@ def find_protection_gaps(
         copies, parity, group: the options of `Memory`.
     """
     members = [Member(info.node, info.domain, ()) for info in nodes]
-    made = form_groups(members, "0" * 16, copies=copies, parity=parity, group_size=group)
-    return made.gaps
+    return form_groups(members, "0" * 16, copies=copies, parity=parity, group_size=group).gaps
 
 
 def protect_others(
-    place: Place, request: ProtectRequest, nodes: Nodes, node: str, mapped_files: MappedFiles
+    place: SnapshotDirectory,
+    request: ProtectRequest,
+    nodes: Nodes,
+    node: str,
+    mapped_files: MappedFiles,
 ) -> int:
     """Make the copies and parity that a node stores for others; return their bytes.
 
     Args:
-        place: the snapshot on this node.
         node: the name of this node.
         mapped_files: the mappings of this node's files.
 
@@ -120,7 +122,7 @@ class _ProtectionFiles:
 
     def __init__(
         self,
-        place: Place,
+        place: SnapshotDirectory,
         request: ProtectRequest,
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
@@ -262,7 +264,7 @@ def _write_all(fd: int, offset: int, data: Buffer, path: Path) -> None:
 
 
 def claim_ring_file(
-    place: Place, record: str, name: str, group: ProtectionGroup
+    place: SnapshotDirectory, record: str, name: str, group: ProtectionGroup
 ) -> RingFile | None:
     """Claim the copy or parity that a rank has made, and return its record.
 
@@ -287,7 +289,7 @@ def claim_ring_file(
     return ring_file
 
 
-def is_ring_file_made(place: Place, record: str) -> bool:
+def is_ring_file_made(place: SnapshotDirectory, record: str) -> bool:
     """Return whether a rank has made the copy or parity of a record, claimed or not."""
     ring_file = read_record(place.path / record, RingFile)
     return ring_file is not None and (ring_file.file.startswith(".") or place.has(ring_file.file))
@@ -300,7 +302,6 @@ def complete_copy(
 
     Args:
         data: the copy, mapped.
-        entry: the entry of the file.
         owner: the node of the file.
 
     Raises:
@@ -309,10 +310,10 @@ def complete_copy(
     low, high = ring_file.ranges[entry.name]
     for first, last in ((0, low), (high, entry.size)):
         nodes.read_range(owner, entry.name, first, data[first:last])
-    if not has_valid_checksums(data, entry):
+    is_valid = has_valid_checksums(data, entry)
+    if not is_valid:
         _log_difference(entry.name, owner)
-        return False
-    return True
+    return is_valid
 
 
 def complete_parity(

@@ -14,7 +14,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.validate import validated_pieces
 from shardwise.memory import records
 from shardwise.memory.files import read_record
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import read_outcome, read_snapshot
 from shardwise.memory.records import ProtectRequest
 from shardwise.memory.redundancy.placement import ProtectionGroup
@@ -74,7 +74,7 @@ def report_tensors(run: Run, pattern: str) -> TensorsStatus | None:
         StoreError: a record is damaged.
     """
     for step in reversed(run.steps()):
-        place = Place(run, step)
+        place = SnapshotDirectory(run, step)
         if place.is_committed():
             try:
                 manifest = decode_manifest((place.path / MANIFEST).read_bytes())
@@ -85,7 +85,9 @@ def report_tensors(run: Run, pattern: str) -> TensorsStatus | None:
     return None
 
 
-def _report_tensors_of(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatus]:
+def _report_tensors_of(
+    place: SnapshotDirectory, manifest: Manifest, pattern: str
+) -> list[TensorStatus]:
     pieces = validated_pieces(manifest)
     files_of: list[set[int]] = [set() for _ in manifest.tensors]
     for tensor, file in zip(pieces.tensor.tolist(), pieces.file.tolist(), strict=True):
@@ -115,12 +117,12 @@ def _report_tensors_of(place: Place, manifest: Manifest, pattern: str) -> list[T
     return found
 
 
-def _node_of_each_file(place: Place, save_id: str) -> dict[str, str]:
+def _node_of_each_file(place: SnapshotDirectory, save_id: str) -> dict[str, str]:
     save = read_snapshot(place).saves.get(save_id)
     return {} if save is None or save.pending is None else dict(save.pending.files)
 
 
-def _protection_of_each_file(place: Place, save_id: str) -> dict[str, PartProtection]:
+def _protection_of_each_file(place: SnapshotDirectory, save_id: str) -> dict[str, PartProtection]:
     """Return the protection of each data file by name; empty until the snapshot is protected."""
     done = read_outcome(place, "protect", save_id)
     request = read_record(place.path / records.request_record("protect", save_id), ProtectRequest)

@@ -13,7 +13,7 @@ from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.agent.protection_report import TensorsStatus, report_tensors
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ROOT_RECORD, Home, Place, Run
+from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory
 from shardwise.memory.mirror_tasks import read_mirror_task, runs_with_mirrors
 from shardwise.memory.observe import RecordCache, read_snapshots
 from shardwise.memory.options import Tls
@@ -342,7 +342,7 @@ def _lag_of_stage(snapshots: list[SnapshotStatus], stage: str) -> StageLag:
     )
 
 
-def _protectors(place: Place, node: str) -> list[str]:
+def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
     """Return the nodes that protect a node, according to the requests for protection."""
     found: set[str] = set()
     for save_id in records.requested_saves("protect", place.list_names(".json")):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place
+from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
@@ -54,7 +54,7 @@ class AgentWatch:
     def __init__(
         self,
         agents: SaveAgents,
-        place: Place,
+        place: SnapshotDirectory,
         save_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import decode_protection
@@ -86,7 +86,7 @@ class AssembledStore(ReadOnlyStore):
         self._node = node
         self._local = LocalStore(run.step_path(assembly.step))
         infos = list(assembly.nodes.values())
-        self._nodes = Nodes(Place(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
+        self._nodes = Nodes(SnapshotDirectory(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
         self._count_lock = threading.Lock()

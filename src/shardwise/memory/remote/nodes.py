@@ -13,7 +13,7 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.memory.files import LARGEST_RECORD, Deadline, read_record, write_record
-from shardwise.memory.home import ABANDONED_MARKER, Place
+from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.client import AgentClient
@@ -68,7 +68,7 @@ class Nodes:
 
     def __init__(
         self,
-        place: Place,
+        place: SnapshotDirectory,
         infos: Sequence[AgentInfo],
         this_node: str,
         wait: float,
@@ -267,7 +267,7 @@ class Nodes:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
-            newer = Place(run, step)
+            newer = SnapshotDirectory(run, step)
             pending = newer.pending_manifests() + newer.pending_copies()
             if pending:
                 present = {info.node for each in pending for info in each.nodes}

@@ -13,7 +13,7 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
@@ -59,7 +59,7 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
     steps: dict[int, dict[str, int]] = {}
     known = {info.node: info for info in read_known_nodes(run)}
     for step in run.steps():
-        place = Place(run, step)
+        place = SnapshotDirectory(run, step)
         with suppress(FileNotFoundError):
             steps[step] = _file_sizes(place)
         with suppress(StoreError):  # a damaged manifest names no nodes
@@ -68,7 +68,7 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
     return NodeFiles(node, steps, list(known.values()))
 
 
-def _file_sizes(place: Place) -> dict[str, int]:
+def _file_sizes(place: SnapshotDirectory) -> dict[str, int]:
     """Return name and size of each file of a snapshot; agents may be removing some."""
     sizes: dict[str, int] = {}
     for path in place.path.iterdir():

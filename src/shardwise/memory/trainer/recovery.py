@@ -16,7 +16,7 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import Deadline
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import RecordCache, read_run_view
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import RegisteredNodes
@@ -99,7 +99,7 @@ def _find_assembly(
         if damaged_step is None:
             _wait_for_commits(run, complete_saves)
         else:
-            has_removed = _remove_damaged(Place(run, damaged_step))
+            has_removed = _remove_damaged(SnapshotDirectory(run, damaged_step))
         files = list_own_files(run, here)
         return msgspec.msgpack.encode(msgspec.structs.replace(files, has_removed=has_removed))
 
@@ -142,7 +142,7 @@ def _unanswered_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[s
     return {node: reason for node, reason in reasons.items() if node not in answered}
 
 
-def _remove_damaged(place: Place) -> bool:
+def _remove_damaged(place: SnapshotDirectory) -> bool:
     """Delete damaged files, so that other nodes provide them; return whether any were damaged."""
     try:
         manifest = decode_manifest((place.path / MANIFEST).read_bytes())
@@ -170,7 +170,7 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
         staged_files: list[str] = []
         files_of_saves: list[tuple[str, list[str]]] = []
         for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
-            place = Place(snapshots.run, step)
+            place = SnapshotDirectory(snapshots.run, step)
             with suppress(StoreError):  # a record is damaged, so the save will not be committed
                 staged_files += [staged.file.name for staged in place.staged_files()]
                 files_of_saves += [

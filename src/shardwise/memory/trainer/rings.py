@@ -24,7 +24,7 @@ from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.home import Place
+from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Memory
 from shardwise.memory.records import RingFile
 from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes
@@ -255,7 +255,7 @@ class RingProtection:
     ring: Ring
     data: Mapping[int, Fill]
     take_slot: Callable[[int, Collection[str]], Slot]
-    place: Place
+    place: SnapshotDirectory
     pool: ThreadPoolExecutor
     threads: int
 

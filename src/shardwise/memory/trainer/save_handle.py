@@ -12,7 +12,7 @@ from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, read_record
-from shardwise.memory.home import Place
+from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
@@ -43,7 +43,7 @@ class PendingSave:
     """
 
     agents: SaveAgents
-    place: Place
+    place: SnapshotDirectory
     save_id: str
     stages: tuple[str, ...]
     logs_failures: bool

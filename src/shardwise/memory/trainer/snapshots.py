@@ -18,7 +18,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.free_files import delete_free_slots
-from shardwise.memory.home import Place, Run
+from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory, Tls
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
@@ -355,7 +355,7 @@ class Snapshots:
     ) -> SaveHandle:
         """Stage a planned save. Failures here reach the other ranks at the next save."""
         options = planned.save.options
-        place = Place(self.run, options.step or 0)
+        place = SnapshotDirectory(self.run, options.step or 0)
         stages = ("commit", "protect", "persist") if policy.durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring = self._rings.join(planned)

@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
-from shardwise.memory.home import Home, Place, Run
+from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
 from shardwise.memory.reclaim import free_uncommittable
@@ -46,7 +46,7 @@ class SnapshotPart:
         epoch: the epoch of the run.
     """
 
-    place: Place
+    place: SnapshotDirectory
     planned: PlannedSave
     source: FileSource | None
     ring: Ring | None
