@@ -15,7 +15,12 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.home import Home
 from shardwise.memory.lineage import read_or_create_lineage
-from shardwise.memory.prefetched import DIRECTORY, Prefetcher, PrefetchOptions, prefetched_files
+from shardwise.memory.prefetched import (
+    PREFETCH_DIRECTORY,
+    Prefetcher,
+    PrefetchOptions,
+    prefetched_files,
+)
 from shardwise.store import LocalStore, open_store
 from shardwise.testing import Gang
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
@@ -66,13 +71,15 @@ def restore(url: str, shm: Path, step: int) -> dict[str, int]:
         assert state["step"] == step
         assert checkpointer.last_restore is not None
         assert checkpointer.last_restore.source == "storage"
-        assert not list(shm.glob(f"*/{DIRECTORY}"))  # the memory is free before it is needed
+        assert not list(
+            shm.glob(f"*/{PREFETCH_DIRECTORY}")
+        )  # the memory is free before it is needed
         return {k: v for k, v in checkpointer.last_restore.origins.items() if v}
 
 
 def prefetched(shm: Path) -> list[str]:
     """Return the names of the complete files."""
-    return sorted(path.name for path in shm.glob(f"*/{DIRECTORY}/[!.]*/*.safetensors"))
+    return sorted(path.name for path in shm.glob(f"*/{PREFETCH_DIRECTORY}/[!.]*/*.safetensors"))
 
 
 @pytest.fixture
@@ -106,7 +113,7 @@ def test_damaged_and_incomplete_files_are_read_from_the_root(
     with started(shm, "--prefetch", url):
         living(shm)
         until(lambda: len(prefetched(shm)) == 2)
-        first, second = sorted(shm.glob(f"*/{DIRECTORY}/[!.]*/*.safetensors"))
+        first, second = sorted(shm.glob(f"*/{PREFETCH_DIRECTORY}/[!.]*/*.safetensors"))
         data = bytearray(first.read_bytes())
         data[70_000] ^= 1
         first.write_bytes(data)
@@ -148,7 +155,7 @@ def test_files_are_removed_when_nobody_restores(url: str, shm: Path) -> None:
     assert prefetched_files(run) is None
     made = prefetch(home, PrefetchOptions(url), 0.0)
     made._thread.join(SECONDS)
-    assert not list(home.path.glob(f"*{DIRECTORY}*"))
+    assert not list(home.path.glob(f"*{PREFETCH_DIRECTORY}*"))
 
 
 def test_a_root_without_checkpoints_or_server_is_no_failure(moto: Server, shm: Path) -> None:
@@ -157,7 +164,7 @@ def test_a_root_without_checkpoints_or_server_is_no_failure(moto: Server, shm: P
         made = prefetch(home, PrefetchOptions(place), 0.0)
         made._thread.join(SECONDS)
         assert not made._thread.is_alive()
-        assert not list(home.path.glob(f"*{DIRECTORY}*"))
+        assert not list(home.path.glob(f"*{PREFETCH_DIRECTORY}*"))
 
 
 def test_what_does_not_fit_is_left_out(

@@ -44,9 +44,7 @@ log = logging.getLogger("shardwise.agent")
 
 
 def plan_protection(pending: PendingManifest, files: list[FileEntry]) -> Protection:
-    """Return which nodes protect which files of a save.
-
-    The groups of the rings come first. Groups by failure domain protect all other files.
+    """Return which nodes protect which files of a save: rings first, then groups by domain.
 
     Args:
         files: the entries of all files of the save.
