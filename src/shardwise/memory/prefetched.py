@@ -60,7 +60,7 @@ class PrefetchOptions:
             return cls(root)
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", ranks)
         if match is None:
-            raise StoreError(f"--ranks {ranks}: expected ranks of this node, for example 8-15")
+            raise StoreError(f"--ranks {ranks}: expected the ranks of this node, such as 8-15")
         first = int(match[1])
         return cls(root, frozenset(range(first, int(match[2] or first) + 1)))
 
