@@ -58,7 +58,7 @@ def average(
     config: str | os.PathLike[str] | None = None,
     verify: bool = True,
     spec: Specification | None = None,
-    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    format: str | None = None,  # noqa: A002 - the usual name
     max_memory: int = MAX_MEMORY,
     max_file: int = MAX_FILE,
     group: dist.ProcessGroup | Group | None = None,
@@ -114,7 +114,7 @@ def merge_lora(
     config: str | os.PathLike[str] | None = None,
     verify: bool = True,
     spec: Specification | None = None,
-    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    format: str | None = None,  # noqa: A002 - the usual name
     max_memory: int = MAX_MEMORY,
     max_file: int = MAX_FILE,
     group: dist.ProcessGroup | Group | None = None,
@@ -162,7 +162,7 @@ class _Job:
     """One call of `average` or `merge_lora` on one rank.
 
     Attributes:
-        cleanup: closes what the job holds open, such as locks.
+        cleanup: releases the locks of the job.
     """
 
     options: ExportOptions
@@ -270,7 +270,7 @@ class _Job:
         def enter() -> Store:
             self.options.check()
             store = find_store().at(step_folder) if step_folder else find_store()
-            if self.group.rank == 0:  # it leaves the job last
+            if self.group.rank == 0:  # rank 0 leaves the job last
                 self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 

@@ -149,8 +149,8 @@ def user_code(name: str, call: str) -> Iterator[None]:
     """Add the key of the state to errors that code of the user raises in the block.
 
     Exceptions keep their type and get a note, for example `loader: raised by its state_dict()`. A
-    ShardwiseError becomes a StateError. Otherwise, if `load_state_dict` reads another damaged file,
-    this checkpoint would be reported as damaged.
+    ShardwiseError becomes a StateError: if `load_state_dict` fails to read some other damaged file,
+    this checkpoint must not count as damaged.
 
     Args:
         name: the key of the state.

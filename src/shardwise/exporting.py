@@ -43,7 +43,7 @@ def export(
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
-    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    format: str | None = None,  # noqa: A002 - the usual name
     index: Index | None = None,
     max_memory: int = MAX_MEMORY,
     max_file: int = MAX_FILE,
@@ -64,7 +64,8 @@ def export(
             checkpoint is only a model.
         dtype: the dtype to convert the model's floating-point tensors to.
         config: a file that `"hf"` copies as `config.json`.
-        step, verify, spec, skip_unknown, format, index: as for `open`. `verify` compares copies.
+        step, verify, spec, skip_unknown, format, index: as for `open`. `verify`
+            also compares the copies of tensors that the source stores several times.
         max_memory, max_file: the most host memory of each rank, and the most bytes in a file.
         group, on_event: as for `load`.
 
@@ -105,7 +106,7 @@ def _export(
         def open_and_hold() -> Store:
             options.check()
             store = choose()
-            if group.rank == 0:  # it leaves the export last
+            if group.rank == 0:  # rank 0 leaves the export last
                 cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 

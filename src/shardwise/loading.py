@@ -89,7 +89,8 @@ def load_state(
         enter: returns the store of the checkpoint. A failure on one rank is raised on all ranks.
         state: the state to fill.
         options, open_options: how to load, and how to read the checkpoint.
-        group, recorder: the ranks; gets an event for each stage.
+        group: the ranks.
+        recorder: gets an event for each stage.
 
     Raises:
         ShardwiseError: as for `shardwise.load`.

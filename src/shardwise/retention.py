@@ -226,7 +226,7 @@ class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _duration_in_seconds(option: str, duration: Duration) -> float:
-    """Return a duration in seconds. `option` names it in errors, such as "Keep(latest_for"."""
+    """Return a duration in seconds. `option` begins error messages, such as "Keep(latest_for"."""
     if isinstance(duration, timedelta):
         seconds = duration.total_seconds()
     elif isinstance(duration, str):

@@ -31,7 +31,7 @@ ReadInto: TypeAlias = Callable[[Sequence[TensorLeaf]], None]
 """Fills the memory of tensors from the checkpoint."""
 
 GAP = 64 << 10
-"""The largest gap between two selected parts, in bytes, that is read to save a second read."""
+"""The largest gap between two selected parts, in bytes, that is read to avoid a second read."""
 LARGEST_BATCH = 64 << 20
 """The largest number of bytes that is read at once."""
 

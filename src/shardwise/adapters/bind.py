@@ -97,7 +97,7 @@ def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
 def names_to_fill(
     bindings: Sequence[Binding], targets: Sequence[LocalState]
 ) -> dict[str, Collection[str]]:
-    """Return, for each module and optimizer, its names to fill. Modules have only tensors here."""
+    """Return the names that a load fills, by module and optimizer; for modules, only tensors."""
     names: dict[str, Collection[str]] = {}
     for binding, target in zip(bindings, targets, strict=True):
         if binding.kind == "module":
@@ -265,7 +265,7 @@ def _refuse_optimizer_of_engine(
 
 
 def torch_optimizers_in(value: object) -> Iterator[Optimizer]:
-    """Yield the torch optimizers in a state, including those inside other optimizers."""
+    """Yield the torch optimizers in a state, also those that other optimizers wrap."""
     torch_optimizers = torch_optimizer_of(value)
     if torch_optimizers is not None:
         yield torch_optimizers

@@ -78,7 +78,7 @@ def refuse_module_of_engine(name: str, module: nn.Module) -> None:
 
 
 class EngineWeights(ModuleWeights):
-    """The weights of an engine: master weights of the optimizer, where there are some.
+    """The weights of an engine. Master weights of the optimizer replace the module's weights.
 
     Raises:
         StateError: the engine has a feature that is not supported.
@@ -224,9 +224,8 @@ def _refuse_unsupported_engine(name: str, engine: Any) -> None:
 
 
 def _uses_tensor_parallelism(engine: Any) -> bool:
-    grid = getattr(
-        engine, "grid", None
-    )  # Only pipelines have a grid. Their model-parallel size includes the stages.
+    # Only pipelines have a grid. Their model-parallel size includes the stages.
+    grid = getattr(engine, "grid", None)
     ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     return bool(ranks > 1 or engine.autotp_size() > 1)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: the weights that they step, as flat ranges of parameters (ZeRO 1 to 3).
+"""Find the weights that DeepSpeed's optimizers step, as flat ranges of parameters (ZeRO 1 to 3).
 
 All values are read from DeepSpeed's objects, without communication.
 """
@@ -136,7 +136,8 @@ def _partition_as_parameter(
 ) -> Parameter:
     """Return a rank's partition as a parameter.
 
-    The group's parameters are flattened at `offsets`, and divided into equal partitions.
+    The parameters of a group lie in one flat tensor, at `offsets`. Each rank holds an equal
+    partition of the flat tensor.
 
     Args:
         flat: the partition of this rank.

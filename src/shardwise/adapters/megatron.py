@@ -1,6 +1,6 @@
 """Bind Megatron-Core's models and optimizers.
 
-Names, shapes and boxes are those of Megatron-Core's `sharded_state_dict`, so that checkpoints of
+Names, shapes and boxes are the same as in Megatron-Core's `sharded_state_dict`. So checkpoints of
 Megatron-Core can be loaded too. If an optimizer keeps master weights, they are saved in place of
 the model's weights. Megatron-Core is not imported: its classes are recognised by their names.
 """
@@ -58,7 +58,7 @@ def is_megatron_scheduler(value: object) -> bool:
 
 def load_scheduler(scheduler: Any, state: object) -> None:
     """Set the state of Megatron-Core's scheduler."""
-    scheduler.num_steps = 0  # load_state_dict adds the loaded steps to these
+    scheduler.num_steps = 0  # load_state_dict adds the loaded steps to num_steps
     scheduler.load_state_dict(state)
 
 
@@ -116,7 +116,7 @@ class MegatronWeights:
         self._optimizers = optimizers
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield all weights, as master weights where there are some."""
+        """Yield all weights. A master weight replaces the weight that it belongs to."""
         for parameter, _ in self._weights():
             yield parameter
 
@@ -133,7 +133,8 @@ class MegatronWeights:
     def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
         """Return this rank's part of the model.
 
-        Tensors have either Megatron-Core's names or the module's names, like the checkpoint.
+        Tensors have Megatron-Core's names if the checkpoint has these names, and otherwise the
+        module's names.
         """
 
         def has_tensor(name: str) -> bool:
@@ -190,7 +191,7 @@ class MegatronWeights:
         return [describe_model(self._name, module) for module in self._modules]
 
     def _weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:
-        """Yield each tensor as a parameter: as it is, or as this rank's part of a master weight."""
+        """Yield each tensor as a parameter: itself, or this rank's part of its master."""
         masters = {
             id(each.parameter): each
             for optimizer in self._optimizers
@@ -236,7 +237,7 @@ def _parameter_leaves(
 
 
 class MegatronOptimizerBinding(OptimizerBinding):
-    """An optimizer of Megatron-Core, with state by the names of the parameters.
+    """An optimizer of Megatron-Core, whose state is saved under the names of the parameters.
 
     Args:
         prefix: prefix of the name of the loss scale.

@@ -1,7 +1,7 @@
 """Loads the state of Megatron-Core's optimizers from buckets, as `dp_reshardable` saves them.
 
-The files do not list the parameters of a bucket, but an optimizer with the same tensor and pipeline
-parallelism has the same buckets.
+The files do not say which parameters a bucket contains. But an optimizer with the same tensor and
+pipeline parallelism has the same buckets, and so shows which parameters they contain.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ParameterInBucket:
     tensor: torch.Tensor
 
     def leaf(self, key: str, value: torch.Tensor) -> TensorLeaf:
-        """Return a leaf that fills `value`, the state tensor `key`, from its part of the bucket."""
+        """Return a leaf through which a load fills the state tensor `value` of this key."""
         flat = value.detach().view(-1)
         fragments = (Fragment(Box((self.start,), (len(flat),)), flat),) if len(flat) else ()
         return TensorLeaf(f"{self.bucket}.{key}", value.dtype, (self.bucket_numel,), fragments)

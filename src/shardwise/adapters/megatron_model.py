@@ -1,8 +1,8 @@
 """Megatron-Core's models: which parts of global tensors a module holds.
 
-The parts are read from the module's `sharded_state_dict`, which describes tensor, expert and
-pipeline parallelism and fused gates. It has the names of Megatron-Core's checkpoints, and does not
-copy or gather tensors. Megatron-Core is not imported: its classes are recognised by their names.
+The module's `sharded_state_dict` describes the parts, with tensor, expert and pipeline parallelism
+and fused gates. It uses the names of Megatron-Core's checkpoints, and does not copy or gather
+tensors. Megatron-Core is not imported: its classes are recognised by their names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelTensor:
 
     Attributes:
         ranges: ranges of the flattened tensor that hold global tensors, end to end.
-        module_name: name of the tensor in the module, if one rank held the whole model.
+        module_name: name that the tensor would have in a module with the whole model.
         stacked_dims: number of leading dimensions in which the global tensors stack tensors of the
             module, for example experts.
         is_copy: whether another pipeline stage holds the same tensor, for example a tied embedding.

@@ -358,7 +358,7 @@ def _group_problems(
 def _prefix_problems(
     name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
-    """Suggest a specification if the checkpoint has one more prefix before all names."""
+    """Yield a problem that suggests a specification, if all saved names have one more prefix."""
     members = [member for group in groups for member in group.members]
     if not members or any(member in settings for member in members):
         return

@@ -98,7 +98,7 @@ class Parameter:
 
     @property
     def name_and_shape(self) -> tuple[str, tuple[int, ...]]:
-        """The name and global shape of the parameter; of a flattened tensor, of its first one."""
+        """The name and global shape of the parameter, or of the first one in a flattened tensor."""
         if self.flat:
             return self.flat[0].name, self.flat[0].shape
         return self.name, tuple(self.tensor.shape)
@@ -115,7 +115,10 @@ class Parameter:
 
     @property
     def representative_name(self) -> str:
-        """The name of the first parameter that is not a scalar; its saved state describes all."""
+        """The name of the first parameter that is not a scalar.
+
+        All parameters in the tensor have the same keys of state as this one.
+        """
         return next((part.name for part in self.flat if part.shape), self.names[0])
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
@@ -155,8 +158,8 @@ class Parameter:
     ) -> torch.Tensor:
         """Allocate a state tensor of a global shape.
 
-        State with the shape of the parameter is sharded like the parameter, and so is all state of
-        a flattened parameter except scalars. Other state is replicated.
+        State with the shape of the parameter is sharded like the parameter. All state of a
+        flattened parameter, except scalars, is sharded too. Other state is replicated.
         """
         tensor = self.tensor
         has_shape_of_part = shape != () and shape in {part.shape for part in self.flat}
@@ -180,8 +183,8 @@ def join_leaves(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLe
     """Join leaves of the same name: they are parts of one tensor, for example stacked experts.
 
     Args:
-        to_fill: whether a load fills the leaves. Then all copies of a scalar are kept, for example
-            of a step count.
+        to_fill: whether a load fills the leaves. If so, all copies of a scalar, such as a step
+            count, are kept, because the load fills each copy.
 
     Raises:
         StateError: two leaves are the same part of a tensor.

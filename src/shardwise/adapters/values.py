@@ -155,7 +155,7 @@ class PerRankBinding(Binding):
         return LocalState(per_rank={self.name: encoded})
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
-        """Return the name. The loaded value need not be of the current value's type."""
+        """Request the value by name. The saved value may have another type than the current one."""
         return selection.select_from(LocalState(per_rank={self.name: None}))
 
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:

@@ -47,7 +47,7 @@ class ExportOptions:
 
     @property
     def resume_key(self) -> str:
-        """The options as text. It is equal on all ranks, and when an export is resumed."""
+        """The options as text. They must be equal on all ranks, and to resume an export."""
         target = open_store(self.target)
         return (
             f"{target}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
@@ -152,7 +152,8 @@ def _select(
 ) -> tuple[Manifest, tuple[TargetTensor, ...]]:
     """Return a manifest with the selected values, and the selected tensors.
 
-    A tied tensor is stored with its own bytes if the other one is left out, or has another dtype.
+    A tied tensor gets separate bytes if the tensor that it is tied to is not selected, or is
+    written in another dtype.
     """
     selection, root, dtype = (
         Selection.from_patterns(options.only, options.skip),

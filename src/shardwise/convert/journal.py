@@ -83,7 +83,7 @@ class Journal:
 
     @cached_property
     def _files_at_start(self) -> dict[str, FileStatus]:
-        """The files in the target when this process began; empty if none was complete."""
+        """The files in the target at the start of this process; empty if none was complete."""
         if len(self._records.list()) <= len((IDENTITY, LOCK)):
             return {}
         return self._target.walk(MOST_FILES)

@@ -15,7 +15,7 @@ from shardwise.manifest.manifest import Manifest, TensorEntry
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's `init_lora_weights` that leave the base as it is."""
+"""Values of PEFT's `init_lora_weights` that do not change the base."""
 UNMERGEABLE_SETTINGS = (
     "use_dora",
     "use_qalora",

@@ -245,7 +245,7 @@ def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store, chunk: i
 
 
 def _folder_of(target: Store, path: str) -> tuple[Store, str]:
-    """Return the store of the directory that a file is in, and the last part of its name."""
+    """Return the store of a file's directory, and the last part of the file's name."""
     folder, _, name = path.rpartition("/")
     return (store_below(target, folder) if folder else target), name
 

@@ -120,7 +120,9 @@ class Plane:
 
 
 def choose_plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
-    """Return the plane to draw: the first two split dimensions, or else the first dimensions.
+    """Return the plane to draw. It has the first two dimensions that the boxes split.
+
+    If fewer than two dimensions are split, the first other dimensions are added.
 
     If more dimensions are split, the plane shows the boxes at offset 0 in the others.
     """

@@ -96,7 +96,7 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
     shape, position, stop = shapes[rows], starts[rows].copy(), stops[rows]
     row_sizes = np.ones((len(rows), shape.shape[1] + 1), np.int64)
     row_sizes[:, :-1] = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
-    # A range first needs ever larger whole rows, up to the outermost dimension, then smaller ones.
+    # A range begins with whole rows of ever larger size, and ends with rows of ever smaller size.
     dims = shape.shape[1]
     steps = [(d, True) for d in range(dims - 1, 0, -1)] + [(d, False) for d in range(dims)]
     found = []

@@ -87,7 +87,7 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
 
     Returns:
         Pairs of a box of the global tensor and the same box in the local tensor. Without strided
-        splits, there is at most one. An empty shard has no boxes.
+        splits, there is at most one pair. An empty shard has no boxes.
 
     Raises:
         LayoutError: the tensor lacks the dimension of a split.

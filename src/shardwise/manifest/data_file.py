@@ -100,7 +100,8 @@ def lay_out_file(
 
 
 def _aligned_header_size(parts: list[bytes], data_bytes: int) -> int:
-    # The entry of the checksums depends on this size. An entry for twice the data is never shorter.
+    # The entry of the checksums contains offsets that depend on the size of the header. So reserve
+    # space for an entry with larger offsets, which is at least as long.
     longest_entry = _checksums_entry(data_bytes, 2 * data_bytes + (1 << 24))
     needed = 8 + len(_join_entries([*parts, longest_entry]))
     return -(-needed // ALIGNMENT) * ALIGNMENT

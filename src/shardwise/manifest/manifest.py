@@ -25,7 +25,7 @@ class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """Further pieces of the same shape, at constant distances.
 
     Attributes:
-        count: the number of pieces, with the first.
+        count: the number of pieces, including the first.
         offset, file, start: the differences between one piece and the next.
     """
 

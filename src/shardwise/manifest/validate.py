@@ -27,7 +27,7 @@ from shardwise.store import Store
 
 MOST_PIECES = 2**24
 MOST_UNCHECKED_PIECES = 2**22
-"""The largest table of pieces, in rows times dimensions, that is made before sizes are checked."""
+"""The largest table of pieces, in rows times dimensions, to allocate before checking file sizes."""
 ROUNDING = 1 + 1e-6
 """Tolerance of comparisons in floating point, which are used where integers could overflow."""
 

@@ -1,4 +1,4 @@
-"""Divide reads among nodes: what several nodes want is read by one, and passed on by the others.
+"""Divide reads among nodes: one node reads bytes that several nodes want, and passes them on.
 
 Each byte range that several nodes want is assigned to one of them, its reader. The reader sends the
 bytes to the next node that wants them, which sends them to the node after it, and so on. So each
@@ -24,8 +24,8 @@ from shardwise.plan.ranges import (
 
 NOBODY = -1
 MARGIN = 0.8
-"""The most time that shared reads may take, of the time of separate reads. Rates are uncertain, and
-shared reads need more of the processors."""
+"""Nodes share reads only if this takes less than this fraction of the time of separate reads.
+Measured rates are uncertain, and shared reads need more processor time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class NodeRates:
     Attributes:
         store, network: bytes per second of all its ranks together, from storage and from other
             nodes; 0 if unknown.
-        wanted: the bytes that it wants, all of which it would read alone.
-        read, received: the bytes that it would read and receive if nodes share their reads.
+        wanted: the number of bytes that the node needs. Without sharing, it reads all of them.
+        read, received: the numbers of bytes that it reads and receives if nodes share reads.
     """
 
     store: float
@@ -151,7 +151,7 @@ def share_between_nodes(
     *,
     largest_read: int | Int,
 ) -> NodeReads:
-    """Divide what several nodes want among these nodes, evenly by bytes.
+    """Divide the bytes that several nodes want evenly among these nodes.
 
     Args:
         wanted: the different lists of byte ranges that nodes want.
@@ -233,7 +233,7 @@ def _assign_nodes(
         sizes, group: the length of each read, and the group of nodes that want it.
         groups: the nodes of each group.
         ranks: the number of ranks of each node.
-        alone: the bytes that no other node wants, of each node.
+        alone: for each node, the number of bytes that no other node wants.
 
     Returns:
         The node of each read, and the index of the rank in this node.
@@ -241,7 +241,7 @@ def _assign_nodes(
     loads = [int(n) // r for n, r in zip(alone.tolist(), ranks, strict=True)]
     lanes = [[(load, lane) for lane in range(r)] for load, r in zip(loads, ranks, strict=True)]
     node, lane = (np.zeros(len(sizes), np.int64) for _ in range(2))
-    # First the reads that few nodes can make, so that the others even out the differences.
+    # Assign the reads of small groups first. The reads of larger groups even out the differences.
     for index in sorted(range(len(groups)), key=lambda i: len(groups[i])):
         heap = [(lanes[each][0][0], each) for each in groups[index]]
         heapify(heap)

@@ -1,4 +1,4 @@
-"""Plan a load: find the bytes of the wanted boxes in the pieces, and unite them to spans."""
+"""Plan a load: find which pieces hold the wanted boxes, and merge their bytes into spans."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class PieceLocations:
             row-major.
         itemsize: the size of an element of each tensor, in bytes.
         data_at: the offset of the data section of each file, in bytes.
-        data_end: the end of the readable bytes of each file.
+        data_end: the offset at which the data of each file ends, in bytes. Reads stop there.
     """
 
     pieces: Pieces
@@ -199,14 +199,15 @@ def _choose_spans(
 
     Args:
         transfers: sorted by file and start.
-        gap: the number of blocks between two unions that are read too, to unite them.
+        gap: the largest number of unneeded blocks that are read too, to unite the blocks on both
+            sides.
     """
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):
         none = np.zeros(0, np.int64)
         return Spans(none, none, none, np.zeros(1, np.int64), none)
-    # Number the blocks of all files on one axis, with a gap after each file, so that a running
-    # maximum finds the ends of unions.
+    # Give the blocks of all files consecutive numbers, with a gap after each file. A running
+    # maximum of the block ends then shows where a sequence of needed blocks ends.
     width = int(high.max()) + 2 + gap
     a, b = file * width + low, file * width + high
     reach = np.maximum.accumulate(b)
@@ -242,7 +243,7 @@ def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Sp
     """
     if not len(transfers):
         return Spans(file, low, high, np.zeros(len(file) + 1, np.int64), np.zeros(0, np.int64))
-    # Number the bytes of all files on one axis, so that one search finds both file and offset.
+    # Give the bytes of all files consecutive numbers, so that one search finds file and offset.
     width = int(max(high.max(initial=0), transfers.high.max())) + 1
     base = transfers.file * width
     from_span = np.searchsorted(file * width + high, base + transfers.low, side="right")
@@ -263,7 +264,7 @@ def _concatenate_aranges(counts: Int) -> Int:
 def wanted_columns(
     tensor: Sequence[int], offset: Int, shape: Int, dims: int
 ) -> tuple[Int, Int, Int]:
-    """Return columns of wanted boxes with `dims` dimensions, the number of the pieces."""
+    """Return columns of wanted boxes, padded or cut to `dims` dimensions, as the pieces have."""
     missing = dims - offset.shape[1]
     if missing > 0:
         offset = np.pad(offset, ((0, 0), (0, missing)))

@@ -59,7 +59,7 @@ def edges_of(ranges: Sequence[Ranges]) -> tuple[Int, int]:
 
 
 def covered_rows(keys: Int, width: int, ranges: Sequence[Ranges]) -> tuple[Int, Int]:
-    """Return pairs of an interval between edges and a list that covers it, sorted."""
+    """Return the index of each interval between edges, and of each list that covers it, sorted."""
     rows, list_indices = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, each in enumerate(ranges):
         first = np.searchsorted(keys, each.file * width + each.low)
@@ -73,7 +73,7 @@ def covered_rows(keys: Int, width: int, ranges: Sequence[Ranges]) -> tuple[Int, 
 
 
 def cut_at_edges(ranges: Sequence[Ranges]) -> tuple[Ranges, Bool]:
-    """Cut ranges at the edges of all, and return the parts, and which of `ranges` cover each."""
+    """Cut ranges at the edges of all ranges. Return the parts, and which `ranges` cover each."""
     keys, width = edges_of(ranges)
     row, holder = covered_rows(keys, width, ranges)
     wanted = np.zeros((max(len(keys) - 1, 0), len(ranges)), bool)

@@ -1,4 +1,4 @@
-"""Divide reads among the ranks of a node: what several ranks want is read by one of them."""
+"""Divide reads among the ranks of a node: one rank reads the bytes that several ranks want."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _assign_readers(sizes: Int, wanted: Bool, loads: Int) -> Int:
     Args:
         sizes: the length of each read.
         wanted: whether each rank uses each read.
-        loads: the bytes that each rank reads besides.
+        loads: the number of bytes that each rank reads already.
     """
     readers = np.zeros(len(sizes), np.int64)
     loads = loads.astype(np.float64)
@@ -126,7 +126,7 @@ def _assign_readers(sizes: Int, wanted: Bool, loads: Int) -> Int:
 
 
 def _merge_reads(reads: SharedReads, between: ReadsOfNode, ranges: Sequence[Ranges]) -> SharedReads:
-    """Return the reads of a node alone and those that it shares with other nodes, in order."""
+    """Join the reads of a node alone with the reads that it shares with other nodes, in order."""
     wanted = np.stack([overlaps_any(between.ranges, each) for each in ranges], axis=1)
     file = np.concatenate([reads.file, between.ranges.file])
     low = np.concatenate([reads.low, between.ranges.low])

@@ -23,7 +23,7 @@ class Description:
         names, dtypes, shapes: the name, dtype (torch's name) and global shape of each tensor.
         tensor: the index of each fragment's tensor, `(n,)`.
         offset, shape: the box of each fragment, `(n, D)`, padded on the right with 0 and 1.
-        ties: for each tied tensor, its name and the name in `names` of the tensor that it shares.
+        ties: pairs of a tied tensor's name, and the name in `names` of the tensor it is tied to.
         per_rank: the names of the per-rank values.
     """
 

@@ -25,7 +25,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _MOST_DIMS = 64
 _LARGEST_DIM = 2**62
-# What numpy writes for numbers. numpy.dtype() parses much more, and evaluates some of it.
+# The codes that NumPy writes for dtypes of numbers. numpy.dtype() accepts much other text, and
+# evaluates some of this text.
 _DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 
 

@@ -50,8 +50,8 @@ class PerRank:
         value: the value of this rank: a plain value, or an object with `state_dict` and
             `load_state_dict`.
         resize: called by a load with another world size, as `resize(values, rank, world)` with the
-            values of all ranks that saved; returns the value of the rank. Without it, such a load
-            raises StateError.
+            values of all ranks that saved; returns the value of the rank. If it is None, such a
+            load raises StateError.
 
     Attributes:
         value: the value of this rank. A load sets it.

@@ -52,7 +52,7 @@ class Selection:
         return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
 
     def select_from(self, local_state: LocalState) -> LocalState:
-        """Return the selected part of a local state. It lists the names of the rest."""
+        """Return the selected part of a local state. Its `unselected` lists all other names."""
         if not (self.only or self.skip):
             return local_state
         unselected = [name for name in local_state.names() if not self.selects(name)]

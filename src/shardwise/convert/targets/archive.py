@@ -108,7 +108,7 @@ class _Entry:
 
 
 class ArchiveBuilder:
-    """Builds the plan of an archive at the end of a file. Its offsets count from its start."""
+    """Builds the plan of an archive at the end of a file. Offsets count from its start."""
 
     def __init__(self, file: FileBuilder) -> None:
         self._file = file

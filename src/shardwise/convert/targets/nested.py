@@ -55,9 +55,9 @@ class NestedOptimizer:
     def named_entries(self) -> dict[str, Any]:
         """Return all entries under the names that `get_optimizer_state_dict` uses.
 
-        The names are those with and without `flatten_optimizer_state_dict`. They are equal for
-        state. Hyperparameters are listed twice: under names of parameters, and under the group's
-        index.
+        The result has the names with and without `flatten_optimizer_state_dict`. For state, both
+        are equal. Hyperparameters are listed twice: under names of parameters, and under the
+        group's index.
         """
         flat = {
             f"{STATE}.{name}.{key}": value
