@@ -219,12 +219,12 @@ def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
         ShardwiseError: as for `find_step_directory`.
     """
 
-    def enter() -> Store:
+    def get_store() -> Store:
         store = open_store(place)
         return open_with_mirror(store) if isinstance(place, (str, os.PathLike)) else store
 
-    step_directory = find_step_directory(enter, step, group)
-    return (lambda: enter().at(step_directory)) if step_directory else enter
+    step_directory = find_step_directory(get_store, step, group)
+    return (lambda: get_store().at(step_directory)) if step_directory else get_store
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def average(
         max_file=max_file,
     )
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        job = _Job(options, ranks, Recorder(on_event), cleanup)
+        job = _CombineJob(options, ranks, Recorder(on_event), cleanup)
         return job.average(places, weights, take_first, OpenOptions(spec=spec, format=format))
 
 
@@ -153,12 +153,12 @@ def merge_lora(
         max_file=max_file,
     )
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        job = _Job(options, ranks, Recorder(on_event), cleanup)
+        job = _CombineJob(options, ranks, Recorder(on_event), cleanup)
         return job.merge(base, adapter, alpha, OpenOptions(spec=spec, format=format))
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _CombineJob:
     """One call of `average` or `merge_lora` on one rank.
 
     Attributes:
@@ -267,14 +267,14 @@ class _Job:
 
         step_folder = find_step_directory(find_store, "newest", self.group)
 
-        def enter() -> Store:
+        def get_store() -> Store:
             self.options.check()
             store = find_store().at(step_folder) if step_folder else find_store()
             if self.group.rank == 0:  # rank 0 leaves the job last
                 self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
-        return open_any(enter, self.group, f"{self.options.resume_key}, {identity}", reading)
+        return open_any(get_store, self.group, f"{self.options.resume_key}, {identity}", reading)
 
     def _read_adapter_config(self, adapter: Place) -> AdapterConfig | None:
         """Read the PEFT configuration of an adapter on rank 0. Return None if it has none."""

@@ -59,10 +59,10 @@ class SpecError(ShardwiseError, ValueError):
         super().__init__(f"{source}:{line}:{column}: {problem}\n  {text}\n  {caret}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _spec_error, (self.problem, self.source, self.line, self.column, self.text)
+        return _make_spec_error, (self.problem, self.source, self.line, self.column, self.text)
 
 
-def _spec_error(problem: str, source: str, line: int, column: int, text: str) -> SpecError:
+def _make_spec_error(problem: str, source: str, line: int, column: int, text: str) -> SpecError:
     return SpecError(problem, source=source, line=line, column=column, text=text)
 
 

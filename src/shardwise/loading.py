@@ -76,7 +76,7 @@ class LoadOptions:
 
 
 def load_state(
-    enter: Callable[[], Store],
+    get_store: Callable[[], Store],
     state: State,
     options: LoadOptions,
     open_options: OpenOptions,
@@ -86,7 +86,7 @@ def load_state(
     """Load a checkpoint into a state. All ranks call this function together.
 
     Args:
-        enter: returns the store of the checkpoint. A failure on one rank is raised on all ranks.
+        get_store: returns the store of the checkpoint. A failure on a rank is raised on all ranks.
         state: the state to fill.
         options, open_options: how to load, and how to read the checkpoint.
         group: the ranks.
@@ -98,7 +98,7 @@ def load_state(
     verify = options.verify
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-            opened = _open(enter, options, open_options, group, cleanup)
+            opened = _open(get_store, options, open_options, group, cleanup)
         rename = rename_function(options.rename)
         selection = Selection.from_patterns(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
@@ -106,13 +106,13 @@ def load_state(
         arena = Arena.for_reading(opened.store.traits.transfer, options.staging_bytes)
         with recorder.stage("match"):
             match = partial(_match_state, state, saved, selection, options)
-            bindings, found, unexpected = agree_on_match(
+            bindings, matched, unexpected = agree_on_match(
                 match, saved, selection, state, group, strict=options.strict
             )
         if verify:
-            check_sample_together(opened, saved, found.leaves, arena, recorder, group)
+            check_sample_together(opened, saved, matched.leaves, arena, recorder, group)
         with recorder.stage("plan"):
-            plan_own = partial(plan_reads, found.leaves, saved, opened, arena)
+            plan_own = partial(plan_reads, matched.leaves, saved, opened, arena)
             plan = plan_together(
                 plan_own, opened, arena, group, cleanup, read_once=options.read_once
             )
@@ -121,20 +121,20 @@ def load_state(
             with recorder.stage("read"):
                 nbytes = fill_together(plan, opened, arena, cleanup, verify=verify)
             with recorder.stage("restore"):
-                _restore_values(bindings, found, saved, opened, group, verify=verify)
+                _restore_values(bindings, matched, saved, opened, group, verify=verify)
             return nbytes
 
         bytes_moved = run_on_all(group, "loading", read)
         for binding in bindings:
             binding.rebuild_weights()
-    return _report(opened, plan.own.plan, bytes_moved, found, unexpected, bindings, recorder)
+    return _report(opened, plan.own.plan, bytes_moved, matched, unexpected, bindings, recorder)
 
 
 def _report(
     opened: Opened,
     plan: LoadPlan,
     bytes_moved: tuple[int, int],
-    found: Matched,
+    matched: Matched,
     unexpected: tuple[str, ...],
     bindings: Sequence[Binding],
     recorder: Recorder,
@@ -146,15 +146,15 @@ def _report(
         bytes_read=bytes_moved[0],
         bytes_received=bytes_moved[1],
         files=len(set(plan.spans.file.tolist())),
-        missing=tuple(found.missing),
+        missing=tuple(matched.missing),
         unexpected=unexpected,
-        optimizers=tuple(n for n in optimizer_names(bindings) if found.counts[n][1] > 0),
+        optimizers=tuple(n for n in optimizer_names(bindings) if matched.counts[n][1] > 0),
         seconds=recorder.seconds(),
     )
 
 
 def _open(
-    enter: Callable[[], Store],
+    get_store: Callable[[], Store],
     options: LoadOptions,
     open_options: OpenOptions,
     group: Group,
@@ -165,14 +165,14 @@ def _open(
     Rank 0 holds the lock for all ranks: it leaves the load last, once all ranks have read.
     """
 
-    def enter_and_lock() -> Store:
+    def get_and_lock_store() -> Store:
         options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
-        store = enter()
+        store = get_store()
         if group.rank == 0:
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
         return store
 
-    return open_any(enter_and_lock, group, options.settings_text, open_options)
+    return open_any(get_and_lock_store, group, options.settings_text, open_options)
 
 
 def _fit_to_target(
@@ -233,7 +233,7 @@ def unite_local_states(parts: Iterable[LocalState]) -> LocalState:
 
 def _restore_values(
     bindings: Sequence[Binding],
-    found: Matched,
+    matched: Matched,
     saved: SavedNames,
     opened: Opened,
     group: Group,
@@ -241,10 +241,10 @@ def _restore_values(
     verify: bool,
 ) -> None:
     """Set the plain values that all ranks share, and the per-rank values."""
-    values = {name: saved.object(name) for name in found.objects}
+    values = {name: saved.object(name) for name in matched.objects}
     for binding in bindings:
         binding.restore(values)
-    names = {name: saved.saved_name(name) for name in found.per_rank}
+    names = {name: saved.saved_name(name) for name in matched.per_rank}
     ranks = read_per_rank(opened, list(names.values()), group, verify=verify)
     for binding in bindings:
         if binding.name in names:

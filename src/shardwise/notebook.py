@@ -40,26 +40,26 @@ def checkpoint_html(path: str, manifest: Manifest) -> str:
         rows.append(
             (key, str(len(entries) or ""), dtypes, format_bytes(nbytes) if entries else "", shown)
         )
-    facts = {
+    properties = {
         "format": manifest.format,
         "step": str(manifest.step),
         "ranks": str(manifest.world_size),
         "size": format_bytes(sum(file.size for file in manifest.files)),
     }
-    return _table(path, facts, ("key", "tensors", "dtype", "size", "values"), rows)
+    return _table(path, properties, ("key", "tensors", "dtype", "size", "values"), rows)
 
 
 def tensor_html(entry: TensorEntry, boxes: Sequence[tuple[Box, int]]) -> str:
     """Return a summary of a tensor as HTML."""
-    facts = {
+    properties = {
         "dtype": entry.dtype,
         "shape": str(list(entry.shape)),
         "size": format_bytes(_nbytes(entry)),
         "boxes": f"{len(boxes)}, of {len({rank for _, rank in boxes})} rank(s) or file(s)",
     }
     if entry.same_as is not None:
-        facts["tied to"] = entry.same_as
-    return _table(entry.name, facts, (), ())
+        properties["tied to"] = entry.same_as
+    return _table(entry.name, properties, (), ())
 
 
 def draw_boxes(
@@ -121,13 +121,13 @@ def _cell(text: str) -> str:
 
 
 def _table(
-    title: str, facts: Mapping[str, str], columns: Sequence[str], rows: Sequence[Sequence[str]]
+    title: str, properties: Mapping[str, str], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
     """Return a title, a line of facts and a table as HTML.
 
     All texts are escaped. Long texts and long tables are truncated.
     """
-    line = " · ".join(f"{_cell(name)} {_cell(value)}" for name, value in facts.items())
+    line = " · ".join(f"{_cell(name)} {_cell(value)}" for name, value in properties.items())
     head = "".join(f"<th style='text-align:left'>{_cell(each)}</th>" for each in columns)
     body = "".join(
         "<tr>"

@@ -67,7 +67,7 @@ DEFAULT_OPTIONS = OpenOptions()
 
 
 def open_any(
-    enter: Callable[[], Store],
+    get_store: Callable[[], Store],
     group: Group,
     settings_text: str = "",
     options: OpenOptions = DEFAULT_OPTIONS,
@@ -77,7 +77,7 @@ def open_any(
     Rank 0 reads the manifest, or describes the foreign files. Every rank checks the result.
 
     Args:
-        enter: returns the store of the place. A failure on one rank is raised on all ranks.
+        get_store: returns the store of the place. A failure on one rank is raised on all ranks.
         group: the ranks.
         settings_text: further settings that must be equal on all ranks, for error messages.
         options: the options for reading the checkpoint.
@@ -90,7 +90,7 @@ def open_any(
     """
 
     def make_message() -> tuple[Store, bytes]:
-        store = enter()
+        store = get_store()
         return store, f"{store} {settings_text}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
@@ -155,13 +155,13 @@ def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
         raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
 
-def find_step_directory(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
+def find_step_directory(get_store: Callable[[], Store], choice: Choice, group: Group) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or "".
 
     All ranks call this function together.
 
     Args:
-        enter: returns the store of the place. A failure on one rank is raised on all ranks.
+        get_store: returns the store of the place. A failure on one rank is raised on all ranks.
         choice: the selected step.
         group: the ranks.
 
@@ -172,7 +172,7 @@ def find_step_directory(enter: Callable[[], Store], choice: Choice, group: Group
     """
 
     def make_message() -> tuple[Store, bytes]:
-        store = enter()
+        store = get_store()
         return store, f"{store}, step={parse_choice(choice)!r}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:

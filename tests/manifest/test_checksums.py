@@ -47,15 +47,15 @@ def test_a_run_of_blocks_is_verified_as_its_blocks_are(size: int, data: st.DataO
     first = data.draw(st.integers(0, block_count(size)))
     last = data.draw(st.integers(first, block_count(size)))
     part = content[first * BLOCK : last * BLOCK]
-    assert table.damaged(first, part) == []
+    assert table.find_damaged(first, part) == []
     if len(part):
         where = data.draw(st.integers(0, len(part) - 1))
         part[where] ^= data.draw(st.integers(1, 255))
-        assert table.damaged(first, part) == [where // BLOCK]
+        assert table.find_damaged(first, part) == [where // BLOCK]
 
 
 def test_more_than_the_table_covers_is_damaged() -> None:
     content = np.ones(4 * BLOCK, np.uint8)
     table = BlockTable(block_checksums(content[: 2 * BLOCK]))
     with pytest.raises(ValueError, match="shape"):
-        table.damaged(0, content)
+        table.find_damaged(0, content)

@@ -42,7 +42,7 @@ def leaves_of_flat_parameters(
         The leaves, and the first name of each shared parameter by its other names.
     """
     leaves = []
-    shared: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     clean = NameCleaner(module)
     for flat, prefix, ranges in _flat_parameters(module):
         local = _local_shard(flat)
@@ -52,8 +52,8 @@ def leaves_of_flat_parameters(
         for info in flat._shared_param_infos:
             path = f"{prefix}{info.module_name}.{info.param_name}"
             first_name = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
-            shared[f"{module_name}.{clean(path)}"] = f"{module_name}.{clean(first_name)}"
-    return leaves, shared
+            first_names[f"{module_name}.{clean(path)}"] = f"{module_name}.{clean(first_name)}"
+    return leaves, first_names
 
 
 def flat_parameters(module: nn.Module) -> Iterator[Parameter]:

@@ -130,12 +130,12 @@ class ModuleWeights:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [unwrap_data_parallel(module) for module in modules]
-        self._clean = [NameCleaner(module) for module in self._modules]
+        self._cleaners = [NameCleaner(module) for module in self._modules]
         self._hook_tensors: dict[int, dict[str, torch.Tensor]] = {}
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
-        for module, clean in zip(self._modules, self._clean, strict=True):
+        for module, clean in zip(self._modules, self._cleaners, strict=True):
             if is_fsdp1(module):
                 yield from flat_parameters(module)
             for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -172,7 +172,7 @@ class ModuleWeights:
         def is_loaded(name: str) -> bool:
             return saved.tensor(name) is not None and selection.selects(name)
 
-        for module, clean in zip(self._modules, self._clean, strict=True):
+        for module, clean in zip(self._modules, self._cleaners, strict=True):
             _allocate_meta_tensors(module, clean, module_name, is_loaded)
             reshard_fsdp1(module)
         self._hook_tensors = {}
@@ -191,7 +191,7 @@ class ModuleWeights:
                     module.load_state_dict(self._hook_tensors[index], strict=False)
             for path, part in module.named_modules():
                 prefix = f"{path}." if path else ""
-                name = f"{module_name}.{self._clean[index](prefix + EXTRA_STATE)}"
+                name = f"{module_name}.{self._cleaners[index](prefix + EXTRA_STATE)}"
                 if name in extra_state:
                     with user_code(name, "set_extra_state()"):
                         part.set_extra_state(extra_state[name])
@@ -200,7 +200,7 @@ class ModuleWeights:
         """Do nothing: the modules hold their own weights."""
 
     def _state_dict_entries(self, index: int, module_name: str) -> Iterator[tuple[str, object]]:
-        module, clean = self._modules[index], self._clean[index]
+        module, clean = self._modules[index], self._cleaners[index]
         if is_fsdp1(module):
             yield from _fsdp1_entries(module, module_name, clean)
             return

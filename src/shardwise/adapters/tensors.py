@@ -117,9 +117,9 @@ def make_leaves_fillable(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
     copy to the original memory.
     """
     overlapping = _find_overlapping(leaves)
-    finished: list[tuple[TensorLeaf, TensorLeaf]] = []
+    filled_leaves: list[tuple[TensorLeaf, TensorLeaf]] = []
     return [
-        _copy_leaf(leaf, finished) if index in overlapping else make_fillable(leaf)
+        _copy_leaf(leaf, filled_leaves) if index in overlapping else make_fillable(leaf)
         for index, leaf in enumerate(leaves)
     ]
 
@@ -148,16 +148,16 @@ def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
     return overlapping
 
 
-def _copy_leaf(leaf: TensorLeaf, finished: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
+def _copy_leaf(leaf: TensorLeaf, filled_leaves: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
     """Return a copy of a leaf. Its `after_load` moves the values, and compares overlapping ones."""
     copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
     copy = TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies)
 
     def after_load() -> None:
-        finished.append((leaf, copy))
+        filled_leaves.append((leaf, copy))
         for original, copied in zip(leaf.fragments, copies, strict=True):
             original.data.copy_(copied.data)
-        for earlier, filled in finished:
+        for earlier, filled in filled_leaves:
             for original, copied in zip(earlier.fragments, filled.fragments, strict=True):
                 if not same_bytes(original.data, copied.data):
                     raise StateError(

@@ -111,7 +111,7 @@ def write_export(
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     identity = f"{source_id}: {options.resume_key}"
-    selected, tensors = _select(options, manifest)
+    selected, tensors = _select_contents(options, manifest)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))
     plan_files = TARGETS[options.to]
@@ -147,7 +147,7 @@ def digest_source(opened: Opened) -> str:
     return f"{opened.store}: {digest.hexdigest()}"
 
 
-def _select(
+def _select_contents(
     options: ExportOptions, manifest: Manifest
 ) -> tuple[Manifest, tuple[TargetTensor, ...]]:
     """Return a manifest with the selected values, and the selected tensors.

@@ -158,11 +158,11 @@ class _AdapterTensors:
     """The adapter's tensors: the factors of each module, and replacements of the base's tensors."""
 
     factors: dict[str, _Factors] = field(default_factory=dict)
-    whole: dict[str, TensorEntry] = field(default_factory=dict)
+    whole_tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Return the names of the weights that change."""
-        return [*(f"{module}.weight" for module in self.factors), *self.whole]
+        return [*(f"{module}.weight" for module in self.factors), *self.whole_tensors]
 
 
 def find_changes(
@@ -202,7 +202,7 @@ def find_changes(
             changes |= _module_changes(module, factors, model_tensors, config, alpha)
         except MismatchError as error:
             problems.append(f"{module}: {error.summary}")
-    for name, entry in found.whole.items():
+    for name, entry in found.whole_tensors.items():
         target = model_tensors[name[prefix_length:]]
         if target.shape != entry.shape:
             shapes = f"shape {list(entry.shape)} in the adapter, {list(target.shape)} in the base"
@@ -275,7 +275,7 @@ def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
                 )
             whole = _WHOLE_TENSOR_NAME.fullmatch(entry.name)
             name = f"{whole['module']}.{whole['rest']}" if whole else entry.name
-            found.whole[name.replace(".base_layer.", ".")] = entry
+            found.whole_tensors[name.replace(".base_layer.", ".")] = entry
             continue
         adapters.add(factor["adapter"] or "")
         module_factors = found.factors.setdefault(factor["module"], _Factors())
@@ -287,7 +287,7 @@ def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
         else:
             module_factors.b = entry
     for module, factors in found.factors.items():
-        factors.replacement = found.whole.pop(f"{module}.weight", None)
+        factors.replacement = found.whole_tensors.pop(f"{module}.weight", None)
     if len(adapters) > 1:
         raise StateError(
             f"the checkpoint has several adapters ({', '.join(sorted(adapters))}): save one of "

@@ -176,10 +176,12 @@ class MergedSource:
             elif isinstance(change, Replacement):
                 self._adapter.read([(TensorPart(change.name, part.box, part.dtype), buffer)])
             else:
-                self._merge(part, buffer, change)
+                self._merge_part(part, buffer, change)
         self._base.read(unchanged)
 
-    def _merge(self, part: TensorPart, buffer: Buffer, change: LowRankUpdate | BiasUpdate) -> None:
+    def _merge_part(
+        self, part: TensorPart, buffer: Buffer, change: LowRankUpdate | BiasUpdate
+    ) -> None:
         entry = self._base.saved.tensor(part.name)
         sum_dtype = "float64" if entry is not None and entry.dtype == "float64" else "float32"
         dtype: torch.dtype = getattr(torch, part.dtype)
@@ -193,16 +195,18 @@ class MergedSource:
         source, name = (
             (self._base, part.name) if replacement is None else (self._adapter, replacement)
         )
-        for tile in _tiles(part.box.shape, lora_rank, self._max_bytes // itemsize):
+        for tile in _cut_into_tiles(part.box.shape, lora_rank, self._max_bytes // itemsize):
             offset = tuple(a + b for a, b in zip(part.box.offset, tile.offset, strict=True))
             box = Box(offset, tile.shape)
             value = _read_tensor(source, name, box, sum_dtype)
-            value += self._update(box, change, sum_dtype)
+            value += self._compute_update(box, change, sum_dtype)
             merged[tile.slices()] = value.to(dtype)
         if out.data_ptr() != buffer.ctypes.data:
             buffer[:] = out.numpy()
 
-    def _update(self, box: Box, change: LowRankUpdate | BiasUpdate, sum_dtype: str) -> torch.Tensor:
+    def _compute_update(
+        self, box: Box, change: LowRankUpdate | BiasUpdate, sum_dtype: str
+    ) -> torch.Tensor:
         """Compute what the adapter adds to a box of the base's tensor."""
         if isinstance(change, BiasUpdate):
             return _read_tensor(self._adapter, change.name, box, sum_dtype) * change.scaling
@@ -241,7 +245,7 @@ def _read_tensor(source: CheckpointSource, name: str, box: Box, dtype_name: str)
     return torch.from_numpy(buffer).view(dtype).view(box.shape)
 
 
-def _tiles(shape: Sequence[int], lora_rank: int, max_elements: int) -> Iterator[Box]:
+def _cut_into_tiles(shape: Sequence[int], lora_rank: int, max_elements: int) -> Iterator[Box]:
     """Cut a vector or matrix into tiles.
 
     A tile and its factors have at most `max_elements` elements together.

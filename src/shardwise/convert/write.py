@@ -116,7 +116,7 @@ class Conversion:
             compared = written_names if names is None else names
             check_all_together(opened, compared, self.max_memory, self.recorder, self.group)
         journal = Journal(self.folder, self.identity)
-        mine = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
+        own_files = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
 
         def lock_target(_: list[bytes]) -> bytes:
             lock.enter_context(journal.lock_target())
@@ -136,12 +136,12 @@ class Conversion:
         with ExitStack() as lock:
             exchange(self.group, "starting an export", lambda: b"", lock_target)
             resumed, _ = exchange_with_local_value(
-                self.group, "exporting", lambda: self._write_files(mine, journal), publish
+                self.group, "exporting", lambda: self._write_files(own_files, journal), publish
             )
         return ConversionReport(
             path=str(self.folder),
             files=len(self.files.tensor_files),
-            bytes_written=sum(file.size for file in mine),
+            bytes_written=sum(file.size for file in own_files),
             resumed=resumed,
             left_out=(*self.left_out, *self.files.left_out),
             seconds=self.recorder.seconds(),

@@ -195,7 +195,7 @@ class DataReader:
         """
         high = low + len(data)
         if self._table is not None:
-            damaged = self._table.damaged(low // BLOCK, data)
+            damaged = self._table.find_damaged(low // BLOCK, data)
             if damaged:
                 first, last = low + damaged[0] * BLOCK, min(low + (damaged[-1] + 1) * BLOCK, high)
                 raise CorruptionError(

@@ -47,8 +47,8 @@ def find_overlaps(
     found = []
     begin = 0
     while begin < len(counts):
-        done = ends[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, done + pairs_at_once, side="right")))
+        pairs_before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, pairs_before + pairs_at_once, side="right")))
         rows = np.arange(begin, end)
         found.append(_intersect(left, right, order, low, counts, rows))
         begin = end
@@ -68,10 +68,15 @@ def _intersect(
     rows: Int,
 ) -> tuple[Int, Int, Int, Int]:
     count = counts[rows]
-    a = np.repeat(rows, count)
-    within = np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count)
-    b = order[np.repeat(low[rows], count) + within]
-    offset = np.maximum(left[1][a], right[1][b])
-    shape = np.minimum(left[1][a] + left[2][a], right[1][b] + right[2][b]) - offset
+    left_rows = np.repeat(rows, count)
+    place_in_tensor = np.arange(len(left_rows)) - np.repeat(np.cumsum(count) - count, count)
+    right_rows = order[np.repeat(low[rows], count) + place_in_tensor]
+    offset = np.maximum(left[1][left_rows], right[1][right_rows])
+    shape = (
+        np.minimum(
+            left[1][left_rows] + left[2][left_rows], right[1][right_rows] + right[2][right_rows]
+        )
+        - offset
+    )
     keep = (shape > 0).all(axis=1)
-    return a[keep], b[keep], offset[keep], shape[keep]
+    return left_rows[keep], right_rows[keep], offset[keep], shape[keep]

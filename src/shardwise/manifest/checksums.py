@@ -78,9 +78,9 @@ class BlockTable:
             up_to[distance:] ^= _append_zero_blocks(up_to[:-distance], distance)
             distance *= 2
         self._checksum_up_to = up_to
-        self._before: dict[int, Words] = {}
+        self._shifted_checksums: dict[int, Words] = {}
 
-    def damaged(self, first: int, data: Bytes) -> list[int]:
+    def find_damaged(self, first: int, data: Bytes) -> list[int]:
         """Return the indices of damaged blocks, relative to `first`.
 
         Args:
@@ -101,11 +101,13 @@ class BlockTable:
     def _checksum_of_run(self, first: int, count: int) -> int:
         if first + count > len(self._checksum_up_to):
             return -1
-        before = self._before.get(count)
-        if before is None:  # for all blocks at once: most runs have the same length
-            before = self._before[count] = _append_zero_blocks(self._checksum_up_to, count)
+        shifted = self._shifted_checksums.get(count)
+        if shifted is None:  # for all blocks at once: most runs have the same length
+            shifted = self._shifted_checksums[count] = _append_zero_blocks(
+                self._checksum_up_to, count
+            )
         return int(self._checksum_up_to[first + count - 1]) ^ (
-            int(before[first - 1]) if first else 0
+            int(shifted[first - 1]) if first else 0
         )
 
 

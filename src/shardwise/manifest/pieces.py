@@ -112,7 +112,7 @@ def _split_runs(continues: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
     Args:
         continues: whether a row continues with the same step as the two rows before it, `(n,)`.
     """
-    heads: list[int] = []
+    first_rows: list[int] = []
     counts: list[int] = []
     n = len(continues)
     continued = np.flatnonzero(continues)
@@ -123,13 +123,13 @@ def _split_runs(continues: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
         head = max(start - 2, row)
         if stop - head < SHORTEST_RUN:
             continue
-        heads.extend(range(row, head + 1))
+        first_rows.extend(range(row, head + 1))
         counts.extend([1] * (head - row))
         counts.append(stop - head)
         row = stop
-    heads.extend(range(row, n))
+    first_rows.extend(range(row, n))
     counts.extend([1] * (n - row))
-    return np.array(heads, np.int64), np.array(counts, np.int64)
+    return np.array(first_rows, np.int64), np.array(counts, np.int64)
 
 
 def expand_runs(runs: Runs) -> Pieces:

@@ -144,6 +144,6 @@ def has_valid_checksums(data: Buffer, entry: FileEntry) -> bool:
         return False
     table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
     return not any(
-        table.damaged(low // BLOCK, data[low : min(low + CHUNK, entry.checksums_at)])
+        table.find_damaged(low // BLOCK, data[low : min(low + CHUNK, entry.checksums_at)])
         for low in range(0, entry.checksums_at, CHUNK)
     )

@@ -91,8 +91,8 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
     index_of_name = {tensor.name: i for i, tensor in enumerate(tensors)}
     fragments = _unite_fragments(descriptions, index_of_name)
     order, counts = _group_replicas(fragments)
-    heads = order[np.cumsum(counts) - counts]
-    _check_coverage(tensors, fragments, heads)
+    first_rows = order[np.cumsum(counts) - counts]
+    _check_coverage(tensors, fragments, first_rows)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)
     world = len(descriptions)
     rows, offset, shape = _assign_writers(fragments, order, counts, itemsize, world)
@@ -174,25 +174,25 @@ def _group_replicas(fragments: _Fragments) -> tuple[Int, Int]:
     return order, np.bincount(groups) if len(groups) else groups
 
 
-def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, heads: Int) -> None:
+def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, first_rows: Int) -> None:
     if not tensors:
         return
     shapes = padded_rows([t.shape for t in tensors], fragments.offset.shape[1], 1)
     everything = np.ones(len(tensors), bool)
-    boxes = fragments.tensor[heads], fragments.offset[heads], fragments.shape[heads]
+    boxes = fragments.tensor[first_rows], fragments.offset[first_rows], fragments.shape[first_rows]
     wrong = find_uncovered_tensors(shapes, *boxes, everything).tolist()
     if not wrong:
         return
     lines = []
     for i in wrong[:10]:
-        mine = heads[fragments.tensor[heads] == i][:8]
+        rows_of_tensor = first_rows[fragments.tensor[first_rows] == i][:8]
         ndim = len(tensors[i].shape)
         parts = (
             f"rank {fragments.rank[row]} has {Box(tuple(offset[:ndim]), tuple(shape[:ndim]))}"
             for row, offset, shape in zip(
-                mine.tolist(),
-                fragments.offset[mine].tolist(),
-                fragments.shape[mine].tolist(),
+                rows_of_tensor.tolist(),
+                fragments.offset[rows_of_tensor].tolist(),
+                fragments.shape[rows_of_tensor].tolist(),
                 strict=True,
             )
         )

@@ -124,7 +124,7 @@ class ArchiveBuilder:
         crc = crc32(content) if isinstance(content, bytes) else 0
         fields = (
             _VERSION_ZIP64 if zip64 else _VERSION_PLAIN,
-            _flags(sum_follows),
+            _entry_flags(sum_follows),
             0,
             0,
             _FIRST_DATE,
@@ -145,7 +145,7 @@ class ArchiveBuilder:
         )
         if isinstance(content, TensorPart) and sum_follows:
             sum_index = file.add_with_checksum(content)
-            file.add(_descriptor(sum_index, size))
+            file.add(_make_descriptor(sum_index, size))
             self._entries.append(_Entry(encoded, header, size, sum_index=sum_index))
         else:
             file.add(content)
@@ -158,7 +158,9 @@ class ArchiveBuilder:
         for low in range(0, count, _ENTRIES_AT_ONCE):
             entries = self._entries[low : low + _ENTRIES_AT_ONCE]
             file.add(
-                BytesFromChecksums(len(_directory(entries, None)), partial(_directory, entries))
+                BytesFromChecksums(
+                    len(_encode_directory(entries, None)), partial(_encode_directory, entries)
+                )
             )
         end = file.size - self._start
         if count >= MAX_UINT16 or end >= MAX_UINT32:
@@ -175,18 +177,18 @@ class ArchiveBuilder:
         )
 
 
-def _flags(sum_follows: bool) -> int:
+def _entry_flags(sum_follows: bool) -> int:
     return _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
 
 
-def _descriptor(sum_index: int, size: int) -> BytesFromChecksums:
+def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
     layout = _DESCRIPTOR64 if size >= MAX_UINT32 else _DESCRIPTOR
     return BytesFromChecksums(
         layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
     )
 
 
-def _directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
+def _encode_directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
     """Return the directory records of entries; without sums, a placeholder of the same size."""
     records = []
     for entry in entries:
@@ -200,7 +202,7 @@ def _directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
         head = (
             needed,
             needed,
-            _flags(entry.sum_index is not None),
+            _entry_flags(entry.sum_index is not None),
             0,
             0,
             _FIRST_DATE,

@@ -62,7 +62,7 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     }
 
     def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
-        return {METADATA: pickle.dumps(_metadata(paths, tensors, stored_items))}
+        return {METADATA: pickle.dumps(_make_metadata(paths, tensors, stored_items))}
 
     return ExportFiles(tuple(file.build() for file in files), make_final_files, tuple(left_out))
 
@@ -91,7 +91,7 @@ def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
         values |= {(optimizer_name, key): value for key, value in optimizer.named_entries().items()}
     found: dict[str, _Leaf] = {}
     for parent_path, parent in values.items():
-        for path, value in _leaves(parent_path, parent):
+        for path, value in _iterate_leaves(parent_path, parent):
             name = ".".join(map(str, path))
             if name in found:
                 raise StateError(
@@ -102,14 +102,14 @@ def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
     return found
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _iterate_leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a state. DCP flattens dicts, and lists that contain tensors or dicts."""
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _leaves((*path, str(key)), each)
+            yield from _iterate_leaves((*path, str(key)), each)
     elif isinstance(value, list) and not _is_leaf(value):
         for index, each in enumerate(value):
-            yield from _leaves((*path, index), each)
+            yield from _iterate_leaves((*path, index), each)
     else:
         yield path, value
 
@@ -127,7 +127,7 @@ def _add_value(file: FileBuilder, value: Any, name: str) -> Item:
     return Item(file.name, start, file.size - start)
 
 
-def _metadata(
+def _make_metadata(
     paths: Mapping[str, Path],
     tensors: Mapping[str, Sequence[TensorPart]],
     stored_items: Mapping[TensorPart | str, Item],
@@ -149,7 +149,7 @@ def _metadata(
             item = stored_items[name]
             storage[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.length)
             continue
-        entries[name] = _tensor_metadata(tensors[name])
+        entries[name] = _make_tensor_metadata(tensors[name])
         for index, part in enumerate(tensors[name]):
             item = stored_items[part]
             key = MetadataIndex(name, part.box.offset, index)
@@ -163,7 +163,7 @@ def _metadata(
     )
 
 
-def _tensor_metadata(parts: Sequence[TensorPart]) -> TensorStorageMetadata:
+def _make_tensor_metadata(parts: Sequence[TensorPart]) -> TensorStorageMetadata:
     import torch
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

@@ -74,8 +74,8 @@ class NestedOptimizer:
 
     def ungrouped(self) -> list[str]:
         """Return the parameters with state that are not in any group."""
-        known = {name for group in self.groups for name in group.names}
-        return [name for name in self.state if name not in known]
+        parameter_names = {name for group in self.groups for name in group.names}
+        return [name for name in self.state if name not in parameter_names]
 
     def _owner(self, name: str) -> str:
         return self.ties.get(name, name)
@@ -160,17 +160,17 @@ def decode_with_parts(entry: ObjectEntry, tensors: Mapping[str, TensorPart]) -> 
             )
         return cast(torch.Tensor, tensors[name])
 
-    return decode(_with_tensors(entry.value), entry.name, tensor)
+    return decode(_convert_arrays_to_tensors(entry.value), entry.name, tensor)
 
 
-def _with_tensors(encoded: JsonValue) -> JsonValue:
+def _convert_arrays_to_tensors(encoded: JsonValue) -> JsonValue:
     """Return an encoded value in which NumPy arrays that are stored in files become tensors."""
     if isinstance(encoded, list):
-        return [_with_tensors(each) for each in encoded]
+        return [_convert_arrays_to_tensors(each) for each in encoded]
     if isinstance(encoded, dict):
         if encoded.get("$") == "array" and "name" in encoded:
             return {**encoded, "$": "tensor"}
-        return {key: _with_tensors(each) for key, each in encoded.items()}
+        return {key: _convert_arrays_to_tensors(each) for key, each in encoded.items()}
     return encoded
 
 
@@ -222,11 +222,11 @@ def _ties_of_model(contents: ExportContents) -> dict[str, str]:
 def _group_by_parameter(
     optimizer_leaves: Mapping[str, Any], groups: Iterable[ParamGroup]
 ) -> dict[str, dict[str, Any]]:
-    known = {name for group in groups for name in group.names}
+    parameter_names = {name for group in groups for name in group.names}
     found: dict[str, dict[str, Any]] = {}
     for name, leaf in optimizer_leaves.items():
         dot = name.rfind(".")
-        while dot > 0 and name[:dot] not in known:
+        while dot > 0 and name[:dot] not in parameter_names:
             dot = name.rfind(".", 0, dot)
         parameter, key = (name[:dot], name[dot + 1 :]) if dot > 0 else name.rpartition(".")[::2]
         found.setdefault(parameter, {})[key] = leaf

@@ -22,7 +22,7 @@ from shardwise.errors import StateError
 from shardwise.formats.containers.torch_values import STORAGE_DTYPES
 
 NumpyArray: TypeAlias = "np.ndarray[Any, Any]"
-FILE = "checkpoint.pt"
+FILE_NAME = "checkpoint.pt"
 _ARCHIVE_FOLDER = "archive"
 _VERSION = b"3\n"
 _PROTOCOL = 2
@@ -30,12 +30,12 @@ _TYPED_STORAGES = {
     dtype: getattr(torch, f"{storage_type}Storage")
     for storage_type, dtype in STORAGE_DTYPES.items()
 }
-_REBUILD = torch._utils._rebuild_tensor_v2
+_REBUILD_TENSOR = torch._utils._rebuild_tensor_v2
 _REBUILD_WITH_DTYPE = torch._utils._rebuild_tensor_v3
 _ALLOWED_NAMES = frozenset(
     {
         *_TYPED_STORAGES.values(),
-        *(torch.UntypedStorage, torch.Size, torch.device, _REBUILD, _REBUILD_WITH_DTYPE),
+        *(torch.UntypedStorage, torch.Size, torch.device, _REBUILD_TENSOR, _REBUILD_WITH_DTYPE),
         *(OrderedDict, Counter, bytearray, complex, _codecs.encode),
     }
 )
@@ -43,7 +43,7 @@ _ALLOWED_TYPES = frozenset(
     {OrderedDict, Counter, torch.Size, torch.device, torch.dtype, bytearray, complex}
 )
 """Types that `torch.load(weights_only=True)` loads, in addition to plain Python values."""
-_PICKLED_BY_NAME = (type, FunctionType, BuiltinFunctionType)
+_TYPES_PICKLED_BY_NAME = (type, FunctionType, BuiltinFunctionType)
 
 
 def plan_torch_file(contents: ExportContents) -> ExportFiles:
@@ -65,8 +65,8 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
     for name, optimizer in state.optimizers.items():
         state_dict[name] = optimizer.indexed_state_dict()
         left_out += [f"{name}.{each}: not in any param group" for each in optimizer.ungrouped()]
-    file = FileBuilder(FILE)
-    add_torch_file(file, state_dict, FILE)
+    file = FileBuilder(FILE_NAME)
+    add_torch_file(file, state_dict, FILE_NAME)
     return ExportFiles((file.build(),), lambda sums: {}, tuple(left_out))
 
 
@@ -124,7 +124,7 @@ def pickle_for_torch(value: object, name: str) -> TorchPickle:
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
-        pickler.dump(_without_numpy(value))
+        pickler.dump(_convert_from_numpy(value))
     except StateError as error:
         raise StateError(f"{name}: {error}") from error
     except RecursionError as error:
@@ -173,7 +173,7 @@ class _Pickler(pickle.Pickler):
             dtype = str(obj.dtype).removeprefix("torch.")
             return _reduce_tensor(self._add_storage(data), dtype, tuple(obj.shape), len(data))
         if type(obj) in _ALLOWED_TYPES or (
-            isinstance(obj, _PICKLED_BY_NAME) and obj in _ALLOWED_NAMES
+            isinstance(obj, _TYPES_PICKLED_BY_NAME) and obj in _ALLOWED_NAMES
         ):
             return NotImplemented
         raise StateError(f"torch.load reads a {type(obj).__name__} only with weights_only=False")
@@ -188,23 +188,23 @@ def _reduce_tensor(index: int, dtype: str, shape: tuple[int, ...], size: int) ->
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     if dtype in _TYPED_STORAGES:
         storage = _Storage(_TYPED_STORAGES[dtype], index, math.prod(shape))
-        return _REBUILD, (storage, 0, shape, stride, False, OrderedDict())
+        return _REBUILD_TENSOR, (storage, 0, shape, stride, False, OrderedDict())
     storage = _Storage(torch.UntypedStorage, index, size)
     torch_dtype = getattr(torch, dtype)
     return _REBUILD_WITH_DTYPE, (storage, 0, shape, stride, False, OrderedDict(), torch_dtype)
 
 
-def _without_numpy(value: object) -> object:
+def _convert_from_numpy(value: object) -> object:
     container_type = type(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return _tensor_of_array(value)
     if container_type in (dict, OrderedDict):
-        pairs = ((_without_numpy(k), _without_numpy(v)) for k, v in value.items())  # type: ignore[attr-defined]
+        pairs = ((_convert_from_numpy(k), _convert_from_numpy(v)) for k, v in value.items())  # type: ignore[attr-defined]
         return container_type(pairs)
     if container_type in (list, tuple):
-        return container_type(map(_without_numpy, value))  # type: ignore[call-overload]
+        return container_type(map(_convert_from_numpy, value))  # type: ignore[call-overload]
     return value
 
 

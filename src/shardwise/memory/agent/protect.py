@@ -169,7 +169,7 @@ class _ProtectionFiles:
         for low in range(0, entry.checksums_at, CHUNK):
             chunk = data[low : min(low + CHUNK, entry.checksums_at)]
             self._nodes.read_range(owner, entry.name, low, chunk)
-            intact = intact and not table.damaged(low // BLOCK, chunk)
+            intact = intact and not table.find_damaged(low // BLOCK, chunk)
         if not intact:
             raise CorruptionError(
                 f"step {self._place.step}: cannot copy {entry.name} from node {owner}: its bytes "

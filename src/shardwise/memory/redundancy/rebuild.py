@@ -189,7 +189,7 @@ class Rebuilder:
         high = min(block_count(part.high) * BLOCK, group.chunk)
         data = self._read_range(file.node, file.name, low, buffer[: high - low])
         page, first = divmod(low // BLOCK, TABLE_ALIGNMENT // 4)
-        damaged = self._read_table_page(group, file, page).damaged(first, data)
+        damaged = self._read_table_page(group, file, page).find_damaged(first, data)
         if damaged:
             raise CorruptionError(
                 f"parity is damaged: the bytes at {low + damaged[0] * BLOCK} fail their checksum"
