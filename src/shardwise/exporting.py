@@ -64,8 +64,7 @@ def export(
             checkpoint is only a model.
         dtype: the dtype to convert the model's floating-point tensors to.
         config: a file that `"hf"` copies as `config.json`.
-        step, verify, spec, skip_unknown, format, index: as for `open`. `verify`
-            also compares the copies of tensors that the source stores several times.
+        step, verify, spec, skip_unknown, format, index: as in `open`. `verify` compares all copies.
         max_memory, max_file: the most host memory of each rank, and the most bytes in a file.
         group, on_event: as for `load`.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.convert.targets.torch_file import FILE
+from shardwise.convert.targets.torch_file import FILE_NAME
 from shardwise.manifest.dtypes import DTYPES
 from tests.formats.comparing import assert_same
 
@@ -65,7 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sw.save(root / "source", state, step=2)
     report = sw.export(root / "source", root / "new", to="torch", max_memory=16 << 20)
     assert report.left_out == ("kind.none: torch.load reads a Kind only with weights_only=False",)
-    return root / "new" / FILE
+    return root / "new" / FILE_NAME
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -127,7 +127,7 @@ def test_every_dtype(tmp_path: Path) -> None:
         wanted[name] = raw.view(dtype)
     sw.save(tmp_path / "source", {"tensors": wanted})
     sw.export(tmp_path / "source", tmp_path / "new", to="torch")
-    loaded = torch.load(tmp_path / "new" / FILE, weights_only=True)["tensors"]
+    loaded = torch.load(tmp_path / "new" / FILE_NAME, weights_only=True)["tensors"]
     assert len(loaded) == len(wanted) > 20
     for name, tensor in wanted.items():
         assert loaded[name].dtype == tensor.dtype
@@ -140,5 +140,5 @@ def test_a_name_that_is_a_value_and_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a: both a value and the beginning of other names"):
         sw.export(source, tmp_path / "new", to="torch")
     sw.export(source, tmp_path / "new", to="torch", skip=["a"])
-    loaded = torch.load(tmp_path / "new" / FILE, weights_only=True)
+    loaded = torch.load(tmp_path / "new" / FILE_NAME, weights_only=True)
     assert_same(loaded, {"a": {"b": torch.ones(2)}})
