@@ -39,7 +39,7 @@ def main() -> None:
                 tensor.to_local().zero_()
             bench.measure(f"warm: {name}", lambda p=place: sw.load(p, state))
             if not all(torch.equal(kept[k], t.to_local()) for k, t in state["model"].items()):
-                raise RuntimeError(f"{place} is not what was saved")
+                raise RuntimeError(f"{place}: the loaded tensors differ from the saved ones")
     for cache in ("cold", "warm"):
         base = f"{cache}: our own"
         for name in (f"{cache}: {each}" for each in list(places)[1:]):

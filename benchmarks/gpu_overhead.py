@@ -36,7 +36,7 @@ GOALS = {"link": 0.9, "mean": 0.01, "p99": 0.03}
 def main() -> None:
     options = parse_arguments()
     if not torch.accelerator.is_available():
-        sys.exit("no accelerator found: this benchmark measures copies from one")
+        sys.exit("no accelerator found: this benchmark needs one, for example a CUDA device")
     device = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
     shape = Shape(
         layers=options.layers,

@@ -61,7 +61,7 @@ def _in_chunks(nbytes: int, move: Callable[[memoryview, int], int]) -> None:
         for at in range(thread * CHUNK, nbytes, THREADS * CHUNK):
             size = min(CHUNK, nbytes - at)
             if move(buffer[:size], at) != size:
-                raise OSError(f"moved fewer than {size} bytes at {at}")
+                raise OSError(f"read or wrote fewer than {size} bytes at offset {at}")
 
     with ThreadPoolExecutor(THREADS) as pool:
         for job in [pool.submit(work, thread) for thread in range(THREADS)]:

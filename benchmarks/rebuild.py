@@ -159,7 +159,7 @@ def restore(
     bench.measure(name, lambda: checkpointer.restore({"model": wanted}, strict=False))
     report = checkpointer.last_restore
     if report is None or (wanted and not report.origins[origin]):
-        raise RuntimeError(f"not restored from {origin}: {report}")
+        raise RuntimeError(f"the step was not restored from {origin}: {report}")
 
 
 def compare(bench: Bench, mine: Tensors, wanted: Tensors) -> None:

@@ -102,7 +102,7 @@ def restore(
         bench.measure(name, lambda: checkpointer.restore({"model": wanted}))
         report = checkpointer.last_restore
     if report is None or report.source != "memory":
-        raise RuntimeError(f"not restored from memory: {report}")
+        raise RuntimeError(f"the step was not restored from memory: {report}")
     if not all(torch.equal(mine[key].to_local(), wanted[key].to_local()) for key in mine):
         raise RuntimeError("the restored values differ from the saved ones")
     everyone = bench.gather_values(report.seconds)

@@ -70,14 +70,16 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.questions) - set(questions) - groups
     if unknown:
-        parser.error(f"unknown benchmark: {', '.join(sorted(unknown))}")
+        parser.error(
+            f"unknown benchmark: {', '.join(sorted(unknown))}; choose from: {', '.join(questions)}"
+        )
     asked = options.questions or questions
     chosen = [run for run in RUNS if run.question in asked or run.question.split("_")[0] in asked]
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
         rewrite_page(PAGE, RESULTS)
     if failed:
-        sys.exit("failed: " + "; ".join(map(str, failed)))
+        sys.exit(f"{len(failed)} benchmarks failed, see above: " + "; ".join(map(str, failed)))
 
 
 def ask(run: Run, options: argparse.Namespace) -> bool:

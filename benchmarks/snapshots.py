@@ -136,7 +136,7 @@ def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
     total = sum(each.nbytes for each in replicas.values())
     handle = checkpointer.save(1 << 30, {"model": replicas})
     if handle is None:
-        raise RuntimeError("a save that waits for a slot was left out")
+        raise RuntimeError("a save was skipped instead of waiting for a slot")
     copied = bench.gather_values(handle.result().bytes_written)
     rows = [
         {
@@ -161,7 +161,7 @@ def recover(
     )
     report = checkpointer.last_restore
     if report is None or report.source != "memory":
-        raise RuntimeError("the step was not restored from memory")
+        raise RuntimeError(f"step {step} was not restored from memory")
     path = root / f"step-{step:08d}"
     if bench.rank == 0:
         os.sync()

@@ -84,7 +84,7 @@ def run(command: list[str]) -> str:
     kept = {name: v for name, v in os.environ.items() if not name.startswith(PARALLEL)}
     done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{command}: {done.stderr[-4000:]}")
+        raise RuntimeError(f"{command}: exit status {done.returncode}: {done.stderr[-4000:]}")
     return done.stdout
 
 

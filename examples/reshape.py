@@ -152,7 +152,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     options = parser.parse_args()
     if options.steps < 8 or options.last < 1:
-        parser.error("at least 8 steps and 1 phase are needed")
+        parser.error(
+            f"--steps {options.steps} --last {options.last}: needs at least 8 steps and 1 phase"
+        )
     return options
 
 

@@ -168,6 +168,8 @@ def average(
     """
     from shardwise import combining
 
+    if len(sources) < 2:
+        raise typer.BadParameter(f"SRC {sources[0]}: pass two or more checkpoints before DST")
     write = partial(
         combining.average, sources, target, weights=weight or None, take_first=take_first or ()
     )

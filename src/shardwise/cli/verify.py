@@ -297,7 +297,8 @@ def _show_verdict(verdict: Verdict, console: Console) -> None:
     if verdict.unchecked:
         details.append(f"{fmt.format_bytes(verdict.unchecked)} not checked, without checksums")
     detail = f"  {'; '.join(details)}" if details else ""
-    console.print(Text.assemble(symbols[verdict.intact], verdict.path, (detail, "dim")))
+    line = Text.assemble(symbols[verdict.intact], verdict.path, (detail, "dim"))
+    console.print(line, soft_wrap=True)
     for each in verdict.damage:
         location = ""
         if each.start is not None:
@@ -307,4 +308,4 @@ def _show_verdict(verdict: Verdict, console: Console) -> None:
         if each.tensors:
             tensors = fmt.count(len(each.tensors), "tensor")
             text.append(f"\n    {tensors}: {fmt.names(each.tensors)}", "bold")
-        console.print(text)
+        console.print(text, soft_wrap=True)
