@@ -71,7 +71,7 @@ class Arena:
         return cls(staging_bytes, transfer)
 
     def threads_of(self, ranks_on_node: int) -> int:
-        """Return how many threads a rank uses if all ranks of its node read at the same time."""
+        """Return the number of threads of each rank if all ranks of its node read together."""
         requests = self.transfer.node_requests
         return (
             self.threads

@@ -10,8 +10,8 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import Store
 
-LONGEST_PUBLICATION = 10.0
-"""Seconds. The lock of a save outlives a pause of this length, in every store."""
+MAX_PUBLICATION_SECONDS = 10.0
+"""The lock of a save survives a pause of this length, in every store."""
 MOST_NAMES_SHOWN = 5
 
 
@@ -45,7 +45,7 @@ def publish_manifest(
         raise FileExistsError(f"{store} has a manifest")
     _refuse_missing(store, files, names)
     store.publish(MANIFEST, manifest, replace=replace)
-    if clock() - start > LONGEST_PUBLICATION:
+    if clock() - start > MAX_PUBLICATION_SECONDS:
         try:
             _refuse_missing(store, files, store.list())
         except StoreError:

@@ -73,7 +73,7 @@ def connect(
     deadline = time.monotonic() + timeout
     outgoing: Connections = {}
     for target, address in targets.items():
-        with _naming(target, address):
+        with _rank_in_errors(target, address):
             made = socket.create_connection(address, _remaining(deadline))
             outgoing[target] = cleanup.enter_context(made)
             made.sendall(_HELLO.pack(token, rank))
@@ -100,8 +100,8 @@ def connect(
 
 
 @contextmanager
-def _naming(rank: int, address: Address) -> Iterator[None]:
-    """Name the rank in an error of a connection."""
+def _rank_in_errors(rank: int, address: Address) -> Iterator[None]:
+    """Add the rank to the message of an error of a connection."""
     try:
         yield
     except OSError as error:
@@ -130,7 +130,7 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _discard(connection: socket.socket, count: int) -> None:
-    """Receive bytes, and forget them."""
+    """Receive bytes, and discard them."""
     buffer = memoryview(bytearray(DISCARDED_AT_ONCE))
     while count:
         received = connection.recv_into(buffer[:count])

@@ -28,7 +28,7 @@ class Throttle:
         self._lock = threading.Lock()
 
     def seconds_for(self, nbytes: int) -> float:
-        """Account for `nbytes`, and return how many seconds to wait before copying them."""
+        """Reserve time for `nbytes`, and return the seconds to wait before copying them."""
         if self._budget is None:
             return 0.0
         with self._lock:

@@ -22,7 +22,7 @@ from shardwise.manifest.names import (
 from shardwise.store import Store, UploadingStore
 
 REQUESTS_AT_ONCE = 16
-LARGEST_REMOVED = 1 << 12
+MAX_REMOVED_BYTES = 1 << 12
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -128,7 +128,7 @@ def _is_one_checkpoint(names: Collection[str], ours: Collection[str]) -> bool:
 def _may_be_read(store: Store) -> bool:
     """Return whether a checkpoint was removed so recently that it may still be read."""
     try:
-        data = store.read(REMOVED, limit=LARGEST_REMOVED)
+        data = store.read(REMOVED, limit=MAX_REMOVED_BYTES)
         removed_at = msgspec.json.decode(data, type=_Removed).removed_at
     except (FileNotFoundError, msgspec.DecodeError):
         return False

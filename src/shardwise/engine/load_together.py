@@ -29,14 +29,14 @@ from shardwise.plan.share import SharedReads, fraction_saved, share_reads
 from shardwise.store import MappedStore
 
 WORTH_SHARING = 0.05
-"""The smallest fraction of bytes to save for which the ranks of a node read together."""
+"""The ranks of a node read together if this avoids at least this fraction of their reads."""
 MEASURED_ROUNDS = 3
-"""How often a rank reads some bytes to measure the storage."""
-MOST_MEASURED = 1 << 20
-"""The longest read to measure the storage, in bytes."""
-FRACTION_MEASURED = 0.005
-"""The most bytes that a rank reads to measure the storage, as a fraction of its reads. A rank reads
-at least a block in each thread and round."""
+"""The number of rounds of reads that measure the storage."""
+MAX_PROBE_BYTES = 1 << 20
+"""The size of the largest read that measures the storage, in bytes."""
+PROBE_FRACTION = 0.005
+"""A rank reads at most this fraction of its bytes to measure the storage, but at least a block in
+each thread and round."""
 
 
 class _LoadMessage(msgspec.Struct, array_like=True):
@@ -189,17 +189,17 @@ def _read(
 
 
 def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
-    """Measure how many bytes per second this rank reads from storage, by a part of its reads.
+    """Read a small part of what this rank needs, and return the rate in bytes per second.
 
-    Each of several rounds reads a few bytes in all threads. The median round counts, because other
-    processes may delay some of the rounds.
+    Each of several rounds reads a few bytes in all threads. The result is the median of the rounds,
+    because other processes may delay some of them.
 
     Returns:
         The rate; 0 if there is nothing to read, or if a file cannot be read. The load itself then
         reports the reason.
     """
-    budget = int(reads.nbytes * FRACTION_MEASURED) // (MEASURED_ROUNDS * arena.threads)
-    count = min(max(budget // BLOCK, 1) * BLOCK, MOST_MEASURED)
+    budget = int(reads.nbytes * PROBE_FRACTION) // (MEASURED_ROUNDS * arena.threads)
+    count = min(max(budget // BLOCK, 1) * BLOCK, MAX_PROBE_BYTES)
     rows = range(min(arena.threads, len(reads)))
     if not rows:
         return 0.0
