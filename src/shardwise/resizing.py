@@ -11,6 +11,7 @@ import msgspec
 
 from shardwise.adapters import bind_state
 from shardwise.adapters.values import TensorBinding
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
@@ -23,6 +24,7 @@ KEEP_COMMON = "keep-common"
 Shape = tuple[int, ...]
 
 
+@prepare_decoding
 class ResizeTarget(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the target that may be resized.
 

@@ -14,6 +14,7 @@ from typing import Literal, SupportsIndex
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.leftovers import (
     map_in_threads,
     mark_as_removed,
@@ -206,6 +207,7 @@ def decode_keep(data: Mapping[str, object]) -> Keep:
     return msgspec.convert(data, type=_KeepFields).make_keep()
 
 
+@prepare_decoding
 class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of `Keep`, with durations as text."""
 

@@ -10,6 +10,7 @@ from functools import cached_property
 import msgspec
 
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, RangeChecksums, TensorPart
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.store import FileStatus, Store, why_no_directory
 
@@ -20,6 +21,7 @@ LARGEST_RECORD = 1 << 30
 MOST_FILES = 1 << 22
 
 
+@prepare_decoding
 class _FileRecord(msgspec.Struct, frozen=True):
     """A complete file: its name, a digest of its planned contents, and its checksums."""
 

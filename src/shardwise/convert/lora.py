@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, MismatchError, StateError
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
@@ -38,6 +39,7 @@ _WHOLE_TENSOR_NAME = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<re
 _PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
 
 
+@prepare_decoding
 class AdapterConfig(msgspec.Struct, frozen=True):
     """The settings in PEFT's `adapter_config.json` that determine how an adapter is applied."""
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from shardwise import errors
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, describe_error
 
@@ -28,6 +29,7 @@ Reply = bytes | Sequence[bytes]
 """One reply for all ranks, or a sequence with one for each rank."""
 
 
+@prepare_decoding
 class _ExchangeMessage(msgspec.Struct, array_like=True):
     """A rank's message: the name of the operation, and the rank's data or error."""
 
@@ -36,6 +38,7 @@ class _ExchangeMessage(msgspec.Struct, array_like=True):
     failure: str | None = None
 
 
+@prepare_decoding
 class _Reply(msgspec.Struct, array_like=True):
     """Rank 0's reply.
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import (
@@ -27,6 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+@prepare_decoding
 class _Removed(msgspec.Struct, frozen=True):
     """When a checkpoint was removed, in seconds since 1970."""
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import PlannedLoad, are_mapped, fill_alone, open_readers
@@ -39,6 +40,7 @@ PROBE_FRACTION = 0.005
 each thread and round."""
 
 
+@prepare_decoding
 class _LoadMessage(msgspec.Struct, array_like=True):
     """A rank's message to the other ranks of its node, from which all plan the same shared reads.
 

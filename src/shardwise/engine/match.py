@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import LocalValue, exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.rename_hints import suggest_opened_object, suggest_renames
@@ -188,6 +189,7 @@ def agree_on_match(
     return extra, found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
+@prepare_decoding
 class _MatchMessage(msgspec.Struct, array_like=True):
     """A rank's message about its targets.
 

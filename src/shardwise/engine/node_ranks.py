@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.engine.doorbell import (
     OPERATION,
@@ -41,6 +42,7 @@ DIGEST_SIZE = 16
 """The size of the digest at the beginning of a buffer, in bytes."""
 
 
+@prepare_decoding
 class _Member(msgspec.Struct, array_like=True):
     """A rank, and the file descriptors in its process through which others open its memory.
 

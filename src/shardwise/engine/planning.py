@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.exchange import collect, exchange, exchange_with_local_value, require_equal
 from shardwise.engine.files import FileSource
@@ -20,13 +21,7 @@ from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.events import Recorder
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
-from shardwise.manifest.manifest import (
-    VERSION,
-    FileEntry,
-    Manifest,
-    ObjectEntry,
-    encode_manifest,
-)
+from shardwise.manifest.manifest import VERSION, FileEntry, Manifest, ObjectEntry, encode_manifest
 from shardwise.manifest.names import data_file
 from shardwise.plan.cache import PlanCache, RankPlan
 from shardwise.plan.save import ManifestPlan, plan_save
@@ -261,6 +256,7 @@ class _DescribedSave:
         return msgspec.msgpack.encode(message)
 
 
+@prepare_decoding
 class _PlanMessage(msgspec.Struct, array_like=True):
     """A rank's message to rank 0.
 
@@ -279,6 +275,7 @@ class _PlanMessage(msgspec.Struct, array_like=True):
     message: bytes
 
 
+@prepare_decoding
 class _Agreement(msgspec.Struct, array_like=True):
     """Rank 0's reply to a rank.
 
@@ -299,6 +296,7 @@ class _Agreement(msgspec.Struct, array_like=True):
     peers: list[list[int]] = []
 
 
+@prepare_decoding
 class _EncodedPlan(msgspec.Struct, array_like=True):
     """The plan of one rank, as rank 0 sends it.
 

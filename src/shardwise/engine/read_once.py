@@ -27,6 +27,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.connections import (
     OPERATION,
     TOKEN_SIZE,
@@ -67,6 +68,7 @@ SEE_FIRST_RANK = b"\0"
 log = logging.getLogger("shardwise")
 
 
+@prepare_decoding
 class _Offer(msgspec.Struct, array_like=True):
     """The first message of a rank.
 
@@ -96,6 +98,7 @@ class _Peer(msgspec.Struct, array_like=True):
     port: int
 
 
+@prepare_decoding
 class _Plan(msgspec.Struct, array_like=True):
     """What a node shares with other nodes; rank 0 sends it to the first rank of the node.
 
@@ -112,6 +115,7 @@ class _Plan(msgspec.Struct, array_like=True):
     reads: bytes
 
 
+@prepare_decoding
 class _Connected(msgspec.Struct, array_like=True):
     """The third message of a rank.
 

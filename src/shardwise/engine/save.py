@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.files import write_data_file
@@ -207,6 +208,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry 
         raise
 
 
+@prepare_decoding
 class _Totals(msgspec.Struct, array_like=True):
     """The tensor bytes of the checkpoint and of all ranks, and the number of data files."""
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.leaves import LocalState
 from shardwise.state.plain_values import JsonValue, differing_names
 
 
+@prepare_decoding
 class SharedValues(msgspec.Struct, array_like=True):
     """The shared values of one rank.
 

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StateError, StoreError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
@@ -47,6 +48,7 @@ class _PackedTable(msgspec.Struct, frozen=True, array_like=True):
     columns: tuple[bytes, ...]
 
 
+@prepare_decoding
 class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
     format: str
     files: tuple[_FileEntry, ...]

@@ -236,7 +236,6 @@ class _Head(msgspec.Struct):
     version: int = 0
 
 
-# msgspec 0.22 crashes if two threads are the first to decode the same type. So the decoders, which
-# prepare the types, are made at the import.
+# Made at the import, because msgspec 0.22 crashes if two threads are the first to decode a type.
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 _MANIFEST_DECODER = msgspec.json.Decoder(Manifest)

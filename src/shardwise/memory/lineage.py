@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.memory.home import new_run_id
 from shardwise.store import Store
@@ -38,6 +39,7 @@ class Resumption(msgspec.Struct, array_like=True, frozen=True):
     step: Step
 
 
+@prepare_decoding
 class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
     """A run, and its resumptions.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Run
@@ -24,6 +25,7 @@ MOST_SUSPECTED = 16
 """The number of suspected steps in a task; older ones are forgotten."""
 
 
+@prepare_decoding
 class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
     """A root, and its mirror.
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
@@ -205,6 +206,7 @@ def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> StageOutcom
     return StageOutcome(save_id=save_id, stage=stage, failure=failure)
 
 
+@prepare_decoding
 class _SaveId(msgspec.Struct):
     """The save id of a manifest."""
 

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.redundancy.placement import Protection, ProtectionGroup
 from shardwise.retention import PlainKeep
@@ -56,6 +57,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
         return f"AgentInfo(node={self.node!r}, url={self.url!r})"
 
 
+@prepare_decoding
 class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
     """A rank's data file is in memory, complete except for its checksums.
 
@@ -77,6 +79,7 @@ class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slot
     epoch: int | None = None
 
 
+@prepare_decoding
 class RingFile(
     msgspec.Struct,
     frozen=True,
@@ -105,6 +108,7 @@ class RingFile(
     checksums: dict[str, bytes] = {}
 
 
+@prepare_decoding
 class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of a save that is not committed yet, and everything else that its leader needs.
 
@@ -155,6 +159,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int = 0
 
 
+@prepare_decoding
 class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to copy files of this node to storage.
 
@@ -172,6 +177,7 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     budget: int | None = None
 
 
+@prepare_decoding
 class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to store copies or parity for other nodes.
 
@@ -189,6 +195,7 @@ class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
     rings: int = 0
 
 
+@prepare_decoding
 class RemoveOldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to remove old checkpoints from storage.
 
@@ -209,6 +216,7 @@ class RemoveOldRequest(msgspec.Struct, frozen=True, kw_only=True):
     mirror: MirrorRequest | None = None
 
 
+@prepare_decoding
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """Why this node tries a stage again. The record is removed when the stage ends on this node.
 
@@ -231,6 +239,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
 
 
+@prepare_decoding
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a stage ended, on one node or for the cluster.
 

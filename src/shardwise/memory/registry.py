@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ROOT_RECORD, Run
@@ -45,6 +46,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 log = logging.getLogger("shardwise")
 
 
+@prepare_decoding
 class NodeEntry(msgspec.Struct, frozen=True, rename={"info": "card", "saved_at": "at"}):
     """A node that may hold snapshots of a run.
 

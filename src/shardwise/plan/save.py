@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
@@ -23,6 +24,7 @@ SMALLEST_GRAIN = 1 << 16
 """Bounds on the unit, in bytes, at which replicas are cut; see `divide_replicas`."""
 
 
+@prepare_decoding
 class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
     """The part of a manifest that depends on the plan alone.
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.decoding import prepare_decoding
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 
@@ -52,6 +53,7 @@ class Description:
         )
 
 
+@prepare_decoding
 class _EncodedDescription(msgspec.Struct, array_like=True):
     names: str
     dtypes: str

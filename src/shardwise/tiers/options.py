@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
 from shardwise.retention import Keep, PlainKeep, decode_keep
 from shardwise.store import Store
@@ -50,6 +51,7 @@ class Mirror:
         return mirror if isinstance(mirror, Mirror) else cls(mirror)
 
 
+@prepare_decoding
 class MirrorRequest(msgspec.Struct, frozen=True):
     """A `Mirror` in the records of agents.
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_of_directory
 from shardwise.store import Store, open_store
@@ -54,6 +55,7 @@ class RepairedStep(msgspec.Struct, frozen=True):
     time: float
 
 
+@prepare_decoding
 class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a mirror.
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.foreign import StoredArray
@@ -38,6 +39,7 @@ class Header:
     left_out: Mapping[str, str]
 
 
+@prepare_decoding
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Dims

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.file_tree import FileTree
@@ -134,6 +135,7 @@ def _read_index(tree: FileTree, name: str) -> dict[str, str]:
     return index.weight_map
 
 
+@prepare_decoding
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
@@ -291,6 +293,7 @@ def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndAr
         yield name, (saved.saved_offsets, array)
 
 
+@prepare_decoding
 class _SavedOffsets(msgspec.Struct, frozen=True):
     saved_offsets: Dims
 

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.file_tree import FileTree
@@ -58,6 +59,7 @@ class _Entry(msgspec.Struct, frozen=True):
     serialized_value: str | None = None
 
 
+@prepare_decoding
 class _Manifest(msgspec.Struct, frozen=True):
     version: str
     world_size: int

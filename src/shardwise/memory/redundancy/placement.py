@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import LARGEST_INTEGER
@@ -153,6 +154,7 @@ class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return stripes_of_group(len(self.members), self.parity)
 
 
+@prepare_decoding
 class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the nodes of a snapshot protect each other.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.options import Tls
@@ -30,6 +31,7 @@ ReadSource = tuple[str, Callable[[int, Buffer], None]]
 """An origin, and a function `read(offset, out)` that reads a range of a file from there."""
 
 
+@prepare_decoding
 class Assembly(msgspec.Struct, array_like=True, frozen=True):
     """Where the files of a snapshot are.
 

@@ -18,26 +18,26 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.records import AgentInfo
 from shardwise.store.store import Buffer
 
-LONGEST_WAIT = 60.0  # seconds
-LARGEST_LIST = 1 << 26  # bytes
-LONGEST_EXPLANATION = 500  # bytes
+LONGEST_WAIT, CONNECT_RETRY_PERIOD, ABORT_PERIOD = 60.0, 0.2, 0.05  # seconds
+LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
 PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
-CONNECT_RETRY_PERIOD, ABORT_PERIOD = 0.2, 0.05  # seconds
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
+@prepare_decoding
 class Health(msgspec.Struct, frozen=True):
     """A running agent: its process id, and the number of runs that have data on its node."""
 
@@ -52,6 +52,7 @@ class ListedFile(msgspec.Struct, frozen=True):
     size: Count
 
 
+@prepare_decoding
 class ListedStep(msgspec.Struct, frozen=True):
     """The files of a step on a node."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
@@ -34,6 +35,7 @@ ReadSmallFile = Callable[[str, int, str], bytes]
 """`read(node, step, name)` returns the contents of a small file, or raises `OSError`."""
 
 
+@prepare_decoding
 class NodeFiles(msgspec.Struct, array_like=True):
     """The files of a run that a node stores.
 
@@ -325,6 +327,7 @@ class Search:
         return None
 
 
+@prepare_decoding
 class _PendingEpoch(msgspec.Struct):
     """The epoch of a pending manifest; its other fields are not decoded."""
 

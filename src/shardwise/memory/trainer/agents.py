@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group, own_address
 from shardwise.errors import StoreError
@@ -33,6 +34,7 @@ MOST_STARTS, START_PERIOD = 5, 60.0
 log = logging.getLogger("shardwise")
 
 
+@prepare_decoding
 class Membership(msgspec.Struct, array_like=True):
     """The nodes of a run.
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange_with_local_value
 from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
@@ -44,6 +45,7 @@ from shardwise.store.store import Buffer
 _PLACEHOLDER_SAVE_ID = "0" * 16
 
 
+@prepare_decoding
 class RingMember(msgspec.Struct, array_like=True, frozen=True):
     """A rank of a ring: its node, failure domain and file."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance, allow_as_instances
 from shardwise.formats.foreign import StoredArray
@@ -138,6 +139,7 @@ class TorchOptimizer:
     param_groups: tuple[int, ...]
 
 
+@prepare_decoding
 class _ModelFile(msgspec.Struct):
     module: dict[str, Any] | None
     buffer_names: list[str] | None
@@ -148,10 +150,12 @@ class _ModelFile(msgspec.Struct):
     optimizer: dict[Any, Any] | None = None
 
 
+@prepare_decoding
 class _OptimizerFile(msgspec.Struct):
     optimizer_state_dict: dict[str, Any]
 
 
+@prepare_decoding
 class _Zero12State(msgspec.Struct):
     single_partition_of_fp32_groups: list[Any]
     base_optimizer_state: dict[str, Any] | list[Any]
@@ -161,17 +165,20 @@ class _Zero12State(msgspec.Struct):
     param_slice_mappings: list[dict[str, Any]] | None = None
 
 
+@prepare_decoding
 class _Zero3State(msgspec.Struct):
     fp32_flat_groups: list[Any]
     optimizer_state_dict: dict[str, Any]
     partition_count: Any = None
 
 
+@prepare_decoding
 class _TorchOptimizerFile(msgspec.Struct):
     state: dict[int, Any]
     param_groups: list[dict[str, Any]]
 
 
+@prepare_decoding
 class _ParamGroup(msgspec.Struct):
     params: list[int]
 
