@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.files import FileSource
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
+from shardwise.engine.write_file import FileSource
 from shardwise.layout import Box
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import FileEntry

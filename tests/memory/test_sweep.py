@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.files import FileSource
 from shardwise.engine.tensors import Array, HostMemory, Slices
+from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file

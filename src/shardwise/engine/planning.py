@@ -14,11 +14,11 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.exchange import collect, exchange, exchange_with_local_value, require_equal
-from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
+from shardwise.engine.write_file import FileSource
 from shardwise.events import Recorder
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import VERSION, FileEntry, Manifest, ObjectEntry, encode_manifest

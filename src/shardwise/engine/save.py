@@ -13,11 +13,11 @@ import torch
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.exchange import exchange, run_on_all
-from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_leftovers
 from shardwise.engine.node_ranks import divide_uploads
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes
 from shardwise.layout import Box

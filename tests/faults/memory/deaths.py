@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from shardwise.engine.files import FileSource
+    from shardwise.engine.write_file import FileSource
     from shardwise.store.store import Buffer
 
 When = Literal["before", "within", "after"]
@@ -28,7 +28,7 @@ def die() -> None:
 
 def die_at_bucket(number: int) -> None:
     """From now on, die in the middle of the copy of this bucket."""
-    from shardwise.engine.files import FileSource
+    from shardwise.engine.write_file import FileSource
 
     fill = FileSource.fill
     seen = iter(range(number + 1))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.files import FileSource
+from shardwise.engine.write_file import FileSource
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note

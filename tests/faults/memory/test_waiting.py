@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.files import FileSource
+from shardwise.engine.write_file import FileSource
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.trainer.save_handle import PendingSave
 from shardwise.store.store import Buffer

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange_with_local_value
-from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
+from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records

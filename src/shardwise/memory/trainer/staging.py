@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.engine.files import FileSource
 from shardwise.engine.planning import PlannedSave
+from shardwise.engine.write_file import FileSource
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import records
 from shardwise.memory.files import Deadline, write_record
