@@ -98,7 +98,9 @@ def test_a_layer_is_read_by_name(tmp_path: Path) -> None:
 def test_another_backend_is_refused(tmp_path: Path) -> None:
     place = unpacked("megatron_plain", tmp_path)
     (place / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(sw.FormatError, match=r"its backend is .zarr., but only .torch_dist. is"):
+    with pytest.raises(
+        sw.FormatError, match=r"sharded_backend is .zarr., but only .torch_dist. is"
+    ):
         opened(place)
 
 

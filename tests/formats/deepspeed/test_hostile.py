@@ -81,7 +81,7 @@ def test_as_it_should_be(tmp_path: Path) -> None:
         (lambda m, s: s.update(single_partition_of_fp32_groups=[None]), "NVMe"),
         (
             lambda m, s: s.update(single_partition_of_fp32_groups=[torch.zeros(6).expand(2, 6)]),
-            "not flat tensors",
+            "not a flat tensor",
         ),
         (lambda m, s: s.update(param_slice_mappings=[{"w": 3}]), "param_slice_mappings"),
         (lambda m, s: s.update(base_optimizer_state=3), r"got `int` - at `\$.base_opt"),

@@ -189,7 +189,10 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
         ({"original_vocab_size": None}, "original_vocab_size is missing"),
         ({"original_vocab_size": 13}, "fewer rows than the original vocabulary, 13"),
         ({"sub_param_shard_widths": {r".*qkv\.weight": [[8, 0], [2, 1], [1, 2]]}}, "widths"),
-        ({"sub_param_shard_widths": {r".*qkv\.weight": [[8], [3], [3]]}}, "not for 2 ranks"),
+        (
+            {"sub_param_shard_widths": {r".*qkv\.weight": [[8], [3], [3]]}},
+            "should have 2 widths for each",
+        ),
         ({"parameter_with_sub_params": [{"patterns": ["x"]}]}, "no valid shape"),
         ({"vocabulary_parameter_patterns": ["("]}, "not a valid pattern"),
         ({"vocabulary_parameter_patterns": ["(a+)+b"]}, "too many repetitions"),

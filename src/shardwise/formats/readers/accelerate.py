@@ -75,7 +75,8 @@ def read(tree: FileTree) -> Foreign:
     if any(map(_FSDP_OF_RANK.fullmatch, tree.sizes)):
         raise FormatError(
             f"{tree}: each rank wrote its own FSDP weights (LOCAL_STATE_DICT), and no file "
-            "says how they fit together: save with SHARDED_STATE_DICT"
+            "says how they fit together: load the checkpoint with accelerate, and save it with "
+            "fsdp_state_dict_type SHARDED_STATE_DICT"
         )
     parts: list[NestedLeaves] = []
     for read_part in _list_part_readers(tree):

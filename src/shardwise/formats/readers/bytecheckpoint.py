@@ -96,8 +96,11 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
     parsed: dict[bytes, StoredArray] = {}
     arrays: dict[tuple[str, tuple[int, ...] | None], StoredArray] = {}
     pickles = metadata.extra_fields.get("all_tensor_metadata")
-    for record, data in (pickles if isinstance(pickles, dict) else {}).items():
-        name, offset = parse_item_key(record)
+    for item_key, data in (pickles if isinstance(pickles, dict) else {}).items():
+        try:
+            name, offset = parse_item_key(item_key)
+        except FormatError as error:
+            raise FormatError(f"{path}: all_tensor_metadata: {error}") from error
         if not isinstance(data, bytes):
             continue
         if data not in parsed:
@@ -107,23 +110,24 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
             ).value
             if not isinstance(array, StoredArray):
                 raise FormatError(
-                    f"{label}: expected a plain tensor, found {type(array).__name__}: copy the "
-                    "file again from an intact source, or save with ByteCheckpoint 0.0.x"
+                    f"{label}: all_tensor_metadata should describe this tensor by a plain tensor, "
+                    f"but has a {type(array).__name__}: copy the file again from an intact source, "
+                    "or save with ByteCheckpoint 0.0.x"
                 )
             parsed[data] = array
         arrays[name, offset] = parsed[data]
     return arrays
 
 
-def _find_arrays(arrays: ChunkArrays, tree: FileTree, chunks: Chunks) -> ItemArrays:
+def _find_arrays(arrays: ChunkArrays, _tree: FileTree, chunks: Chunks) -> ItemArrays:
     distinct: dict[StoredArray, int] = {}
     distinct_index, start = [], []
     for name, item, offset in zip(chunks.names, chunks.items, chunks.offset_tuples, strict=True):
         array = arrays.get((name, offset))
         if array is None:
             raise FormatError(
-                f"{tree}: the chunk of {name} at {list(offset)}: {METADATA} has no dtype and "
-                "strides of it: copy all files of one save"
+                f"{chunks.metadata_path}: {name}: all_tensor_metadata lacks the dtype and strides "
+                f"of the chunk at {list(offset)}: copy all files of one save"
             )
         distinct_index.append(distinct.setdefault(array, len(distinct)))
         start.append(item.offset + array.start)

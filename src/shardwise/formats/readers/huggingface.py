@@ -147,8 +147,8 @@ def _read_shard(tree: FileTree, name: str, index: int) -> _Shard:
     value = read_value(tree, name, index)
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
-            f"{tree}: {name}: expected a state_dict of a module, found {type(value).__name__}: "
-            "copy the file again from an intact source"
+            f"{tree.label(name)}: expected a state_dict of a module (a dict with texts as keys), "
+            f"found {type(value).__name__}: copy the file again from an intact source"
         )
     arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
     return _Shard(arrays, {key: "not a tensor" for key in value if key not in arrays})
@@ -286,9 +286,9 @@ def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndAr
         saved = offsets.get(name)
         if saved is None or len(saved.saved_offsets) != len(array.shape):
             raise FormatError(
-                f"{path}: {_OFFSETS_KEY} lacks the offset of its array in {name[:200]!r}: the file "
-                "is damaged, or HuggingFaceStorageWriter did not write it; copy it again from an "
-                "intact source"
+                f"{path}: {name[:200]}: {_OFFSETS_KEY} has no offset of {len(array.shape)} "
+                "dimensions for this array: the file is damaged, or HuggingFaceStorageWriter did "
+                "not write it; copy it again from an intact source"
             )
         yield name, (saved.saved_offsets, array)
 
@@ -303,7 +303,8 @@ def _find_dtype_and_shape(label: str, shards: list[_OffsetAndArray]) -> tuple[st
     kinds = {(array.dtype, len(array.shape)) for _, array in shards}
     if len(kinds) > 1:
         raise FormatError(
-            f"{label}: its shards have different dtypes or numbers of dimensions: the files are "
+            f"{label}: its shards differ in dtype or number of dimensions: "
+            f"{', '.join(f'{dtype} with {dims}' for dtype, dims in sorted(kinds))}: the files are "
             "from different saves: copy all files of one save"
         )
     ends = [[o + n for o, n in zip(offset, array.shape, strict=True)] for offset, array in shards]

@@ -62,8 +62,8 @@ def _read_dict(tree: FileTree, name: str, index: int) -> dict[Any, Any]:
     value = read_value(tree, name, index)
     if not isinstance(value, dict):
         raise FormatError(
-            f"{tree}: {name}: expected a dict, found {type(value).__name__}: copy the file again "
-            "from an intact source"
+            f"{tree.label(name)}: expected a dict, found {type(value).__name__}: copy the file "
+            "again from an intact source"
         )
     return value
 

@@ -112,8 +112,9 @@ def _check_backend(tree: FileTree) -> None:
     backend = config.get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(
-            f"{tree}: its backend is {str(backend)[:40]!r}, but only 'torch_dist' is supported: "
-            "load it with Megatron-Core and save it as torch_dist"
+            f"{tree.label(CONFIG_FILE)}: sharded_backend is {str(backend)[:40]!r}, but only "
+            "'torch_dist' is supported: load the checkpoint with Megatron-Core, and save it with "
+            "--ckpt-format torch_dist"
         )
 
 
@@ -169,7 +170,10 @@ def _unflatten_piece(
     *coordinate, first_element = pieces.offset[row][: len(shape) + 1].tolist()
     size = int(pieces.shape[row][len(shape)])
     if pieces.shape[row][: len(shape)].tolist() != [1] * len(shape):
-        raise ValueError("a piece spans several shards")
+        raise ValueError(
+            f"the piece at {pieces.offset[row].tolist()} has shape {pieces.shape[row].tolist()}, "
+            "which spans several shards"
+        )
     file, start = int(pieces.file[row]), int(pieces.start[row])
     dtype = content.dtypes[tensor]
     for box in boxes_of_range(shard_shape, first_element, first_element + size):
@@ -253,15 +257,15 @@ def _read_common(
     """
     files: tuple[ForeignFile, ...] = ()
     if COMMON_FILE in tree.sizes:
-        files, label = (tree.file(COMMON_FILE),), COMMON_FILE
+        files, label = (tree.file(COMMON_FILE),), tree.label(COMMON_FILE)
         common = read_value(tree, COMMON_FILE, len(content.files))
     else:
-        label, value = COMMON_ITEM, content.values[COMMON_ITEM]
+        label, value = f"{tree}: {COMMON_ITEM}", content.values[COMMON_ITEM]
         common = value[0] if isinstance(value, list) and len(value) == 1 else None
     if not isinstance(common, dict):
         raise FormatError(
-            f"{tree}: {label}: expected a dict of the state that all ranks share, found "
-            f"{type(common).__name__}: copy the file again from an intact source"
+            f"{label}: expected a dict of the state that all ranks share, found "
+            f"{type(common).__name__}: copy all files of one save from an intact source"
         )
     return files, common
 

@@ -147,17 +147,24 @@ class _EntryCollector:
 
     def _add_shards(self, path: Path, entry: _Entry) -> None:
         shards = (*entry.shards, *entry.chunks)
-        if not shards or any(len(s.offsets) != len(s.sizes) for s in shards):
+        if not shards:
             raise FormatError(
-                "the tensor has no shards, or a shard whose offsets and sizes differ in length: "
-                "copy the manifest again from an intact source"
+                "the tensor has no shards: copy the manifest again from an intact source"
             )
+        for shard in shards:
+            if len(shard.offsets) != len(shard.sizes):
+                raise FormatError(
+                    f"the shard at {list(shard.offsets)} has sizes in another number of "
+                    f"dimensions, {list(shard.sizes)}: copy the manifest again from an intact "
+                    "source"
+                )
         ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=True))) for s in shards]
         dtype, known_shape = self._tensors.get(path, (_parse_dtype(shards[0].tensor), ends[0]))
         if any(len(end) != len(known_shape) for end in ends):
             raise FormatError(
-                "the tensor has shards with different numbers of dimensions: copy the manifest "
-                "again from an intact source"
+                "the tensor has shards with different numbers of dimensions, "
+                f"{sorted({len(end) for end in (known_shape, *ends)})}: copy the manifest again "
+                "from an intact source"
             )
         shape = entry.shape or tuple(map(max, zip(known_shape, *ends, strict=True)))
         self._tensors[path] = dtype, shape
@@ -165,8 +172,8 @@ class _EntryCollector:
             array = self._read_array(shard.tensor)
             if array.shape != shard.sizes or array.dtype != dtype:
                 raise FormatError(
-                    f"the shard at {list(shard.offsets)} is {array.dtype} of shape "
-                    f"{list(array.shape)}, but the manifest says {dtype} of shape "
+                    f"the shard at {list(shard.offsets)} in {shard.tensor.location[:200]} is "
+                    f"{array.dtype} of shape {list(array.shape)}, but should be {dtype} of shape "
                     f"{list(shard.sizes)}: copy all files of one save"
                 )
             first = self._boxes.setdefault((path, shard.offsets), array)
@@ -197,8 +204,8 @@ class _EntryCollector:
             saved = self._read_torch_file(tensor.location, tensor.byte_range)
             if not isinstance(saved, StoredArray) or saved.shape != tensor.shape:
                 raise FormatError(
-                    f"{tensor.location} has no tensor of the shape in the manifest, "
-                    f"{list(tensor.shape)}: copy all files of one save"
+                    f"{tensor.location[:200]} should have a tensor of shape {list(tensor.shape)}, "
+                    f"but has {_describe_saved(saved)}: copy all files of one save"
                 )
             return saved
         if tensor.serializer != "buffer_protocol":
@@ -222,8 +229,8 @@ class _EntryCollector:
             return self._read_torch_file(entry.location, None)
         if entry.type not in _PRIMITIVE_DECODERS or entry.serialized_value is None:
             raise FormatError(
-                f"entries of type {entry.type[:40]!r} are not supported: restore the value with "
-                "torchsnapshot"
+                f"entries of type {entry.type[:40]!r} are not supported: restore the snapshot with "
+                "torchsnapshot, and save it without this value"
             )
         try:
             return _PRIMITIVE_DECODERS[entry.type](entry.serialized_value)
@@ -267,11 +274,19 @@ class _EntryCollector:
         return {path: restore_lists(value) for path, value in value_by_path.items()}
 
 
+def _describe_saved(saved: object) -> str:
+    if isinstance(saved, StoredArray):
+        return f"a tensor of shape {list(saved.shape)}"
+    return f"a {type(saved).__name__}"
+
+
 def _require_tensor(entry: _Entry) -> _Tensor:
     if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
+        fields = ("location", "serializer", "dtype", "shape")
+        missing = [field for field in fields if getattr(entry, field) in (None, "")]
         raise FormatError(
-            "the entry of the tensor has no location, serializer, dtype or shape: copy the "
-            "manifest again from an intact source"
+            f"the entry of the tensor lacks {', '.join(missing)}: copy the manifest again from an "
+            "intact source"
         )
     return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
 

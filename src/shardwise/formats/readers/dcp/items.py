@@ -254,7 +254,8 @@ def _read_items(
                         raise FormatError(
                             f"{tree.label(item.file)}: {names[index]} should be at bytes "
                             f"[{item.offset}, {item.offset + item.length}), but the file has only "
-                            f"{file.size}: it was truncated; copy it again"
+                            f"{file.size} bytes: it was truncated; copy it again from an intact "
+                            "source"
                         )
                     try:
                         handle_item(

@@ -93,7 +93,7 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
         tree.read(name), path, also_allowed=_METADATA_NAMES, refuse_huge_values=False
     ).value
     try:
-        return _parse_metadata(_fields_of(root, "Metadata"))
+        return _parse_metadata(_fields_of(root, "Metadata", "the content of the file"))
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except UnsafeKeysError as error:
@@ -170,7 +170,7 @@ def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
         if _is_instance_of(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
-            fields = _fields_of(entry, "TensorStorageMetadata")
+            fields = _fields_of(entry, "TensorStorageMetadata", name)
             # Many tensors may refer to one list.
             chunk_count += len(fields["chunks"])
             if chunk_count > MOST_PIECES:
@@ -195,13 +195,14 @@ def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
 
 def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     shape = _require_ints(fields["size"], f"the shape of {name}")
-    dtype = str(_fields_of(fields["properties"], "TensorProperties")["dtype"]).removeprefix(
-        "torch."
-    )
+    properties = _fields_of(fields["properties"], "TensorProperties", f"the properties of {name}")
+    dtype = str(properties["dtype"]).removeprefix("torch.")
     chunks = []
-    for instance in fields["chunks"]:
-        chunk = _fields_of(instance, "ChunkStorageMetadata")
-        offset, sizes = _require_ints(chunk["offsets"], name), _require_ints(chunk["sizes"], name)
+    label = f"a chunk of {name}"
+    for pickled_chunk in fields["chunks"]:
+        chunk = _fields_of(pickled_chunk, "ChunkStorageMetadata", label)
+        offset = _require_ints(chunk["offsets"], f"the offset of {label}")
+        sizes = _require_ints(chunk["sizes"], f"the shape of {label}")
         _require(
             len(offset) == len(sizes) == len(shape),
             f"{name}: a chunk has {len(offset)} offsets and {len(sizes)} sizes, but the tensor has "
@@ -213,22 +214,26 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
-def parse_item_key(instance: object) -> tuple[str, Ints | None]:
+def parse_item_key(pickled_index: object) -> tuple[str, Ints | None]:
     """Return the key of an item: the name and offset in a `MetadataIndex`.
 
     Raises:
-        FormatError: it is malformed.
+        FormatError: the index is malformed.
     """
-    index = _fields_of(instance, "MetadataIndex")
-    name, offset = index.get("fqn"), index.get("offset")
+    fields = _fields_of(pickled_index, "MetadataIndex", "the index of an item")
+    name, offset = fields.get("fqn"), fields.get("offset")
     if not isinstance(name, str):
-        raise FormatError(f"the index of an item has no name; {_COPY_AGAIN}")
+        raise FormatError(
+            f"the index of an item: expected a text as its name (fqn), found a "
+            f"{type(name).__name__}; {_COPY_AGAIN}"
+        )
     return name, None if offset is None else _require_ints(offset, f"the offset of {name}")
 
 
-def _parse_items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
-    for instance, info in storage.items():
-        (name, offset), fields = parse_item_key(instance), _fields_of(info, "_StorageInfo")
+def _parse_items(storage_data: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
+    for pickled_index, info in storage_data.items():
+        name, offset = parse_item_key(pickled_index)
+        fields = _fields_of(info, "_StorageInfo", f"the item of {name}")
         transforms = fields.get("transform_descriptors")
         if transforms:
             raise FormatError(
@@ -251,26 +256,33 @@ def _parse_path(name: str, path: Any) -> Path:
     return tuple(parts)
 
 
-def _fields_of(value: object, class_name: str) -> Mapping[str, Any]:
-    _require(
-        _is_instance_of(value, class_name) and isinstance(value, PickledInstance),
-        f"expected a {class_name}, found {type(value).__name__}",
-    )
-    return value.fields if isinstance(value, PickledInstance) else {}
+def _fields_of(value: object, class_name: str, label: str) -> Mapping[str, Any]:
+    if isinstance(value, PickledInstance) and _is_instance_of(value, class_name):
+        return value.fields
+    found = value.name if isinstance(value, PickledInstance) else type(value).__name__
+    raise FormatError(f"{label}: expected a {class_name}, found a {found[:200]}; {_COPY_AGAIN}")
 
 
 def _is_instance_of(value: object, class_name: str) -> bool:
     return isinstance(value, PickledInstance) and value.name.rpartition(".")[2] == class_name
 
 
-def _require_ints(values: Any, label: str) -> Ints:
-    _require(
-        isinstance(values, (tuple, list))
-        and len(values) <= MOST_DIMENSIONS
-        and all(type(n) is int and 0 <= n <= LARGEST_INTEGER for n in values),
-        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {LARGEST_INTEGER}",
+def _require_ints(numbers: Any, label: str) -> Ints:
+    if not isinstance(numbers, (tuple, list)):
+        found = f"a {type(numbers).__name__}"
+    elif len(numbers) > MOST_DIMENSIONS:
+        found = f"{len(numbers)} numbers"
+    else:
+        wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= LARGEST_INTEGER]
+        if not wrong:
+            return tuple(numbers)
+        found = "an integer outside of this range"
+        if type(wrong[0]) is not int:
+            found = f"a {type(wrong[0]).__name__} among them"
+    raise FormatError(
+        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {LARGEST_INTEGER}, found "
+        f"{found}; {_COPY_AGAIN}"
     )
-    return tuple(values)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -148,13 +148,14 @@ class Chunks:
         offset_tuples: the offset of each chunk, not padded.
         tensor: `(n,)`, the index of the tensor of each chunk.
         offset, shape: `(n, D)`, padded on the right with 0 and 1.
+        metadata_path: the path of `.metadata`, for messages.
     """
 
     def __init__(self, metadata: Metadata, folder: str, path: str) -> None:
         self.names: list[str] = []
         self.items: list[Item] = []
         self.offset_tuples: list[tuple[int, ...]] = []
-        self._path = path
+        self.metadata_path = path
         shape: list[tuple[int, ...]] = []
         tensor: list[int] = []
         for index, (name, chunked) in enumerate(metadata.tensors.items()):
@@ -186,11 +187,14 @@ class Chunks:
         expected = np.array([codes[dtype] for dtype in dtypes], np.int64)[self.tensor]
         found = np.array([codes[t.dtype] for t in distinct], np.int64)[arrays.distinct_index]
         dims = self.shape.shape[1]
-        if any(len(each.shape) > dims for each in distinct):
-            raise FormatError(
-                f"{self._path}: a chunk has more dimensions than any tensor: the files are from "
-                "different saves: copy all files of one save"
-            )
+        for name, index in zip(self.names, arrays.distinct_index.tolist(), strict=True):
+            if len(distinct[index].shape) > dims:
+                raise FormatError(
+                    f"{self.metadata_path}: {name}: a chunk has shape "
+                    f"{list(distinct[index].shape)} in its file, but no tensor in {METADATA} has "
+                    f"more than {dims} dimensions: the files are from different saves: copy all "
+                    "files of one save"
+                )
         shapes = padded_rows([each.shape for each in distinct], dims, 1)[arrays.distinct_index]
         wrong = (expected != found) | (shapes != self.shape).any(axis=1)
         if wrong.any():
@@ -198,7 +202,7 @@ class Chunks:
             array: StoredArray = distinct[int(arrays.distinct_index[row])]
             name = self.names[row]
             raise FormatError(
-                f"{self._path}: {name}: the chunk at {self.offset[row].tolist()} in "
+                f"{self.metadata_path}: {name}: the chunk at {self.offset[row].tolist()} in "
                 f"{self.items[row].file} is {array.dtype} of shape {list(array.shape)}, but "
                 f".metadata says {metadata.tensors[name].dtype} of shape "
                 f"{self.shape[row].tolist()}: the files are from different saves: copy all files "

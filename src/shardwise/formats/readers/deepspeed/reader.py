@@ -35,13 +35,7 @@ def recognise(tree: FileTree) -> bool:
     return has_native_files(tree)
 
 
-def read(
-    tree: FileTree,
-    tag: str | None = None,
-    *,
-    place: PlacementRule | None = None,
-    members: Sequence[Sequence[str]] | None = None,
-) -> Foreign:
+def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None = None) -> Foreign:
     """Read a checkpoint of DeepSpeed's engine; no tensor is read.
 
     Args:
@@ -49,9 +43,6 @@ def read(
         tag: the tag; by default the one that `latest` names.
         place: the rule by which tensor-parallel shards make up parameters; by default the
             checkpoint records it.
-        members: without ZeRO, the names of the parameters in each group of the optimizer. The
-            checkpoint does not store them. By default they are inferred from the shapes, if only
-            one assignment is possible.
 
     Raises:
         CheckpointNotFoundError: the place is one of several files.
@@ -66,7 +57,7 @@ def read(
     if ranks.optimizers:
         _add_zero_optimizer(builder, ranks, place)
     else:
-        _add_optimizer_without_zero(builder, ranks, modules[0], members, place)
+        _add_optimizer_without_zero(builder, ranks, modules[0], place)
     if ranks.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
     add_modules(builder, modules, place, zero_3=ranks.zero_3)
@@ -117,11 +108,7 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule)
 
 
 def _add_optimizer_without_zero(
-    builder: Builder,
-    ranks: AllRanks,
-    module: RankModule,
-    members: Sequence[Sequence[str]] | None,
-    place: PlacementRule,
+    builder: Builder, ranks: AllRanks, module: RankModule, place: PlacementRule
 ) -> None:
     states = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(0)]
     if states[0].optimizer is None:
@@ -137,7 +124,7 @@ def _add_optimizer_without_zero(
         for name, array in module.arrays.items()
         if name not in module.buffers and name not in ties
     }
-    add_undivided_optimizer(builder, states, shapes, members, place)
+    add_undivided_optimizer(builder, states, shapes, place)
 
 
 def add_modules(

@@ -321,11 +321,12 @@ def select_loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, 
 
 def _parse_masters(arrays: Sequence[object], path: str) -> tuple[StoredArray, ...]:
     masters = []
-    for array in arrays:
+    for index, array in enumerate(arrays):
         if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
             raise FormatError(
-                f"{path}: the weights are not flat tensors: copy the file again, or, if parameters "
-                "were offloaded to NVMe, save without this offload"
+                f"{path}: the weights of group {index} are not a flat tensor: copy the file again "
+                "from an intact source; or, if parameters were offloaded to NVMe, save without "
+                "this offload"
             )
         masters.append(array)
     return tuple(masters)
@@ -351,7 +352,8 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
     for name, shape in shapes.items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise FormatError(
-                f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: copy the file again"
+                f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: copy the file again from "
+                "an intact source"
             )
         if math.prod(n for n in shape if n) > LARGEST_INTEGER // 8 or len(shape) > _MOST_DIMENSIONS:
             raise FormatError(

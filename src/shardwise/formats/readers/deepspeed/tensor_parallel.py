@@ -50,8 +50,8 @@ def place_whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -
     """
     if len(set(shapes)) != 1:
         raise FormatError(
-            f"{name}: the ranks should have the same shape, but have {_join_shapes(shapes)}: their "
-            "files are from different saves"
+            f"{name}: the ranks should have the same shape, but have {_join_shapes(shapes)}: copy "
+            "all files of one save"
         )
     part = ((Box.whole(shapes[0]), (0,) * len(shapes[0])),)
     return Placement(
@@ -79,7 +79,7 @@ def place_side_by_side(
     other_dims = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
     if len(other_dims) != 1 or any(not dim < len(shape) == len(shapes[0]) for shape in shapes):
         raise FormatError(
-            f"{name}: shards of {_join_shapes(shapes)} do not join along dimension {dim}"
+            f"{name}: shards of the shapes {_join_shapes(shapes)} do not join along dimension {dim}"
         )
     shard_widths = [shape[dim] for shape in shapes]
     widths = [shard_widths] if widths is None else widths
@@ -87,7 +87,8 @@ def place_side_by_side(
         sum(part_widths[rank] for part_widths in widths) for rank in range(len(shapes))
     ] != shard_widths:
         raise FormatError(
-            f"{name}: shards of {_join_shapes(shapes)} do not have the widths {widths}"
+            f"{name}: along dimension {dim}, shards of the shapes {_join_shapes(shapes)} do not "
+            f"consist of fused parameters with these widths on the ranks: {widths}"
         )
     starts = list(
         itertools.accumulate([width for part_widths in widths for width in part_widths], initial=0)
@@ -152,8 +153,8 @@ def parse_placement_rule(info: object, path: str) -> PlacementRule:
             return patterns.place(name, shapes)
         except FormatError as error:
             raise FormatError(
-                f"{path}: {error}. Copy all files of one save, or correct the "
-                "universal_checkpoint_info with which the checkpoint is saved"
+                f"{path}: {error}. If the files are from different saves, copy all files of one "
+                "save; else correct universal_checkpoint_info in client_state, and save again"
             ) from error
 
     return place
@@ -257,25 +258,29 @@ class _FusedRule:
         if self.shard_widths is not None:
             if any(len(row) != len(shapes) for row in self.shard_widths):
                 raise FormatError(
-                    f"{name}: its sub_param_shard_widths are not for {len(shapes)} ranks, but for "
+                    f"{name}: sub_param_shard_widths should have {len(shapes)} widths for each "
+                    "fused parameter, one for each rank, but has "
                     f"{[len(row) for row in self.shard_widths][:8]}"
                 )
             return self.shard_widths
         if any(len(shape) <= self.dim for shape in shapes):
             raise FormatError(
-                f"{name}: shards of {_join_shapes(shapes)} have no dimension {self.dim}"
+                f"{name}: parameter_with_sub_params says partition_dim {self.dim}, but the shards "
+                f"have the shapes {_join_shapes(shapes)}"
             )
         sizes = self.sizes
         if isinstance(sizes, int):
             total = sum(shape[self.dim] for shape in shapes)
             if sizes < 1 or total % sizes:
                 raise FormatError(
-                    f"{name}: a width of {total} does not divide into {sizes} equal parts"
+                    f"{name}: parameter_with_sub_params says that dimension {self.dim} consists of "
+                    f"{sizes} equal parts, but its size is {total}"
                 )
             sizes = (total // sizes,) * sizes
         if any(size % len(shapes) for size in sizes):
             raise FormatError(
-                f"{name}: widths of {list(sizes)} do not divide by {len(shapes)} ranks"
+                f"{name}: parameter_with_sub_params says that the fused parameters have the widths "
+                f"{list(sizes)}, which cannot be divided evenly among {len(shapes)} ranks"
             )
         return [[size // len(shapes)] * len(shapes) for size in sizes]
 
@@ -285,7 +290,7 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
     all_widths = recorded if isinstance(recorded, Mapping) else {}
     rules = []
     label = f"{path}: parameter_with_sub_params"
-    for entry in _require_list(info, "parameter_with_sub_params", path):
+    for index, entry in enumerate(_require_list(info, "parameter_with_sub_params", path)):
         fields = entry if isinstance(entry, Mapping) else getattr(entry, "fields", {})
         dim, shape = fields.get("partition_dim"), fields.get("shape")
         if (
@@ -294,8 +299,8 @@ def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
             or not 0 <= dim < len(shape)
         ):
             raise FormatError(
-                f"{path}: parameter_with_sub_params: an entry has no valid shape and "
-                "partition_dim: copy the file again from an intact source"
+                f"{label}: entry {index} has no valid shape (a list) and partition_dim (an index "
+                "into it): copy the file again from an intact source"
             )
         sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], label)
         for pattern in _require_list(fields, "patterns", path):
@@ -326,7 +331,7 @@ def _compile(pattern: object, label: str) -> re.Pattern[str]:
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
         raise FormatError(
             f"{label}: expected a pattern of up to {LONGEST_PATTERN} characters, found "
-            f"{pattern!r:.60}: copy the file again"
+            f"{pattern!r:.60}: copy the file again from an intact source"
         )
     # Matching a hostile pattern could take forever.
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
@@ -347,7 +352,7 @@ def _require_widths(values: object, label: str) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
         raise FormatError(
             f"{label}: expected a list of non-negative integers, the widths of fused parameters, "
-            f"found {values!r:.60}: copy the file again"
+            f"found {values!r:.60}: copy the file again from an intact source"
         )
     return tuple(values)
 

@@ -152,8 +152,9 @@ def _add_parameters(
             add_number(builder, [name], key, array)
         elif not isinstance(array, StoredArray):
             raise FormatError(
-                f"{path}: expected a tensor, found {type(array).__name__}: copy the file again, or "
-                "convert the checkpoint again with ds_to_universal"
+                f"{path}: expected a tensor or a number, found {type(array).__name__}: copy the "
+                "file again from an intact source, or convert the checkpoint again with "
+                "ds_to_universal"
             )
         else:
             array = _unflatten(array, trained[name], path)
@@ -202,8 +203,8 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
         shapes = ranks.models[0, ranks.ranks_of_stage(stage)[0]].shapes
         if len(optimizer.states) != len(shapes):
             raise FormatError(
-                f"{path}: it has {len(optimizer.states)} groups, but the model has {len(shapes)}: "
-                "the file is of another model: copy all files of one save"
+                f"{path}: it has state of {len(optimizer.states)} groups, but the model has "
+                f"{len(shapes)}: the file is of another model: copy all files of one save"
             )
         rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
         for group, group_state, index in rows:

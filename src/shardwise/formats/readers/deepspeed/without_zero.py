@@ -36,16 +36,17 @@ def add_undivided_optimizer(
     builder: Builder,
     states: Sequence[ModelState],
     parameters: Mapping[str, Shape],
-    group_names: Sequence[Sequence[str]] | None,
     place: PlacementRule,
 ) -> None:
     """Add the state of an optimizer without ZeRO, and its master weights if there are any.
+
+    The checkpoint does not store the names in each param group. They are inferred from the shapes,
+    if only one assignment is possible. Otherwise the state is left out.
 
     Args:
         states: the model states of all tensor-parallel ranks.
         parameters: names and shapes of all parameters that may be trained, on the first rank, in
             the module's order.
-        group_names: the names in each param group; by default they are inferred from the shapes.
 
     Raises:
         FormatError: the state is malformed, or does not fit these parameters.
@@ -54,21 +55,14 @@ def add_undivided_optimizer(
         return
     ranks = [_UndividedOptimizer(state.optimizer or {}, state.path) for state in states]
     first = ranks[0]
-    if group_names is None:
-        group_names = first.infer_group_names(parameters)
+    group_names = first.infer_group_names(parameters)
     if group_names is None:
         builder.left_out.append(
             "optimizer.*: the checkpoint does not name the optimizer's parameters, and their "
-            "shapes are ambiguous: pass the names in each group as `members`"
+            "shapes are ambiguous: load it with DeepSpeed, and save it with sw.save"
         )
         return
     names = [name for group in group_names for name in group]
-    unknown = [name for name in names if name not in parameters]
-    if unknown:
-        raise FormatError(
-            f"{first.path}: `members` names {unknown[0][:200]!r}, but the module has no such "
-            f"parameter; its first is {next(iter(parameters), 'missing')!r}: correct `members`"
-        )
     if first.is_flat:
         shards = [list(rank.to_flat_groups(group_names, parameters)) for rank in ranks]
         for groups in zip(*shards, strict=True):
@@ -118,8 +112,8 @@ class _UndividedOptimizer:
         """Return the names in each param group, if the shapes determine them."""
         if self.is_flat:
             size = sum(math.prod(shape) for shape in parameters.values())
-            complete = len(self.masters) == 1 and self.masters[0].shape == (size,)
-            return [list(parameters)] if complete else None
+            has_all = len(self.masters) == 1 and self.masters[0].shape == (size,)
+            return [list(parameters)] if has_all and len(self.hyperparameters) == 1 else None
         groups: list[list[Shape]] = [[] for _ in self.hyperparameters]
         for index, group in enumerate(self.param_groups):
             shape = self._shape_of(index)
@@ -162,8 +156,9 @@ def _add_parameters(
     for rank in ranks:
         if len(rank.states) != len(names):
             raise FormatError(
-                f"{rank.path}: the optimizer has state of {len(rank.states)} parameters, but the "
-                f"groups name {len(names)}: pass the names in each group as `members`"
+                f"{rank.path}: the optimizer has state of {len(rank.states)} parameters, but of "
+                f"{len(names)} in {first.path}: the files are from different saves: copy all files "
+                "of one save"
             )
     for index, name in enumerate(names):
         if first.masters:

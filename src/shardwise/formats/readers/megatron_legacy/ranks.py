@@ -281,8 +281,8 @@ def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[
             keys[int(match[1] or 0)] = key
     if sorted(keys) != list(range(len(keys))) or not keys:
         raise FormatError(
-            f"{directory}: the model, or a chunk of it, is missing: found "
-            f"{sorted(keys.values())}: copy its file again, or save it with Megatron-LM"
+            f"{directory}: a chunk of the model is missing: expected the key 'model', or 'model0', "
+            f"'model1', …; found {sorted(keys.values())}: copy the file again from an intact source"
         )
     chunks = {keys[number]: state[keys[number]] for number in sorted(keys)}
     for key, chunk in chunks.items():

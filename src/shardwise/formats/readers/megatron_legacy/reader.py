@@ -187,7 +187,7 @@ def _check_rank_order(tree: FileTree, ranks: Mapping[DirectoryNumbers, Rank]) ->
                 raise FormatError(
                     f"{tree}: directories were renamed: {ranks[numbers_before].path} was written "
                     f"by rank {other}, and {ranks[numbers].path}, which comes after it, by rank "
-                    f"{rank}. Give them the names that they had"
+                    f"{rank}. Rename them back, or copy all directories from an intact source"
                 )
 
 
