@@ -77,7 +77,7 @@ class Training:
     """A training that waits for the sign to save.
 
     Attributes:
-        outcomes: what `gang.outcomes` will return.
+        outcomes: what `gang.run_outcomes` will return.
         process: the id of its process.
         restored: the step that it restored; 0 for none.
         signs: the directory of the signs.
@@ -115,7 +115,7 @@ class Run:
             (self.signs / sign).unlink(missing_ok=True)
         ready = self.signs / "ready"
         outcomes = self.pool.submit(
-            self.gang.outcomes, train, self.url, self.shm, self.signs, steps, world=1
+            self.gang.run_outcomes, train, self.url, self.shm, self.signs, steps, world=1
         )
         until(lambda: ready.exists() or outcomes.done(), SECONDS)
         assert ready.exists(), outcomes.result()
