@@ -32,19 +32,19 @@ from shardwise.formats.readers.torch_save import read_value
 
 FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"
-CUSTOM = "custom_checkpoint"
+REGISTERED_OBJECT = "custom_checkpoint"
 TRAINER_STATE = "trainer_state.json"
-_DCP_FOLDER = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d{{1,4}})/{re.escape(METADATA)}")
+_DCP_METADATA_FILE = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d{{1,4}})/{re.escape(METADATA)}")
 _TORCH_FILE = re.compile(
-    rf"({FSDP_MODEL}|{OPTIMIZER}|{SCHEDULER}|scaler|{CUSTOM})(?:_(\d{{1,4}}))?\.(?:bin|pt|pkl)"
+    rf"({FSDP_MODEL}|{OPTIMIZER}|{SCHEDULER}|scaler|{REGISTERED_OBJECT})(?:_(\d{{1,4}}))?\.(?:bin|pt|pkl)"
 )
-_MODEL_OR_OPTIMIZER = re.compile(
+_MODEL_OR_OPTIMIZER_FILE = re.compile(
     rf"{FSDP_MODEL}\.bin|{FSDP_MODEL}_0/{re.escape(METADATA)}|{OPTIMIZER}\.(?:bin|pt)"
 )
-_TRAINING_RUN = re.compile(rf"{re.escape(TRAINER_STATE)}|{SCHEDULER}\.(?:bin|pt)")
-_RANDOM_STATE = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
-_FSDP_OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
-_FURTHER_MODEL = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
+_TRAINING_RUN_FILE = re.compile(rf"{re.escape(TRAINER_STATE)}|{SCHEDULER}\.(?:bin|pt)")
+_RANDOM_STATE_FILE = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
+_FSDP_FILE_OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
+_FURTHER_MODEL_FILE = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
 _LARGEST_TRAINER_STATE = 2**28
 
 
@@ -56,10 +56,12 @@ def recognise(tree: FileTree) -> bool:
     """
     if tree.single_file is not None:
         return False
-    if any(map(_MODEL_OR_OPTIMIZER.fullmatch, tree.sizes)):
+    if any(map(_MODEL_OR_OPTIMIZER_FILE.fullmatch, tree.sizes)):
         return True
-    has_run = any(_TRAINING_RUN.fullmatch(n) or _RANDOM_STATE.fullmatch(n) for n in tree.sizes)
-    return has_run and huggingface.recognise(tree)
+    has_run_files = any(
+        _TRAINING_RUN_FILE.fullmatch(n) or _RANDOM_STATE_FILE.fullmatch(n) for n in tree.sizes
+    )
+    return has_run_files and huggingface.recognise(tree)
 
 
 def read(tree: FileTree) -> Foreign:
@@ -72,7 +74,7 @@ def read(tree: FileTree) -> Foreign:
         FormatError: a file is malformed, contains objects that are not read from pickles, or has
             FSDP weights of a single rank.
     """
-    if any(map(_FSDP_OF_RANK.fullmatch, tree.sizes)):
+    if any(map(_FSDP_FILE_OF_RANK.fullmatch, tree.sizes)):
         raise FormatError(
             f"{tree}: each rank wrote its own FSDP weights (LOCAL_STATE_DICT), and no file "
             "says how they fit together: load the checkpoint with accelerate, and save it with "
@@ -90,7 +92,7 @@ def read(tree: FileTree) -> Foreign:
     foreign = build_foreign(replace(leaves, values=values, left_out=left_out), FORMAT)
     if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in leaves.files):
         foreign = join_foreign(huggingface.read(tree), foreign)
-    random_states = sum(1 for name in tree.sizes if _RANDOM_STATE.fullmatch(name))
+    random_states = sum(1 for name in tree.sizes if _RANDOM_STATE_FILE.fullmatch(name))
     step = trainer_state.get("global_step")
     return replace(
         tie_equal_arrays(foreign),
@@ -103,23 +105,23 @@ def read(tree: FileTree) -> Foreign:
 
 def _find_missing_files(tree: FileTree) -> dict[str, str]:
     """Return missing files that were probably written, judging by the others."""
-    kinds = {
+    contents = {
         match[1]
         for name in tree.sizes
-        for match in (_DCP_FOLDER.fullmatch(name), _TORCH_FILE.fullmatch(name))
+        for match in (_DCP_METADATA_FILE.fullmatch(name), _TORCH_FILE.fullmatch(name))
         if match is not None
     }
-    trainer = TRAINER_STATE in tree.sizes or "scheduler.pt" in tree.sizes
+    has_trainer_files = TRAINER_STATE in tree.sizes or "scheduler.pt" in tree.sizes
     missing_files = {}
-    if FSDP_MODEL not in kinds and not huggingface.recognise(tree):
+    if FSDP_MODEL not in contents and not huggingface.recognise(tree):
         missing_files["model"] = "the file of the model's weights (as model.safetensors)"
-    if OPTIMIZER not in kinds:
-        folder = f"{FSDP_MODEL}_0/{METADATA}" in tree.sizes
-        file = "optimizer.pt" if trainer else "optimizer.bin"
-        missing_files[OPTIMIZER] = f"{OPTIMIZER}_0/{METADATA}" if folder else file
-    elif trainer and SCHEDULER not in kinds:
+    if OPTIMIZER not in contents:
+        is_dcp = f"{FSDP_MODEL}_0/{METADATA}" in tree.sizes
+        file = "optimizer.pt" if has_trainer_files else "optimizer.bin"
+        missing_files[OPTIMIZER] = f"{OPTIMIZER}_0/{METADATA}" if is_dcp else file
+    elif has_trainer_files and SCHEDULER not in contents:
         missing_files[SCHEDULER] = "scheduler.pt"
-    if trainer and TRAINER_STATE not in tree.sizes:
+    if has_trainer_files and TRAINER_STATE not in tree.sizes:
         missing_files["trainer_state"] = TRAINER_STATE
     return missing_files
 
@@ -127,16 +129,16 @@ def _find_missing_files(tree: FileTree) -> dict[str, str]:
 def _list_part_readers(tree: FileTree) -> Iterator[partial[NestedLeaves]]:
     """Yield a function for each folder or file that reads it, given the index of its first file."""
     for name in tree.sizes:
-        if match := _DCP_FOLDER.fullmatch(name):
+        if match := _DCP_METADATA_FILE.fullmatch(name):
             folder = name.removesuffix(METADATA)
-            yield partial(_read_dcp_folder, tree, folder, _state_key(match[1], match[2]))
+            yield partial(_read_dcp_folder, tree, folder, _make_state_key(match[1], match[2]))
         elif match := _TORCH_FILE.fullmatch(name):
-            yield partial(_read_torch_file, tree, name, _state_key(match[1], match[2]))
+            yield partial(_read_torch_file, tree, name, _make_state_key(match[1], match[2]))
 
 
-def _state_key(content: str, number: str | None) -> str:
+def _make_state_key(content: str, number: str | None) -> str:
     """Return the key in the state. The first of its kind has no number, unless all have one."""
-    if content == CUSTOM:
+    if content == REGISTERED_OBJECT:
         return f"{content}_{number or 0}"
     key = "model" if content == FSDP_MODEL else content
     return f"{key}_{int(number)}" if number and int(number) else key
@@ -148,17 +150,17 @@ def _read_dcp_folder(tree: FileTree, folder: str, key: str, first_file_index: in
     return leaves_of(content, metadata, lambda path: (key, *path[1:]))
 
 
-def _read_torch_file(tree: FileTree, name: str, key: str, index: int) -> NestedLeaves:
-    return find_leaves({key: read_value(tree, name, index)}, (tree.file(name),))
+def _read_torch_file(tree: FileTree, name: str, key: str, file_index: int) -> NestedLeaves:
+    return find_leaves({key: read_value(tree, name, file_index)}, (tree.file(name),))
 
 
 def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:
     """Return the Trainer's state, with its step and log; it is empty if there is no file."""
     if TRAINER_STATE not in tree.sizes:
         return {}
-    text = tree.read(TRAINER_STATE, limit=_LARGEST_TRAINER_STATE)
+    data = tree.read(TRAINER_STATE, limit=_LARGEST_TRAINER_STATE)
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             f"{tree.label(TRAINER_STATE)}: not a JSON object ({error}): copy the file again from "
@@ -168,9 +170,9 @@ def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:
 
 def _list_left_out(tree: FileTree) -> Iterator[str]:
     for name in tree.sizes:
-        if _RANDOM_STATE.fullmatch(name):
+        if _RANDOM_STATE_FILE.fullmatch(name):
             yield f"{name}: random states of a rank; they belong to the program"
         elif name in ("sampler.bin", "dl_state_dict.bin", "training_args.bin"):
             yield f"{name}: data loader state or arguments; open the file itself"
-        elif _FURTHER_MODEL.fullmatch(name):
+        elif _FURTHER_MODEL_FILE.fullmatch(name):
             yield f"{name}: weights of a further model; open the file itself"

@@ -120,8 +120,8 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
 
 
 def _find_arrays(arrays: ChunkArrays, _tree: FileTree, chunks: Chunks) -> ItemArrays:
-    distinct: dict[StoredArray, int] = {}
-    distinct_index, start = [], []
+    distinct_arrays: dict[StoredArray, int] = {}
+    distinct_indices, starts = [], []
     for name, item, offset in zip(chunks.names, chunks.items, chunks.offset_tuples, strict=True):
         array = arrays.get((name, offset))
         if array is None:
@@ -129,6 +129,8 @@ def _find_arrays(arrays: ChunkArrays, _tree: FileTree, chunks: Chunks) -> ItemAr
                 f"{chunks.metadata_path}: {name}: all_tensor_metadata lacks the dtype and strides "
                 f"of the chunk at {list(offset)}: copy all files of one save"
             )
-        distinct_index.append(distinct.setdefault(array, len(distinct)))
-        start.append(item.offset + array.start)
-    return ItemArrays(list(distinct), np.array(distinct_index, np.int64), np.array(start, np.int64))
+        distinct_indices.append(distinct_arrays.setdefault(array, len(distinct_arrays)))
+        starts.append(item.offset + array.start)
+    return ItemArrays(
+        list(distinct_arrays), np.array(distinct_indices, np.int64), np.array(starts, np.int64)
+    )

@@ -20,13 +20,13 @@ from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
 from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import STATE, Path
 from shardwise.formats.piece_tables import table_of_boxes
-from shardwise.formats.readers.dcp.reader import fold_values, restore_lists
+from shardwise.formats.readers.dcp.reader import restore_lists, unflatten_values
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Count, Dims
 
 FORMAT = "torchsnapshot"
 MANIFEST = ".snapshot_metadata"
-MOST_PARTS = 64
+MOST_PATH_PARTS = 64
 """The limit of keys in the path of a tensor or value."""
 _CONTAINERS: dict[str, type] = {"list": list, "dict": dict, "OrderedDict": dict}
 
@@ -87,9 +87,9 @@ def read(tree: FileTree) -> Foreign:
         ) from error
     collector = _EntryCollector(tree)
     for key, entry in manifest.manifest.items():
-        rank, _, rest = key.partition("/")
-        parts = rest.split("/")
-        if not rank.isdigit() or not rest or len(parts) > MOST_PARTS:
+        rank, _, path_text = key.partition("/")
+        parts = path_text.split("/")
+        if not rank.isdigit() or not path_text or len(parts) > MOST_PATH_PARTS:
             raise FormatError(
                 f"{path}: {key[:200]!r} is not a path below a rank: copy the manifest again from "
                 "an intact source"
@@ -111,7 +111,7 @@ class _EntryCollector:
         self._tensors: dict[Path, tuple[str, tuple[int, ...]]] = {}
         self._boxes: dict[tuple[Path, tuple[int, ...]], StoredArray] = {}
         self._values: dict[Path, Any] = {}
-        self._first_ranks: dict[Path, int] = {}
+        self._first_rank_by_path: dict[Path, int] = {}
         self._replicas: list[tuple[Path, tuple[int, ...], StoredArray]] = []
         self._left_out: list[str] = []
 
@@ -125,7 +125,7 @@ class _EntryCollector:
             self._containers[path] = _CONTAINERS[entry.type]
         elif entry.type in ("ShardedTensor", "ChunkedTensor"):
             self._add_shards(path, entry)
-        elif self._first_ranks.setdefault(path, rank) != rank:
+        elif self._first_rank_by_path.setdefault(path, rank) != rank:
             self._add_replica(rank, path, entry)
         elif entry.type == "Tensor":
             tensor = _require_tensor(entry)
@@ -141,7 +141,7 @@ class _EntryCollector:
         replicas = [(indices[path], offset, array) for path, offset, array in self._replicas]
         files = tuple(map(self._tree.file, self._file_indices))
         tensors = [(path, dtype, shape) for path, (dtype, shape) in self._tensors.items()]
-        values = fold_values(self._join_lists(), list(self._tensors))
+        values = unflatten_values(self._join_lists(), list(self._tensors))
         leaves = NestedLeaves(files, tensors, table_of_boxes(boxes), values, self._left_out)
         return replace(build_foreign(leaves, FORMAT), replicas=table_of_boxes(replicas))
 

@@ -47,13 +47,13 @@ class ItemArrays:
     """The arrays of n items.
 
     Attributes:
-        distinct: the distinct dtypes, shapes and strides. The fields `file` and `start` of these
-            arrays have no meaning.
-        distinct_index: `(n,)`, the index of each array in `distinct`.
+        distinct_arrays: the distinct dtypes, shapes and strides. The fields `file` and `start` of
+            these arrays have no meaning.
+        distinct_index: `(n,)`, the index of each array in `distinct_arrays`.
         start: `(n,)`, the offset of each array in its file, in bytes.
     """
 
-    distinct: Sequence[StoredArray]
+    distinct_arrays: Sequence[StoredArray]
     distinct_index: Int
     start: Int
 
@@ -67,26 +67,26 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
     Raises:
         FormatError: an item is outside of its file, or is not a tensor saved by torch.save.
     """
-    heads = _Heads()
+    heads = _ParsedHeads()
     distinct_index, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
 
-    def find(index: int, head: bytes, file: ReadableFile) -> None:
+    def find_array_of_item(index: int, head: bytes, file: ReadableFile) -> None:
         item, head_size = items[index], len(head)
-        found = heads.find_array(head, names[index])
-        while found is None and head_size < min(item.length, _LARGEST_HEAD):
+        array = heads.find_array(head, names[index])
+        while array is None and head_size < min(item.length, _LARGEST_HEAD):
             head_size = min(4 * head_size, item.length)
             whole_file = FileRange(file, 0, item.offset, item.length, names[index])
-            found = heads.find_array(whole_file.read(0, head_size), names[index])
-        if found is None:
+            array = heads.find_array(whole_file.read(0, head_size), names[index])
+        if array is None:
             raise FormatError(
                 f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
                 "torch.save: copy .metadata and all other files from one save"
             )
-        distinct_index[index], array_start = found
+        distinct_index[index], array_start = array
         start[index] = item.offset + array_start
 
-    _read_items(tree, names, items, _HEAD_SIZE, find)
-    return ItemArrays(heads.distinct, distinct_index, start)
+    _read_items(tree, names, items, _HEAD_SIZE, find_array_of_item)
+    return ItemArrays(heads.distinct_arrays, distinct_index, start)
 
 
 def read_values(
@@ -109,7 +109,7 @@ def read_values(
     values: list[Any] = [None] * len(items)
     value_by_data: dict[bytes, Any] = {}
 
-    def read(index: int, data: bytes, file: ReadableFile) -> None:
+    def read_value_of_item(index: int, data: bytes, file: ReadableFile) -> None:
         item = items[index]
         if data in value_by_data:
             values[index] = value_by_data[data]
@@ -122,35 +122,35 @@ def read_values(
         if b"/data/" not in data and len(data) == item.length:
             value_by_data[data] = values[index]
 
-    _read_items(tree, names, items, _LARGEST_WINDOW, read)
+    _read_items(tree, names, items, _LARGEST_WINDOW, read_value_of_item)
     return values
 
 
-class _Heads:
+class _ParsedHeads:
     """The heads of items that were parsed so far. Many items have equal heads."""
 
     def __init__(self) -> None:
-        self.distinct: list[StoredArray] = []
-        self._parsed: dict[bytes, tuple[int, int]] = {}
-        self._lengths: tuple[int, ...] = ()
+        self.distinct_arrays: list[StoredArray] = []
+        self._array_by_head: dict[bytes, tuple[int, int]] = {}
+        self._head_lengths: tuple[int, ...] = ()
 
     def find_array(self, head: bytes, name: str) -> tuple[int, int] | None:
-        """Return the index of the array in `distinct`, and its start in the item, in bytes.
+        """Return the index of the array in `distinct_arrays`, and its start in the item, in bytes.
 
         Return None if the head is incomplete.
         """
-        for length in self._lengths:
-            found = self._parsed.get(head[:length])
+        for length in self._head_lengths:
+            found = self._array_by_head.get(head[:length])
             if found is not None:
                 return found
         parsed = _parse_head(head, name)
         if parsed is None:
             return None
         array, storage_start = parsed
-        self.distinct.append(array)
-        found = len(self.distinct) - 1, storage_start + array.start
-        self._parsed[head[:storage_start]] = found
-        self._lengths = tuple({*self._lengths, storage_start})
+        self.distinct_arrays.append(array)
+        found = len(self.distinct_arrays) - 1, storage_start + array.start
+        self._array_by_head[head[:storage_start]] = found
+        self._head_lengths = tuple({*self._head_lengths, storage_start})
         return found
 
 
@@ -195,7 +195,9 @@ def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | No
     position = 0
     while position + _LOCAL_HEADER.size <= len(head):
         fields = _LOCAL_HEADER.unpack_from(head, position)
-        signature, flags, method, size, name_size, extra = (fields[i] for i in (0, 2, 3, 8, 9, 10))
+        signature, flags, method, size, name_size, extra_size = (
+            fields[i] for i in (0, 2, 3, 8, 9, 10)
+        )
         if signature != b"PK\x03\x04" or method or flags & 1:
             raise FormatError(
                 f"{name}: the bytes that .metadata lists are not a file of torch.save: copy "
@@ -204,7 +206,7 @@ def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | No
         record_name = head[
             position + _LOCAL_HEADER.size : position + _LOCAL_HEADER.size + name_size
         ].decode("utf-8", "replace")
-        start = position + _LOCAL_HEADER.size + name_size + extra
+        start = position + _LOCAL_HEADER.size + name_size + extra_size
         stop = _find_end_before_descriptor(head, start) if flags & 8 else start + size
         if stop is None or stop > len(head):
             yield record_name, start, None
@@ -245,11 +247,15 @@ def _read_items(
         file = tree.open(group[0])
         try:
             for indices in _group_into_windows(items, group[1], max_bytes):
-                first = items[indices[0]].offset
-                last = max(items[i].offset + min(items[i].length, max_bytes) for i in indices)
-                data = FileRange.whole_file(file, 0, tree.label(group[0])).read(first, last - first)
+                window_start = items[indices[0]].offset
+                window_stop = max(
+                    items[i].offset + min(items[i].length, max_bytes) for i in indices
+                )
+                data = FileRange.whole_file(file, 0, tree.label(group[0])).read(
+                    window_start, window_stop - window_start
+                )
                 for index in indices:
-                    item, position = items[index], items[index].offset - first
+                    item, position = items[index], items[index].offset - window_start
                     if item.length > file.size - item.offset:
                         raise FormatError(
                             f"{tree.label(item.file)}: {names[index]} should be at bytes "
@@ -277,15 +283,15 @@ def _group_into_windows(
 ) -> Iterator[list[int]]:
     """Group adjacent items of a file, to read each group in one request."""
     window: list[int] = []
-    first = end = 0
+    window_start = window_stop = 0
     for index in order:
         start, stop = items[index].offset, items[index].offset + min(items[index].length, max_bytes)
-        if window and (start - end > _LARGEST_GAP or stop - first > _LARGEST_WINDOW):
+        if window and (start - window_stop > _LARGEST_GAP or stop - window_start > _LARGEST_WINDOW):
             yield window
             window = []
         if not window:
-            first = end = start
+            window_start = window_stop = start
         window.append(index)
-        end = max(end, stop)
+        window_stop = max(window_stop, stop)
     if window:
         yield window

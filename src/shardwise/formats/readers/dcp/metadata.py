@@ -22,7 +22,7 @@ from shardwise.state.hash_collisions import UnsafeKeysError, check_keys
 METADATA = ".metadata"
 _COPY_AGAIN = "copy the file again from an intact source"
 MOST_DIMENSIONS = 64
-MOST_PARTS = 64
+MOST_PATH_PARTS = 64
 Path: TypeAlias = tuple[str | int, ...]
 Ints: TypeAlias = tuple[int, ...]
 
@@ -89,11 +89,11 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
             compressed.
     """
     path = tree.label(name)
-    root = unpickle(
+    pickled_metadata = unpickle(
         tree.read(name), path, also_allowed=_METADATA_NAMES, refuse_huge_values=False
     ).value
     try:
-        return _parse_metadata(_fields_of(root, "Metadata", "the content of the file"))
+        return _parse_metadata(_fields_of(pickled_metadata, "Metadata", "the content of the file"))
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except UnsafeKeysError as error:
@@ -161,36 +161,36 @@ _METADATA_NAMES: AllowedNames = {
 _PARSED_FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}
 
 
-def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
+def _parse_metadata(fields: Mapping[str, Any]) -> Metadata:
     tensors: dict[str, ChunkedTensor] = {}
     values: list[str] = []
     chunk_count = 0
-    for name, entry in root["state_dict_metadata"].items():
+    for name, entry in fields["state_dict_metadata"].items():
         _require(isinstance(name, str) and name != "", "the name of a tensor or value is not text")
         if _is_instance_of(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
-            fields = _fields_of(entry, "TensorStorageMetadata", name)
+            tensor_fields = _fields_of(entry, "TensorStorageMetadata", name)
             # Many tensors may refer to one list.
-            chunk_count += len(fields["chunks"])
+            chunk_count += len(tensor_fields["chunks"])
             if chunk_count > MOST_PIECES:
                 raise FormatError(
                     f"the tensors have more than {MOST_PIECES} chunks, which is not supported: "
                     "save the checkpoint again from fewer ranks"
                 )
-            tensors[name] = _parse_tensor(name, fields)
-    pairs = list(_parse_items(root["storage_data"] or {}))
-    check_keys(key for key, _ in pairs)
-    items = dict(pairs)
-    planned_paths = root.get("planner_data") or {}
+            tensors[name] = _parse_tensor(name, tensor_fields)
+    keys_and_items = list(_parse_items(fields["storage_data"] or {}))
+    check_keys(key for key, _ in keys_and_items)
+    items = dict(keys_and_items)
+    planned_paths = fields.get("planner_data") or {}
     _require(isinstance(planned_paths, dict), "planner_data is not a dict")
     paths = {
         name: _parse_path(name, planned_paths[name])
         for name in (*tensors, *values)
         if name in planned_paths
     }
-    extra = {key: value for key, value in root.items() if key not in _PARSED_FIELDS}
-    return Metadata(tensors, tuple(values), items, paths, extra)
+    extra_fields = {key: value for key, value in fields.items() if key not in _PARSED_FIELDS}
+    return Metadata(tensors, tuple(values), items, paths, extra_fields)
 
 
 def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
@@ -231,9 +231,9 @@ def parse_item_key(pickled_index: object) -> tuple[str, Ints | None]:
 
 
 def _parse_items(storage_data: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
-    for pickled_index, info in storage_data.items():
+    for pickled_index, storage_info in storage_data.items():
         name, offset = parse_item_key(pickled_index)
-        fields = _fields_of(info, "_StorageInfo", f"the item of {name}")
+        fields = _fields_of(storage_info, "_StorageInfo", f"the item of {name}")
         transforms = fields.get("transform_descriptors")
         if transforms:
             raise FormatError(
@@ -250,8 +250,8 @@ def _parse_items(storage_data: Any) -> Iterator[tuple[tuple[str, Ints | None], I
 def _parse_path(name: str, path: Any) -> Path:
     parts = path if isinstance(path, (tuple, list)) else ()
     _require(
-        0 < len(parts) <= MOST_PARTS and all(isinstance(part, (str, int)) for part in parts),
-        f"the path of {name} is not a list of 1 to {MOST_PARTS} strings and integers",
+        0 < len(parts) <= MOST_PATH_PARTS and all(isinstance(part, (str, int)) for part in parts),
+        f"the path of {name} is not a list of 1 to {MOST_PATH_PARTS} strings and integers",
     )
     return tuple(parts)
 

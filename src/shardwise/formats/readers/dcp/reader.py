@@ -20,7 +20,7 @@ from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, rea
 from shardwise.manifest.pieces import Int, Pieces, check_table_size, padded_rows
 
 FORMAT = "PyTorch DCP"
-_RANK = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
+_DATA_FILE = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
 _LIGHTNING_KEY = re.compile(r"state_dict|optimizer_\d{1,4}")
 """Top-level keys in Lightning's DCP files; the file `meta.pt` has the rest of the state."""
 
@@ -106,8 +106,8 @@ def read_content(
     """
     path = tree.label(f"{folder}{METADATA}")
     chunks = Chunks(metadata, folder, path)
-    values = {name: _find_item(metadata, folder, name, None, path) for name in metadata.values}
-    names = sorted({item.file for item in (*chunks.items, *values.values())})
+    value_items = {name: _find_item(metadata, folder, name, None, path) for name in metadata.values}
+    names = sorted({item.file for item in (*chunks.items, *value_items.values())})
     tree.require(names, f"{METADATA} names")
     files = tuple(tree.file(name) for name in names)
     file_indices_by_name = {name: i for i, name in enumerate(names, first_file_index)}
@@ -117,25 +117,29 @@ def read_content(
         else array_finder(tree, chunks)
     )
     chunks.check_arrays(metadata, arrays)
-    strides = padded_rows([each.stride for each in arrays.distinct], chunks.offset.shape[1], 0)
-    file = np.array([file_indices_by_name[item.file] for item in chunks.items], np.int64)
-    pieces = Pieces(chunks.tensor, file, arrays.start, chunks.offset, chunks.shape)
-    file_indices = [file_indices_by_name[item.file] for item in values.values()]
-    contents = read_values(tree, list(values), list(values.values()), file_indices, also_allowed)
+    strides = padded_rows(
+        [each.stride for each in arrays.distinct_arrays], chunks.offset.shape[1], 0
+    )
+    file_column = np.array([file_indices_by_name[item.file] for item in chunks.items], np.int64)
+    pieces = Pieces(chunks.tensor, file_column, arrays.start, chunks.offset, chunks.shape)
+    file_indices = [file_indices_by_name[item.file] for item in value_items.values()]
+    values = read_values(
+        tree, list(value_items), list(value_items.values()), file_indices, also_allowed
+    )
     return DcpContent(
         files,
         tuple(metadata.tensors),
         tuple(tensor.dtype for tensor in metadata.tensors.values()),
         tuple(tensor.shape for tensor in metadata.tensors.values()),
         PieceTable(pieces, strides[arrays.distinct_index]),
-        dict(zip(values, contents, strict=True)),
+        dict(zip(value_items, values, strict=True)),
         tuple(_describe_unused_items(metadata)),
     )
 
 
 def count_ranks(files: Sequence[ForeignFile]) -> int:
     """Return the number of ranks that wrote the files, according to the names of the files."""
-    ranks = [int(match[1]) for file in files if (match := _RANK.fullmatch(file.name))]
+    ranks = [int(match[1]) for file in files if (match := _DATA_FILE.fullmatch(file.name))]
     return max(ranks, default=0) + 1
 
 
@@ -181,25 +185,31 @@ class Chunks:
         """
         if not self.names:
             return
-        distinct = arrays.distinct
+        distinct_arrays = arrays.distinct_arrays
         dtypes = [tensor.dtype for tensor in metadata.tensors.values()]
-        codes = {dtype: i for i, dtype in enumerate({*dtypes, *(t.dtype for t in distinct)})}
-        expected = np.array([codes[dtype] for dtype in dtypes], np.int64)[self.tensor]
-        found = np.array([codes[t.dtype] for t in distinct], np.int64)[arrays.distinct_index]
+        dtype_codes = {
+            dtype: i for i, dtype in enumerate({*dtypes, *(t.dtype for t in distinct_arrays)})
+        }
+        expected = np.array([dtype_codes[dtype] for dtype in dtypes], np.int64)[self.tensor]
+        found = np.array([dtype_codes[t.dtype] for t in distinct_arrays], np.int64)[
+            arrays.distinct_index
+        ]
         dims = self.shape.shape[1]
         for name, index in zip(self.names, arrays.distinct_index.tolist(), strict=True):
-            if len(distinct[index].shape) > dims:
+            if len(distinct_arrays[index].shape) > dims:
                 raise FormatError(
                     f"{self.metadata_path}: {name}: a chunk has shape "
-                    f"{list(distinct[index].shape)} in its file, but no tensor in {METADATA} has "
-                    f"more than {dims} dimensions: the files are from different saves: copy all "
-                    "files of one save"
+                    f"{list(distinct_arrays[index].shape)} in its file, but no tensor in "
+                    f"{METADATA} has more than {dims} dimensions: the files are from different "
+                    "saves: copy all files of one save"
                 )
-        shapes = padded_rows([each.shape for each in distinct], dims, 1)[arrays.distinct_index]
-        wrong = (expected != found) | (shapes != self.shape).any(axis=1)
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            array: StoredArray = distinct[int(arrays.distinct_index[row])]
+        shapes = padded_rows([each.shape for each in distinct_arrays], dims, 1)[
+            arrays.distinct_index
+        ]
+        is_mismatch = (expected != found) | (shapes != self.shape).any(axis=1)
+        if is_mismatch.any():
+            row = int(np.argmax(is_mismatch))
+            array: StoredArray = distinct_arrays[int(arrays.distinct_index[row])]
             name = self.names[row]
             raise FormatError(
                 f"{self.metadata_path}: {name}: the chunk at {self.offset[row].tolist()} in "
@@ -249,12 +259,12 @@ def leaves_of(
         content.files,
         list(zip(paths, content.dtypes, content.shapes, strict=True)),
         content.table,
-        fold_values(values, paths),
+        unflatten_values(values, paths),
         content.left_out,
     )
 
 
-def fold_values(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]:
+def unflatten_values(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]:
     """Join the values that DCP flattened: each dict or list without tensors becomes one value.
 
     So the state of a scheduler is one value, as its `load_state_dict` expects. Values of
@@ -265,21 +275,21 @@ def fold_values(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Pat
         tensors: the paths of all tensors.
     """
     tensor_prefixes = {path[:n] for path in tensors for n in range(1, len(path) + 1)}
-    folded: dict[Path, Any] = {}
+    unflattened: dict[Path, Any] = {}
     for path, value in values.items():
         value_depth = next(
             (n for n in range(1, len(path)) if path[:n] not in tensor_prefixes), len(path)
         )
         if value_depth == len(path) or is_in_optimizer(path):
-            folded[path] = value
+            unflattened[path] = value
             continue
-        parent = folded.setdefault(path[:value_depth], {})
+        parent = unflattened.setdefault(path[:value_depth], {})
         for part in path[value_depth:-1]:
             parent = parent.setdefault(part, {})
         parent[path[-1]] = value
     return {
         path: restore_lists(value) if path not in values else value
-        for path, value in folded.items()
+        for path, value in unflattened.items()
     }
 
 
