@@ -286,7 +286,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
     [
         ({"global_batch": 5}, "global_batch=5.*a multiple of the number of streams, 3"),
         ({"global_batch": 0}, r"global_batch=0\)"),
-        ({"world_size": 4, "rank": 0}, "world_size=4.*3 streams, less than one for each rank"),
+        ({"world_size": 4, "rank": 0}, "world_size=4.*only 3 streams; create it with at least one"),
         ({"num_workers": -1}, r"num_workers=-1\)"),
     ],
 )

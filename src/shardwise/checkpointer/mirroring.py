@@ -33,7 +33,7 @@ class RunMirror:
         mirror: the mirror, with its place as an opened store.
         group: the ranks.
         snapshots: the snapshots of the run; None if saves go directly to storage.
-        damaged: steps in the root that are known to be damaged in both tiers.
+        damaged: steps of the root whose root and mirror are both known to be damaged.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunMirror:
         self._suspected: dict[int, float] = {}
         self._worker: MirrorWorker | None = None
         if self._leads:
-            self._watch.report(Recorder())  # what was copied before is no event of this training
+            self._watch.report(Recorder())  # events of earlier trainings are not reported
         self._is_mirroring = self._leads and settings.root.is_writable()
         if self._is_mirroring and snapshots is not None:
             self._set_task(snapshots)
@@ -102,7 +102,7 @@ class RunMirror:
         return handle.with_mirror(self._watch)
 
     def note_mirror_failure(self, error: OSError) -> None:
-        """If the mirror fails, add this to an error of the root.
+        """Add a note to an error of the root if the mirror fails, too.
 
         Old checkpoints stay in the root until they are copied, so the root may be full.
         """

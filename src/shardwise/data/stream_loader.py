@@ -83,8 +83,9 @@ class ElasticStreamLoader:
         self.rank, self.world_size = data_rank(of, rank, world_size)
         if self.world_size > dataset.streams:
             raise ValueError(
-                f"{of}(world_size={self.world_size}): the dataset has {dataset.streams} streams, "
-                "less than one for each rank"
+                f"{of}(world_size={self.world_size}): the dataset has only {dataset.streams} "
+                "streams; create it with at least one for each rank: "
+                f"ElasticStreamDataset(…, streams={self.world_size})"
             )
         batch = dataset.streams if global_batch is None else global_batch
         self.global_batch = check_integer(f"{of}(global_batch", batch)

@@ -150,8 +150,8 @@ def _thresholds(names: tuple[str, ...], weights: Mapping[str, float] | None) -> 
     ends = list(accumulate(float(given[name]) for name in names))
     if not ends or not all(0 <= each < np.inf for each in given.values()) or ends[-1] <= 0:
         raise ValueError(
-            f"ElasticStreamDataset(weights={weights}): expected at least one source, and weights "
-            "of at least 0 that are not all 0"
+            f"ElasticStreamDataset(weights={weights}): expected at least one source, and finite "
+            "weights of at least 0 that are not all 0"
         )
     return [int(end / ends[-1] * 2**64) for end in ends]
 

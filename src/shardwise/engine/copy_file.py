@@ -86,7 +86,7 @@ def copy_verified(
 
 @contextmanager
 def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
-    """Create a file for the block to write, and sync it at the end. Replace an existing file.
+    """Create a file, which the `with` block writes, and sync it at the end. Replace an old file.
 
     Raises:
         OSError: the storage failed. An incomplete new file is removed if possible. An existing file

@@ -1,12 +1,14 @@
-"""Agree on what the nodes read for each other: what several nodes want is read from storage once.
+"""Agree on how nodes share reads, so that bytes that several nodes want are read only once.
 
 Each rank knows the other ranks of its node. The ranks exchange up to four messages through rank 0:
 
-1. Each rank sends its address, and the first rank of a node a digest of what the node wants. Rank 0
-   chooses one node for each different digest. Without anything to share, the exchange ends here.
-2. The first ranks of these nodes send the byte ranges. Rank 0 divides them (`share_between_nodes`),
-   and sends the first rank of each node what its node reads, receives and sends, and the addresses
-   of its neighbours. The other ranks of a node get this from its first rank.
+1. Each rank sends its address. The first rank of each node also sends a digest of the byte ranges
+   that the node wants. Rank 0 chooses one node for each different digest. If there is nothing to
+   share, the exchange ends here.
+2. The first ranks of these nodes send the byte ranges. Rank 0 divides them (`share_between_nodes`).
+   It replies to the first rank of each node with the plan of the node (what the node reads,
+   receives and sends) and with the addresses of its neighbours. The first rank passes both on to
+   the other ranks of its node.
 3. The ranks connect, and measure the rate of the network.
 4. Unless the user has chosen, all ranks measure the rate of the storage at the same time. Rank 0
    decides by both rates whether the nodes share their reads.
@@ -53,11 +55,11 @@ from shardwise.plan.between_nodes import (
 from shardwise.plan.ranges import Int, Ranges, unite_ranges
 
 WORTH_SHARING = 0.05
-"""The smallest fraction of bytes to save for which nodes share their reads."""
+"""Nodes share their reads if this spares at least this fraction of the bytes to read."""
 WORTH_MEASURING = 64 << 20
-"""The fewest bytes to save, by all nodes together, for which the rates are measured."""
+"""The rates are measured if sharing spares all nodes together at least so many bytes to read."""
 LARGEST_LISTS = 1 << 30
-"""The most bytes of all different lists of byte ranges that rank 0 receives."""
+"""The limit on the sum of the sizes of all lists of byte ranges that rank 0 receives, in bytes."""
 CONNECT_SECONDS = 30.0
 DIGEST_SIZE = 16
 LOOPBACK = "127.0.0.1"
@@ -254,7 +256,7 @@ def _connect(
 
 
 class _Lead:
-    """What rank 0 does in the three exchanges. Other ranks make this object, but never call it.
+    """Computes the replies of rank 0. Other ranks create this object, but never call it.
 
     Args:
         largest_read: the greatest length of a read of each file, in bytes.
@@ -295,7 +297,10 @@ class _Lead:
         return msgspec.msgpack.encode(self._senders if is_worth else [])
 
     def divide(self, messages: list[bytes]) -> bytes | list[bytes]:
-        """Return the plan of each node, to its first rank; empty if sharing saves little."""
+        """Return the reply to each rank: to the first rank of a node, the plan of the node.
+
+        All replies are empty if sharing spares few bytes.
+        """
         offers = self._offers_of_nodes()
         self._reads = reads = share_between_nodes(
             [_decode_ranges(messages[rank]) for rank in self._senders],

@@ -79,7 +79,7 @@ def _key_of(name: str, keys: Iterable[str]) -> str:
 def _find_changed_prefixes(
     missing: Iterable[str], unclaimed: Iterable[str], keys: Collection[str]
 ) -> dict[str, str]:
-    """Return, by prefix of missing names, the prefix that most of them have in the checkpoint."""
+    """Return, for each prefix of missing names, the prefix of most of them in the checkpoint."""
     missing_below: dict[str, list[str]] = {}
     for name in missing:
         missing_below.setdefault(_key_of(name, keys), []).append(name)
@@ -124,7 +124,7 @@ def _simplicity(here: str, there: str) -> tuple[int, bool, str]:
 def _insertions_below_other_keys(
     saved_prefix_of: Mapping[str, str], unexpected: Iterable[str], keys: Iterable[str]
 ) -> dict[str, str]:
-    """Return renames for other keys, for example optimizers, with the same parts added."""
+    """Return renames for other keys (such as optimizers) that add the same parts to the names."""
     inserted = {
         (here.removeprefix(_key_of(here, keys)), there.removeprefix(here))
         for here, there in saved_prefix_of.items()

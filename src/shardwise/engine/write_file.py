@@ -86,7 +86,7 @@ class FileSource:
         self._fill_pieces(low - layout.data_at, high - layout.data_at, out, wait)
 
     def _fill_pieces(self, low: int, high: int, out: Buffer, wait: bool) -> None:
-        """Copy the overlap of bytes `low:high` and the data section. Both are offsets in it."""
+        """Copy the bytes `low:high` of the data section, as far as they lie in it."""
         start = self.pieces.start
         first = max(int(np.searchsorted(start, low, side="right")) - 1, 0)
         last = min(int(np.searchsorted(start, high, side="left")), len(self.pieces))

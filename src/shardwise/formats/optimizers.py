@@ -201,7 +201,7 @@ def _parse_flattened_groups(
 def _parse_groups(
     group_values: Mapping[Path, Any],
 ) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
-    """Parse `param_groups`: one list of dicts, or one value for each pair of an index and a key.
+    """Parse `param_groups`, which is a list of dicts, or flattened to paths of an index and a key.
 
     Also return the name of each parameter by its index.
     """

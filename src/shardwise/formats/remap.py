@@ -23,7 +23,8 @@ from shardwise.manifest.pieces import Int, Pieces, padded_rows
 def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     """Return a checkpoint with the names and shapes that a specification gives its tensors.
 
-    The global tensors of the checkpoint are the arrays that the specification describes.
+    Usually, a specification describes arrays in the files of ranks. Here, it describes the global
+    tensors of the checkpoint.
 
     Args:
         opened: the checkpoint.
@@ -32,7 +33,7 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
 
     Raises:
         MismatchError: the specification does not match the checkpoint.
-        StateError: tensors of the checkpoint are means of several copies, or the specification
+        StateError: tensors of the checkpoint are averages of several copies, or the specification
             reshapes a tensor across the borders of its shards.
     """
     if opened.means:
@@ -71,8 +72,8 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
 def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
     """Return the replicas of new tensors.
 
-    Replicas have two origins: old tensors that the specification makes copies of other tensors, and
-    replicas of old tensors.
+    A replica of a new tensor is either an old tensor that the specification declares to be a copy,
+    or a replica of an old tensor.
     """
     stored_table = PieceTable(opened.pieces, opened.stride)
     tables: list[tuple[PieceTable, tuple[str, ...], PieceTable, tuple[str, ...]]]
@@ -118,7 +119,7 @@ def _find_tensors_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dty
 
 
 def _drop_means(remapped: Foreign) -> Foreign:
-    """Replace each mean by its only term, because global tensors have no ranks to average over."""
+    """Replace each average by the only tensor in it, because there are no ranks to average over."""
     mean_by_term = {term: mean for mean, terms in remapped.averages.items() for term in terms}
     tensors = tuple(
         msgspec.structs.replace(entry, name=mean_by_term.get(entry.name, entry.name))
@@ -149,7 +150,7 @@ def _add_unchanged(remapped: Foreign, catalogue: Catalogue, rows: Sequence[int])
 
 
 def catalogue_of_tensors(tensors: Sequence[TensorEntry]) -> Catalogue:
-    """Return global tensors as a catalogue without ranks, with one whole array in each file."""
+    """Return a catalogue without ranks, as if each global tensor were a whole array in one file."""
     tensor_index = {tensor.name: i for i, tensor in enumerate(tensors)}
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     shape = padded_rows([tensor.shape for tensor in tensors], dims, 1)

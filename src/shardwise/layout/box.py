@@ -107,7 +107,8 @@ class Plane:
         height, width: the size of the plane, in elements.
         boxes: the top, left, bottom and right of each visible box, in elements.
         owners: the index of each visible box in the list of all boxes.
-        hidden: the other split dimensions. The plane shows only boxes at offset 0 of them.
+        hidden: the other split dimensions. The plane shows only boxes whose offset
+            in these dimensions is 0.
     """
 
     vertical_dim: int | None

@@ -1,7 +1,7 @@
 """The pieces of all tensors in columns, and their entries in a manifest.
 
-A manifest stores regular shardings as runs: a piece, and a `repeat` with the differences between
-one piece and the next.
+A manifest stores evenly spaced pieces of a tensor as a run: one entry for the first piece, and a
+`repeat` with the differences between one piece and the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_INTEGERS = 2**25
 def check_table_size(rows: int, dims: int) -> None:
     """Refuse a table that would take gigabytes. Call this function before allocating the table.
 
-    Each row of a table has as many columns as the tensor with most dimensions.
+    Each row has as many columns as the largest number of dimensions of any tensor.
 
     Raises:
         FormatError: rows times dimensions exceed `MOST_INTEGERS`.
@@ -84,7 +84,7 @@ class Runs:
 
 
 def find_runs(pieces: Pieces) -> Runs:
-    """Return pieces, ordered by tensor, as runs. `expand_runs` is the inverse."""
+    """Return the runs of pieces, which must be sorted by tensor. The inverse of `expand_runs`."""
     n = len(pieces)
     positions = np.column_stack([pieces.file, pieces.start, pieces.offset])
     steps = np.diff(positions, axis=0)

@@ -82,8 +82,8 @@ class Memory:
             forward pass, parameter averages) must call `handle.staged()` first.
         dir: the directory for snapshots on each node: a memory file system, or a local directory.
         copies: the number of other nodes that store a copy of each node's data.
-        parity: the number of nodes of a group that may be lost. Parity takes
-            `parity / (group - parity)` of the memory of the data. Use either copies or parity.
+        parity: the number of nodes of a group that may be lost. Parity needs
+            `parity / (group - parity)` times the memory of the data. Use either copies or parity.
         group: the largest number of nodes that protect each other by parity.
         domain: the failure domain of this node, for example its rack. None: the node itself.
         interface: the address at which this node's agent serves other nodes, or the name of a

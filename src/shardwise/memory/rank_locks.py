@@ -95,7 +95,7 @@ class RankLock:
         return None
 
     def _take_over(self) -> bool:
-        """Take over the lock, if an older `RankLock` of this process has it; return whether."""
+        """Take over the lock of an older `RankLock` of this process; return False without one."""
         if not (_is_locked(self._path) and self._read_owner().startswith(_process_id())):
             return False
         self._path.write_bytes(self._owner)
@@ -159,7 +159,7 @@ def training_lock(home: Home) -> Iterator[None]:
     process = os.getpid()
     fd = home.open_lock(_TRAINING)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # held exclusively for a moment only, by `is_training`
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only while `is_training` briefly locks exclusively
         try:
             yield
         finally:

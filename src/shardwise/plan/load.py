@@ -129,7 +129,7 @@ def plan_load(
         wanted: columns `(tensor, offset, shape)` of the wanted fragments, of shapes `(n,)`,
             `(n, D)` and `(n, D)`. `tensor` has indices of tensors in the manifest.
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
-        largest_gap: the largest gap between wanted blocks that is read too, in bytes.
+        largest_gap: a span may include gaps between wanted blocks of up to this many bytes.
         block: the number of bytes that one checksum covers.
     """
     pieces = source.pieces
@@ -199,8 +199,7 @@ def _choose_spans(
 
     Args:
         transfers: sorted by file and start.
-        gap: the largest number of unneeded blocks that are read too, to unite the blocks on both
-            sides.
+        gap: a span may include up to this many unneeded blocks between needed ones.
     """
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):

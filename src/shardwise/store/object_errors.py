@@ -13,7 +13,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
 _BUCKETS = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
-"""What does not exist, by the code of the server's error."""
+"""The noun for messages, by the error code of the server."""
 _DENIED = (401, 403)
 _UNAVAILABLE = (408, 429, 500, 502, 503, 504)
 _LONGEST_REASON = 300
@@ -37,7 +37,7 @@ def translate_errors(action: str, place: str) -> Iterator[None]:
         FileNotFoundError: the object does not exist.
         FileExistsError: the object exists, or a condition of the request does not hold.
         PermissionError: the credentials are missing or expired, or do not allow the request.
-        StoreUnavailableError: the server does not answer, or not now.
+        StoreUnavailableError: the server does not answer, or says that it is overloaded.
         StoreError: anything else.
     """
     try:

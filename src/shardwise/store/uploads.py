@@ -185,7 +185,10 @@ class MultipartUpload:
             with self._changed:
                 while (chunk := self._early.take()) is None:
                     if self._is_closed:
-                        raise StoreError(f"{self._place}: the upload was stopped")
+                        raise StoreError(
+                            f"{self._place}: the upload was stopped, because the file was closed "
+                            "before it was complete"
+                        )
                     self._changed.wait(WAIT_SECONDS)
                 self._last_progress = time.monotonic()
                 self._changed.notify_all()

@@ -94,8 +94,8 @@ def repair_checkpoint(
     """Replace damaged files in a directory by the files of another directory with the same save.
 
     All data files in the damaged directory are read. Each file is replaced atomically, and verified
-    while it is copied. A manifest that cannot be decoded is replaced. A missing manifest is not,
-    because the checkpoint was removed.
+    while it is copied. A manifest that cannot be decoded is replaced. A missing manifest means
+    that somebody removed the checkpoint, so it is not replaced.
 
     Args:
         damaged: the directory with a damaged checkpoint. It is locked, so that retention waits.
@@ -187,7 +187,7 @@ def _remove_older_saves(target: Store, own_lock: str) -> None:
 
 @contextmanager
 def _lock_for_copy(target: Store, lock: str) -> Iterator[None]:
-    """Hold a lock, so that no other copy and no save removes the files of this copy."""
+    """Hold a lock, so that no other process removes the files that this process copies."""
     with target.hold(lock, shared=False) as held:
         if not held:
             raise CheckpointInUse(

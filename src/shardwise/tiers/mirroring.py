@@ -53,7 +53,7 @@ class SavedSteps:
 
     Attributes:
         newest: the step that was saved last; None if this run has not saved yet.
-        damaged: steps in the root that are known to be damaged in both tiers.
+        damaged: steps of the root whose root and mirror are both known to be damaged.
         suspected: steps of which a restore read parts from the mirror, and the time of the
             restore, in seconds since 1970.
     """

@@ -163,7 +163,7 @@ class CopyStreams:
         self._copy_events: dict[torch.device, torch.Event] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Begin a copy of the values that the current streams of devices have at this point."""
+        """Begin a copy. It starts after the work queued so far on the devices' current streams."""
         self._copy_events = {}
         self._used_streams = {}
         for device in devices:

@@ -49,7 +49,7 @@ class Snapshots:
     Attributes:
         skipped: the number of snapshots that were skipped because no slot was free.
         home, run: the directories of this node and of the run on it.
-        membership: the nodes of the run and its lineage.
+        membership: the nodes of the run, and the lineage of the run.
         registry: the nodes of the run, as recorded in its root.
     """
 
@@ -66,7 +66,8 @@ class Snapshots:
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
         )
-        self._steps_to_look_for: frozenset[int] | None = None  # when a step is saved; None: all
+        # A save looks for older snapshots of these steps; None: of any step.
+        self._steps_to_look_for: frozenset[int] | None = None
         run_on_all(group, "reclaiming memory", self._reclaim)
         self._rings = Rings(options, self.membership, group)
         self._staging = Staging(
@@ -191,8 +192,8 @@ class Snapshots:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
         Raises:
-            ShardwiseError: on all ranks: the memory of a node is too small; says how much is
-                needed.
+            ShardwiseError: on all ranks: the memory of a node is too small. The message says how
+                much is needed.
         """
         form, group = self._rings.form, self._group
         planned = plan_together(
