@@ -72,14 +72,14 @@ def open_any(
     settings_text: str = "",
     options: OpenOptions = DEFAULT_OPTIONS,
 ) -> Opened:
-    """Open the checkpoint at a place, of shardwise or foreign, on all ranks together.
+    """Open the checkpoint at a place on all ranks together. It may be a foreign checkpoint.
 
     Rank 0 reads the manifest, or describes the foreign files. Every rank checks the result.
 
     Args:
         get_store: returns the store of the place. A failure on one rank is raised on all ranks.
         group: the ranks.
-        settings_text: further settings that must be equal on all ranks, for error messages.
+        settings_text: further settings, as text. If they differ between ranks, an error shows them.
         options: the options for reading the checkpoint.
 
     Raises:
@@ -266,7 +266,7 @@ def refuse_file(store: Store) -> None:
 
 
 def refuse_as_root(store: Store) -> None:
-    """Refuse a checkpoint, of shardwise or foreign, as the root of a run.
+    """Refuse to use a checkpoint as the root of a run, also a foreign checkpoint.
 
     Raises:
         CheckpointExistsError: the place is a checkpoint.

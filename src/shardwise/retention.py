@@ -228,7 +228,7 @@ class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _duration_in_seconds(option: str, duration: Duration) -> float:
-    """Return a duration in seconds. `option` begins error messages, such as "Keep(latest_for"."""
+    """Return a duration in seconds. Errors begin with `option`, for example "Keep(latest_for"."""
     if isinstance(duration, timedelta):
         seconds = duration.total_seconds()
     elif isinstance(duration, str):
@@ -260,8 +260,9 @@ def apply_retention(
     """Remove the checkpoints of a root that the rules do not keep.
 
     Damaged checkpoints do not count for the rules, and are not removed. A checkpoint that is being
-    read stays until the next call. If processes can read a checkpoint without locking it, its
-    manifest is removed first, and its files by a call after `StoreTraits.reading_grace` has passed.
+    read stays until the next call. If processes read from this store without
+    locks, a call removes only the manifest. The next call after `StoreTraits.reading_grace` seconds
+    removes the files.
 
     Args:
         root: the root of the checkpoints.
@@ -353,7 +354,7 @@ def choose_step(root: Store, choice: Choice) -> int:
 
 
 def _read_infos(root: Store, steps: Sequence[int]) -> dict[int, CheckpointInfo]:
-    """Read the times and metrics of many checkpoints at a time."""
+    """Read the times and metrics of many checkpoints in parallel."""
     infos = map_in_threads(lambda step: _read_info(root.at(step_directory(step))), steps)
     return dict(zip(steps, infos, strict=True))
 

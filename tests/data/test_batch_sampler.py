@@ -149,7 +149,7 @@ def test_an_invalid_position_is_refused(samples: object) -> None:
         ({"seed": -1}, r"seed=-1\)"),
         ({"last_batch": "drop"}, "expected 'carry' or 'short'"),
         ({"last_batch": "short"}, "20 samples has 2, too few for 3 ranks"),
-        ({"rank": 3}, "ranks count from 0"),
+        ({"rank": 3}, "expected a rank from 0 to"),
         ({"rank": None}, "pass both"),
     ],
 )

@@ -48,8 +48,8 @@ class Journal:
         """Create the target, and lock it while the block runs.
 
         Raises:
-            CheckpointExistsError: the target has files of something else, its path is a file or
-                below a file, or another process is writing to it.
+            CheckpointExistsError: the target has files that no export of this source wrote, its
+                path is a file or below a file, or another process is writing to it.
         """
         self._check()
         with self._records.hold(LOCK, shared=False) as locked:

@@ -32,7 +32,10 @@ def data_rank(of: str, rank: int | None, world_size: int | None) -> tuple[int, i
     world_size = check_integer(f"{of}(world_size", world_size)
     rank = check_integer(f"{of}(rank", rank, least=0)
     if rank >= world_size:
-        raise ValueError(f"{of}(rank={rank}, world_size={world_size}): ranks count from 0")
+        raise ValueError(
+            f"{of}(rank={rank}, world_size={world_size}): expected a rank from 0 to "
+            f"{world_size - 1}"
+        )
     return rank, world_size
 
 

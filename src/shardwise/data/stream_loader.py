@@ -30,11 +30,11 @@ class ElasticStreamLoader:
 
     A global batch has the same number of items of each stream, in the order of the streams. Each
     rank reads a contiguous part of the streams, and deals them to its workers. So the global
-    batches are the same for any number of ranks and of workers, also if they change on resume.
+    batches are the same for any numbers of ranks and workers, even if these change on resume.
 
     Call `advance()` after each training step, before the save. With each batch, the workers send
-    the states of their streams. So a save waits for no worker, and the state is that after the
-    batches that the model was trained on, not after those that workers have read ahead.
+    the states of their streams. So a save waits for no worker. The saved state is the position
+    after the last batch that the model was trained on; batches read ahead do not count.
 
     Example:
 
@@ -51,8 +51,8 @@ class ElasticStreamLoader:
         dataset: the streams.
         global_batch: the number of items in the batches of all ranks together: a multiple of the
             number of streams. Default: one item of each stream. May change on resume.
-        num_workers: the number of worker processes of this rank. At most one for each of the
-            rank's streams is used. With 0, this process reads.
+        num_workers: the number of worker processes of this rank. A rank starts at most as
+            many as it has streams. With 0, this process reads.
         prefetch_factor: how many batches each worker reads ahead.
         collate_fn: makes a batch of a list of items, in this process.
         multiprocessing_context: how workers start, as for `DataLoader`.
@@ -126,7 +126,7 @@ class ElasticStreamLoader:
         return [failure for state in self._states.values() for failure in state.failures]
 
     def advance(self) -> None:
-        """Count the oldest batch that was taken as trained on. Call this after each step.
+        """Record that the model was trained on the next batch. Call this after each step.
 
         Raises:
             StateError: all batches that were taken are counted already.
@@ -177,7 +177,7 @@ class ElasticStreamLoader:
         return {**encode_states(self.dataset, self._states), "batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue after the batches that a state counts. Another number of ranks may have saved.
+        """Continue after the batches that a state counts, which any number of ranks may have saved.
 
         Raises:
             StateError: the state belongs to other streams, or is invalid.
@@ -223,7 +223,7 @@ def join_states(parts: list[Part]) -> dict[int, StreamState]:
 
 
 class _PartsOfWorker(IterableDataset[Part]):
-    """The parts of the worker process that iterates over it."""
+    """Yields, in each worker process, the parts of this worker."""
 
     def __init__(
         self, dataset: ElasticStreamDataset, states: Mapping[int, StreamState], per_stream: int

@@ -178,7 +178,8 @@ class TorchGroup:
 def _lost_rank_error(action: str, error: Exception, rank: int) -> LostRankError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return LostRankError(
-        f"{action} the other ranks (one of them died, failed, or did not answer in time)",
+        f"{action} the other ranks (a rank died, failed, or did not answer in time: look for the "
+        "first error in the logs of all ranks; the ranks listed here only noticed it)",
         {rank: reason},
     )
 

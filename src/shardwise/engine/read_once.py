@@ -78,7 +78,7 @@ class _Offer(msgspec.Struct, array_like=True):
         first: the first rank of its node.
         host, port: the address at which it listens.
         may_share: whether its node may share its reads.
-        digest: a digest of what its node wants; empty on other than the first ranks.
+        digest: a digest of what its node wants; empty if this rank is not the first of its node.
         nbytes: the number of bytes that its node wants.
         list_size: the size of the encoded list of byte ranges, in bytes.
     """
@@ -157,7 +157,8 @@ def agree_on_reading_once(
         largest_read: the greatest length of a read in bytes, one number for each file.
         measure_store: returns how many bytes per second this rank reads, given its reads.
         cleanup: closes the connections.
-        read_once: whether to share reads. None: if it is faster, by a short measurement.
+        read_once: whether to share reads. None: share them if a short measurement shows that this
+            is faster.
 
     Returns:
         The reads and connections; None if every node reads alone.
@@ -331,7 +332,7 @@ class _Lead:
         return b"" if failures else YES
 
     def decide(self, messages: list[bytes]) -> bytes:
-        """Return whether it is faster if the nodes share their reads; nothing if it is not."""
+        """Return `YES` if the load is faster when the nodes share their reads, else empty bytes."""
         stores = [msgspec.msgpack.decode(each, type=float) for each in messages]
         found = []
         for node, (ranks, offer) in enumerate(

@@ -167,8 +167,8 @@ def _select_by_array(part: Any, dim: int, shape: Sequence[int]) -> SelectedPosit
     n = shape[dim]
     if str(getattr(part, "dtype", "")) == "torch.uint8":
         raise IndexError(
-            "an index of dtype torch.uint8, which torch reads as a mask and NumPy as numbers: "
-            "pass part.bool() or part.long()"
+            f"the index of dimension {dim} has dtype torch.uint8, which torch reads as a mask and "
+            "NumPy as numbers: pass index.bool() or index.long()"
         )
     array = np.asarray(part)
     if array.dtype == bool and array.shape == (n,):

@@ -37,7 +37,8 @@ class NodeReads:
     Attributes:
         ranges: the byte range of each read.
         node: the index of the node that reads it from storage, `(n,)`.
-        lane: which rank of a node reads it, or receives it: rank `lane % ranks`, `(n,)`.
+        lane: which rank of a node reads or receives it, `(n,)`: the rank with index `lane % r` on
+            a node with r ranks.
         group: the index in `groups` of the nodes that want it, `(n,)`.
         groups: the indices of nodes, ascending; at least two in each group.
     """
@@ -213,7 +214,7 @@ def _neighbours(group: Sequence[int], node: int) -> tuple[int, int]:
 
 
 def _number_distinct_sets(row: Int, holder: Int) -> tuple[Int, list[list[int]]]:
-    """Return a number for the set of holders of each row, and the sets in order of number."""
+    """Number the distinct sets of holders. Return the number of each row's set, and all sets."""
     first = np.flatnonzero(np.concatenate([[True], row[1:] != row[:-1]])) if len(row) else row
     ends = [*first[1:].tolist(), len(row)]
     numbers: dict[bytes, int] = {}

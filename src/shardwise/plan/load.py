@@ -53,7 +53,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Byte ranges, each of which is read at once, in columns of n rows.
+    """Byte ranges, each read in one piece, as columns of n rows.
 
     Spans consist of whole checksum blocks, are disjoint, and are sorted by file and start. A
     transfer may need several spans.
@@ -158,7 +158,7 @@ def _locate(
 
 
 def _cut_at_gaps(source: PieceLocations, transfers: Transfers, gap: int) -> Transfers:
-    """Cut transfers into rows if at least `gap` bytes between the rows are not needed."""
+    """Cut transfers along a dimension if at least `gap` unneeded bytes lie between two parts."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
         stride = source.stride[transfers.piece, dim]
@@ -263,7 +263,7 @@ def _concatenate_aranges(counts: Int) -> Int:
 def wanted_columns(
     tensor: Sequence[int], offset: Int, shape: Int, dims: int
 ) -> tuple[Int, Int, Int]:
-    """Return columns of wanted boxes, padded or cut to `dims` dimensions, as the pieces have."""
+    """Return columns of wanted boxes, padded or cut to `dims` dimensions."""
     missing = dims - offset.shape[1]
     if missing > 0:
         offset = np.pad(offset, ((0, 0), (0, missing)))

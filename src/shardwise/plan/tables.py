@@ -24,7 +24,7 @@ class Description:
         names, dtypes, shapes: the name, dtype (torch's name) and global shape of each tensor.
         tensor: the index of each fragment's tensor, `(n,)`.
         offset, shape: the box of each fragment, `(n, D)`, padded on the right with 0 and 1.
-        ties: pairs of a tied tensor's name, and the name in `names` of the tensor it is tied to.
+        ties: for each tied tensor, its name, and the name in `names` of the tensor with its data.
         per_rank: the names of the per-rank values.
     """
 
@@ -120,7 +120,7 @@ class PieceTable:
 
 
 def encode_pieces(fragment: Int, offset: Int, shape: Int) -> bytes:
-    """Encode the pieces that a rank writes, in the order of its file, for that rank.
+    """Encode the list of pieces that rank 0 sends to a rank, in the order of the rank's file.
 
     Args:
         fragment: indices of fragments in the rank's description, `(n,)`.

@@ -139,7 +139,8 @@ class MultipartUpload:
                     self._is_closed = True
                     self._changed.notify_all()
                     raise StoreError(
-                        f"{self._place}: byte {missing} of {self._size} was never written"
+                        f"{self._place}: cannot commit the file, because byte {missing} of "
+                        f"{self._size} was not written: write all bytes before commit()"
                     )
         with self._changed:
             self._check()

@@ -24,9 +24,9 @@ log = logging.getLogger("shardwise")
 class TieredStore(ReadOnlyStore):
     """A read-only store over several tiers, nearest first.
 
-    A file has one copy in each tier that has it. `DataReader` verifies each block, and reads a
-    missing or damaged block from the next tier. A tier that cannot be reached is skipped with a
-    warning, unless no other tier has what is wanted.
+    Each tier may hold a copy of a file. `DataReader` verifies each block, and reads a missing or
+    damaged block from the next tier. A tier that cannot be reached is skipped with a warning. An
+    error is raised only if no other tier has the file.
 
     Args:
         tiers: the stores, nearest first.
@@ -49,7 +49,8 @@ class TieredStore(ReadOnlyStore):
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, by the name of the tier.
 
-        Bytes that turned out to be damaged count, too. Stores below this one count for themselves.
+        Bytes that turned out to be damaged count, too. A store that `at` returns has
+        counts for itself.
         """
         with self._count_lock:
             return dict(zip(self._tier_names, self._bytes_read, strict=True))

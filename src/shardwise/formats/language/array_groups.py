@@ -153,7 +153,7 @@ def resolve_ragged_axes(
     declared_shares: Mapping[str, tuple[int, ...]],
     report: Callable[[int, str], None],
 ) -> list[ArrayGroup]:
-    """Find where shares of ragged axes begin, and split groups by the sums of the shares.
+    """Find where shares of ragged axes begin. Split each group by the sums of its shares.
 
     Args:
         declared_shares: for each axis, the shares that the rule declares.

@@ -186,7 +186,7 @@ class _EntryCollector:
                 self._replicas.append((path, shard.offsets, array))
 
     def _add_replica(self, rank: int, path: Path, entry: _Entry) -> None:
-        """Add the entry of a further rank: a replica, an equal value, or left out."""
+        """Add an entry of a further rank: as a replica, not at all if equal, or as left out."""
         name = ".".join(map(str, path))
         if entry.type != "Tensor":
             if path in self._tensors or self._read_value(entry) != self._values[path]:
@@ -254,7 +254,7 @@ class _EntryCollector:
         return self._file_indices.setdefault(location, len(self._file_indices))
 
     def _join_lists(self) -> dict[Path, Any]:
-        """Return the values, with lists without tensors joined again, and empty containers."""
+        """Return the values. Join the lists that contain no tensors, and add empty containers."""
         tensor_prefixes = {path[:n] for path in self._tensors for n in range(1, len(path))}
         value_by_path: dict[Path, Any] = {}
         for path, value in self._values.items():

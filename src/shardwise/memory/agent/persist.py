@@ -150,9 +150,9 @@ def lock_for_publishing(
     Args:
         root: the root of the save, opened.
         deadline: the limit for waiting for the lock. By default, twice the expiry of locks, and one
-            second. The lock of a killed agent has surely expired then: servers report whole
-            seconds. The second is for a new Checkpointer, which briefly holds the lock while it
-            looks for leftovers.
+            second. By then, the lock of a killed agent has expired, although servers round times to
+            whole seconds. The further second is for a new Checkpointer, which briefly holds the
+            lock while it looks for leftovers.
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
@@ -183,7 +183,7 @@ def lock_for_publishing(
 
 
 def _published_save_id(store: Store) -> str | None:
-    """Return the id of the save that is published in a directory; None without a readable one."""
+    """Return the id of the save that a directory has; None without a readable manifest."""
     try:
         return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
     except (FileNotFoundError, FormatError):

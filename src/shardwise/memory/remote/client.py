@@ -180,7 +180,10 @@ class AgentClient:
             length = response.headers.get("Content-Length", "")
             response.read()
             if not (length.isascii() and length.isdigit() and len(length) < 20):
-                raise StoreError(f"{self}: no size of {name} of step {step}; {NO_AGENT}")
+                raise StoreError(
+                    f"{self}: the reply for {name} of step {step} has no valid Content-Length; "
+                    f"{NO_AGENT}"
+                )
             return int(length)
 
         return self._request("HEAD", _url_path(run, step, name), parse_size)

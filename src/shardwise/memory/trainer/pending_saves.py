@@ -75,7 +75,7 @@ class PendingSaves:
 
         Args:
             deletes_older: whether to delete older checkpoints afterwards.
-            leads: whether this rank's node leads the save, so that this rank asks its agent.
+            leads: whether this rank's node leads the save. If it does, this rank asks its agent.
 
         Raises:
             StoreError: the save was not committed.

@@ -3,7 +3,8 @@
 Under data parallelism, each rank of a ring already holds the data that the others are about to
 stage, as in the sharding groups of REFT (arXiv 2310.12670). So each rank makes copies or parity for
 the others from its replica, without the network. The replica lacks the headers, objects and
-checksums of the others' files. The agent adds these blocks, and compares the checksums.
+checksums of the others' files. The agent fetches the blocks with these parts, and compares the
+checksums of the others.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Ring:
         return make_ring_group(files, copies=self.copies, parity=self.parity)
 
     def members_to_copy(self) -> list[RingMember]:
-        """Return the ranks whose files this rank copies, in the order in which the agent asks."""
+        """Return the ranks whose files this rank copies, in the order of the agent's requests."""
         by_name = {each.file.name: each for each in self.members}
         return [by_name[name] for _, name, _ in files_to_copy(self.group, self.index)]
 
@@ -246,9 +247,9 @@ class RingProtection:
 
     Attributes:
         ring: the ring.
-        data: for each other rank, copies ranges of the data section of its file, which starts
-            at 0.
-        take_slot: returns a free slot of a size, other than the slots with these names.
+        data: for each other rank, a function that copies byte ranges of the data section of its
+            file. Offsets count from the start of this section.
+        take_slot: returns a free slot of the given size, but none of the given names.
         place: the snapshot on this node.
         pool: the thread pool that copies.
         threads: the number of its threads.
@@ -341,7 +342,7 @@ class RingProtection:
 
 
 class _ReplicaReader:
-    """Reads another rank's file from the replica here: only tensor data, and zeros elsewhere.
+    """Reads another rank's file from this rank's replica. Bytes without tensor data are zeros.
 
     Attributes:
         name: the name of the file.

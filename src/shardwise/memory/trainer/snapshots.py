@@ -200,7 +200,10 @@ class Snapshots:
             make_save, lambda *_: new_save_id(), group, plan_cache, recorder, choose_peers=form
         )
         if planned is None:
-            raise RuntimeError("allocating slots: a plan was neither admitted nor refused")
+            raise RuntimeError(
+                f"{self._root}: allocating slots of snapshots: planning returned no plan; this is "
+                "a defect of shardwise: please report it"
+            )
         source, ring = self._rings.join(planned)
         with recorder.stage("allocate"):
             return run_on_all(
