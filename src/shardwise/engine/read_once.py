@@ -157,8 +157,7 @@ def agree_on_reading_once(
         largest_read: the greatest length of a read in bytes, one number for each file.
         measure_store: returns how many bytes per second this rank reads, given its reads.
         cleanup: closes the connections.
-        read_once: whether to share reads. None: share them if a short measurement shows that this
-            is faster.
+        read_once: whether to share reads; None: if a short measurement shows that this is faster.
 
     Returns:
         The reads and connections; None if every node reads alone.
