@@ -110,6 +110,18 @@ def test_the_lease_of_a_dead_process_expires(server: Server, age: float, held: b
     assert (dead in server.files) != held
 
 
+def test_attempts_that_failed_do_not_delay_later_attempts(server: Server) -> None:
+    """Not even if their blocks have not ended, as in an `ExitStack`."""
+    server.files[f"{KEY}.exclusive-{'0' * 16}.lease"] = server.now
+    with ExitStack() as locks:
+        for _ in range(3):
+            lock = hold(server, KEY, shared=False, times=times(server))
+            assert not locks.enter_context(lock)
+            assert len(server.leases()) == 1
+            server.now += 20
+        assert locks.enter_context(hold(server, KEY, shared=False, times=times(server)))
+
+
 def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
     with hold(server, KEY, shared=False, times=LeaseTimes(lease=0.2)) as held:
         assert held

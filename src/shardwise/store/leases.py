@@ -112,19 +112,25 @@ def hold(
     if not name:  # no yield above, because errors of the block would be chained to that one
         yield True
         return
+    try:
+        held = _is_held(files, key, name, shared, times)
+    except BaseException:
+        _delete_quietly(files, name)
+        raise
+    if not held:
+        _delete_quietly(files, name)  # now, because the block may try again
+        yield False
+        return
     stop = threading.Event()
     renewer = threading.Thread(
         target=_renew, args=(files, key, name, times, stop), name="shardwise-lease", daemon=True
     )
+    renewer.start()
     try:
-        held = _is_held(files, key, name, shared, times)
-        if held:
-            renewer.start()
-        yield held
+        yield True
     finally:
         stop.set()
-        if renewer.ident is not None:
-            renewer.join(times.lease)  # a renewal under way would write the lease again
+        renewer.join(times.lease)  # a renewal under way would write the lease again
         _delete_quietly(files, name)
 
 
