@@ -293,10 +293,10 @@ def convert_to_opened(tree: FileTree, foreign: Foreign) -> Opened:
     hidden = {name for names in foreign.averages.values() for name in names}
     shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
     index_of = {tensor.name: i for i, tensor in enumerate(shown)}
-    means: dict[int, tuple[int, ...]] = {}
+    averages: dict[int, tuple[int, ...]] = {}
     for name, versions in foreign.averages.items():
         index_of |= {each: len(index_of) + k for k, each in enumerate(versions)}
-        means[index_of[name]] = tuple(index_of[each] for each in versions)
+        averages[index_of[name]] = tuple(index_of[each] for each in versions)
     new_index = np.array([index_of[tensor.name] for tensor in foreign.tensors], np.int64)
     pieces = foreign.table.pieces
     copies = foreign.replicas.pieces
@@ -327,5 +327,5 @@ def convert_to_opened(tree: FileTree, foreign: Foreign) -> Opened:
         stride,
         replicas,
         (*foreign.left_out, *missing),
-        ForeignDetails(means, foreign.missing_files, partial(read_checksums, tree, stored)),
+        ForeignDetails(averages, foreign.missing_files, partial(read_checksums, tree, stored)),
     )

@@ -141,7 +141,7 @@ class Resizing:
         if not shapes:
             return opened
         tensors = opened.manifest.tensors
-        means = [tensors[i].name for i in opened.means if tensors[i].name in shapes]
+        means = [tensors[i].name for i in opened.averages if tensors[i].name in shapes]
         if means:
             raise StateError(
                 f"{means[0]}: the load averages several copies of this tensor, so the tensor "

@@ -123,7 +123,7 @@ def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
                 assert np.array_equal(out.numpy(), values)
 
 
-def test_a_mean_of_versions_is_what_is_loaded(tmp_path: Path, known: list[Foreign]) -> None:
+def test_a_average_of_versions_is_what_is_loaded(tmp_path: Path, known: list[Foreign]) -> None:
     versions = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
     (tmp_path / "a.bin").write_bytes(versions.tobytes())
     entries = [TensorEntry(name, "float32", (2,)) for name in ("w@0", "w", "w@1")]

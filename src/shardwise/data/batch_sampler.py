@@ -66,17 +66,17 @@ class ElasticBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        of = "ElasticBatchSampler"
-        self.length = check_integer(f"{of}(length", length)
-        self.global_batch = check_integer(f"{of}(global_batch", global_batch)
-        self.seed = check_integer(f"{of}(seed", seed, least=0)
+        caller = "ElasticBatchSampler"
+        self.length = check_integer(f"{caller}(length", length)
+        self.global_batch = check_integer(f"{caller}(global_batch", global_batch)
+        self.seed = check_integer(f"{caller}(seed", seed, least=0)
         self.shuffle = bool(shuffle)
         self.last_batch = last_batch
-        self.rank, self.world_size = data_rank(of, rank, world_size)
+        self.rank, self.world_size = data_rank(caller, rank, world_size)
         if self.length > MOST_ITEMS:
-            raise ValueError(f"{of}(length={self.length}): expected at most 2⁶² samples")
+            raise ValueError(f"{caller}(length={self.length}): expected at most 2⁶² samples")
         if last_batch not in ("carry", "short"):
-            raise ValueError(f"{of}(last_batch={last_batch!r}): expected 'carry' or 'short'")
+            raise ValueError(f"{caller}(last_batch={last_batch!r}): expected 'carry' or 'short'")
         self._check_every_rank_gets_samples()
         self._position = 0
         self._drawn = 0

@@ -10,11 +10,11 @@ MOST_BATCHES_AHEAD = 4096
 """If more batches are taken without a call of `advance()`, the training loop lacks the call."""
 
 
-def data_rank(of: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
+def data_rank(caller: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return the rank and the number of ranks among which a global batch is divided.
 
     Args:
-        of: the name of the class, for error messages.
+        caller: the name of the class, for error messages.
         rank, world_size: as the user passed them. If both are None, those of the default process
             group are used; without one, rank 0 of 1.
 
@@ -23,17 +23,17 @@ def data_rank(of: str, rank: int | None, world_size: int | None) -> tuple[int, i
     """
     if (rank is None) != (world_size is None):
         raise ValueError(
-            f"{of}(rank={rank}, world_size={world_size}): pass both, or neither for the default "
-            "process group"
+            f"{caller}(rank={rank}, world_size={world_size}): pass both, or neither for the "
+            "default process group"
         )
     if rank is None or world_size is None:
         has_group = dist.is_available() and dist.is_initialized()
         return (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
-    world_size = check_integer(f"{of}(world_size", world_size)
-    rank = check_integer(f"{of}(rank", rank, least=0)
+    world_size = check_integer(f"{caller}(world_size", world_size)
+    rank = check_integer(f"{caller}(rank", rank, least=0)
     if rank >= world_size:
         raise ValueError(
-            f"{of}(rank={rank}, world_size={world_size}): expected a rank from 0 to "
+            f"{caller}(rank={rank}, world_size={world_size}): expected a rank from 0 to "
             f"{world_size - 1}"
         )
     return rank, world_size

@@ -78,26 +78,26 @@ class ElasticStreamLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        of = "ElasticStreamLoader"
+        caller = "ElasticStreamLoader"
         self.dataset = dataset
-        self.rank, self.world_size = data_rank(of, rank, world_size)
+        self.rank, self.world_size = data_rank(caller, rank, world_size)
         if self.world_size > dataset.streams:
             raise ValueError(
-                f"{of}(world_size={self.world_size}): the dataset has only {dataset.streams} "
+                f"{caller}(world_size={self.world_size}): the dataset has only {dataset.streams} "
                 "streams; create it with at least one for each rank: "
                 f"ElasticStreamDataset(…, streams={self.world_size})"
             )
         batch = dataset.streams if global_batch is None else global_batch
-        self.global_batch = check_integer(f"{of}(global_batch", batch)
+        self.global_batch = check_integer(f"{caller}(global_batch", batch)
         if self.global_batch % dataset.streams:
             raise ValueError(
-                f"{of}(global_batch={global_batch}): expected a multiple of the number of streams, "
-                f"{dataset.streams}"
+                f"{caller}(global_batch={global_batch}): expected a multiple of the number of "
+                f"streams, {dataset.streams}"
             )
         self.streams = share_of(range(dataset.streams), self.rank, self.world_size)
-        workers = check_integer(f"{of}(num_workers", num_workers, least=0)
+        workers = check_integer(f"{caller}(num_workers", num_workers, least=0)
         self.num_workers = min(workers, len(self.streams))
-        self._prefetch = check_integer(f"{of}(prefetch_factor", prefetch_factor)
+        self._prefetch = check_integer(f"{caller}(prefetch_factor", prefetch_factor)
         self._collate = collate_fn
         self._context = multiprocessing_context
         self._timeout = timeout

@@ -105,27 +105,29 @@ class ElasticStreamDataset:
         seed: int = 0,
         failures_allowed: int = 0,
     ) -> None:
-        of = "ElasticStreamDataset"
+        caller = "ElasticStreamDataset"
         if not all(isinstance(name, str) and name for name in sources):
-            raise TypeError(f"{of}(sources): expected names as keys, not {list(sources)}")
+            raise TypeError(f"{caller}(sources): expected names as keys, not {list(sources)}")
         self.sources = {name: sources[name] for name in sorted(sources)}
-        self.streams = check_integer(f"{of}(streams", streams)
+        self.streams = check_integer(f"{caller}(streams", streams)
         self.transform = transform
         self.packer = packer
-        self.seed = check_integer(f"{of}(seed", seed, least=0)
-        self.failures_allowed = check_integer(f"{of}(failures_allowed", failures_allowed, least=0)
+        self.seed = check_integer(f"{caller}(seed", seed, least=0)
+        self.failures_allowed = check_integer(
+            f"{caller}(failures_allowed", failures_allowed, least=0
+        )
         if self.failures_allowed > _MOST_FAILURES:
             raise ValueError(
-                f"{of}(failures_allowed={failures_allowed}): expected at most {_MOST_FAILURES}, "
-                "because the state has a place for each failure of each stream"
+                f"{caller}(failures_allowed={failures_allowed}): expected at most "
+                f"{_MOST_FAILURES}, because the state has a place for each failure of each stream"
             )
         self._names = tuple(self.sources)
         self._thresholds = _thresholds(self._names, weights)
         for name, source in self.sources.items():
             if source.segments < self.streams:
                 raise ValueError(
-                    f"{of}: the source {name!r} has {source.segments} segments, less than one for "
-                    f"each of {self.streams} streams: use fewer streams, or smaller segments"
+                    f"{caller}: the source {name!r} has {source.segments} segments, less than one "
+                    f"for each of {self.streams} streams: use fewer streams, or smaller segments"
                 )
 
     def source_of(self, stream: int, sample: int) -> str:

@@ -182,7 +182,7 @@ def _stored_tensors(
         The index and dtype of each stored tensor, with the leaf to read it into.
     """
     dtype: torch.dtype = getattr(torch, opened.manifest.tensors[index].dtype)
-    version_indices = opened.means.get(index)
+    version_indices = opened.averages.get(index)
     if version_indices is None:
         return [(index, leaf, dtype)]
     versions = [

@@ -56,15 +56,15 @@ class ForeignDetails:
     """The properties of a foreign checkpoint that a shardwise checkpoint lacks.
 
     Attributes:
-        means: the versions of each tensor that is the mean of several stored versions. Keys are
-            indices of tensors in the manifest. Values are indices in `Opened.pieces.tensor`, which
-            continue after the manifest's tensors.
+        averages: the versions of each tensor that is an average of several stored versions. Keys
+            are indices of tensors in the manifest. Values are indices in `Opened.pieces.tensor`,
+            which continue after the manifest's tensors.
         missing_files: files that the checkpoint lacks, by the name of the tensor or value that
             each would contain.
         checksums: returns the checksums in the files, for example in zip archives.
     """
 
-    means: Mapping[int, tuple[int, ...]]
+    averages: Mapping[int, tuple[int, ...]]
     missing_files: Mapping[str, str]
     checksums: Callable[[], Iterator[FileChecksums]]
 
@@ -95,9 +95,9 @@ class Opened:
     foreign: ForeignDetails | None = None
 
     @property
-    def means(self) -> Mapping[int, tuple[int, ...]]:
-        """The versions of tensors that are a mean; see `ForeignDetails`."""
-        return {} if self.foreign is None else self.foreign.means
+    def averages(self) -> Mapping[int, tuple[int, ...]]:
+        """The versions of tensors that are averages; see `ForeignDetails`."""
+        return {} if self.foreign is None else self.foreign.averages
 
     @property
     def missing_files(self) -> Mapping[str, str]:
@@ -156,20 +156,22 @@ class Opened:
         low = pieces.start + source.data_at[pieces.file]
         high = low + extent * source.itemsize[pieces.tensor]
         is_in_range = (pieces.file == file) & (low < stop) & (high > start)
-        mean_of = self.mean_of_version()
+        average_of = self.average_of_version()
         tensors = self.manifest.tensors
         indices = set(pieces.tensor[is_in_range].tolist())
-        names = {tensors[mean_of.get(i, i)].name for i in indices}
+        names = {tensors[average_of.get(i, i)].name for i in indices}
         return [t.name for t in tensors if t.name in names or t.same_as in names]
 
-    def mean_of_version(self) -> dict[int, int]:
-        """Map the index of each stored version to the index of the tensor that is the mean."""
-        return {version: mean for mean, versions in self.means.items() for version in versions}
+    def average_of_version(self) -> dict[int, int]:
+        """Map the index of each stored version to the index of the tensor that is their average."""
+        return {
+            version: average for average, versions in self.averages.items() for version in versions
+        }
 
     def stored_entries(self) -> list[TensorEntry]:
-        """Return the entry of each index in `pieces.tensor`: tensors, then versions of means."""
-        mean_of, tensors = self.mean_of_version(), self.manifest.tensors
-        return [*tensors, *(tensors[mean_of[version]] for version in sorted(mean_of))]
+        """Return the entry of each index in `pieces.tensor`: tensors, then versions of averages."""
+        average_of, tensors = self.average_of_version(), self.manifest.tensors
+        return [*tensors, *(tensors[average_of[version]] for version in sorted(average_of))]
 
     def source(self) -> PieceLocations:
         """Return the pieces and the positions of their bytes, for planning."""

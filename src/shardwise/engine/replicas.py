@@ -195,7 +195,7 @@ class _Comparison:
     Attributes:
         opened: the checkpoint.
         replicas: its further copies.
-        first_view: the tensors that loads read, versions of means included; each is named by its
+        first_view: the tensors that loads read, versions of averages included; each is named by its
             index.
         copies_view: the further copies as tensors; each is named by its row in `replicas`.
     """
@@ -226,7 +226,7 @@ class _Comparison:
         tensor_of_row = self.replicas.pieces.tensor
         if tensors is None:
             return list(range(len(tensor_of_row)))
-        versions = [each for tensor in tensors for each in self.opened.means.get(tensor, ())]
+        versions = [each for tensor in tensors for each in self.opened.averages.get(tensor, ())]
         return np.flatnonzero(np.isin(tensor_of_row, [*tensors, *versions])).tolist()
 
     def all_parts(self, rows: list[int], part_bytes: int) -> Iterator[_Part]:
@@ -306,7 +306,7 @@ class _Comparison:
         copy_place = self._byte_of(self.replicas.pieces, self.replicas.stride, part.row, padded)
         if self.replicas.names:
             copy_place = f"{self.replicas.names[part.row]} in {copy_place}"
-        tensor = self.opened.mean_of_version().get(part.tensor, part.tensor)
+        tensor = self.opened.average_of_version().get(part.tensor, part.tensor)
         name = self.opened.manifest.tensors[tensor].name
         return f"{name}: two copies differ, first at {position}: {first_place}, and {copy_place}"
 
@@ -325,7 +325,7 @@ def _view(opened: Opened, entries: list[TensorEntry], pieces: Pieces, stride: In
         for index, entry in enumerate(entries)
     )
     manifest = msgspec.structs.replace(opened.manifest, tensors=tensors)
-    foreign = opened.foreign and replace(opened.foreign, means={})
+    foreign = opened.foreign and replace(opened.foreign, averages={})
     return replace(
         opened, manifest=manifest, pieces=pieces, stride=stride, replicas=None, foreign=foreign
     )

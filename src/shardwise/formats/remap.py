@@ -36,14 +36,14 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         StateError: tensors of the checkpoint are averages of several copies, or the specification
             reshapes a tensor across the borders of its shards.
     """
-    if opened.means:
+    if opened.averages:
         raise StateError(
             f"{opened.store}: a specification cannot be applied, because tensors of this "
-            "checkpoint are means of several copies; export it first, and open the export"
+            "checkpoint are averages of several copies; export it first, and open the export"
         )
     catalogue = catalogue_of_tensors(opened.manifest.tensors)
     inside_values = _find_tensors_inside_values(opened)
-    remapped = _drop_means(
+    remapped = _drop_averages(
         apply_spec(
             spec,
             _select_rows(catalogue, np.flatnonzero(~inside_values)),
@@ -118,14 +118,16 @@ def _find_tensors_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dty
     return np.array(inside_values, bool)
 
 
-def _drop_means(remapped: Foreign) -> Foreign:
+def _drop_averages(remapped: Foreign) -> Foreign:
     """Replace each average by the only tensor in it, because there are no ranks to average over."""
-    mean_by_term = {term: mean for mean, terms in remapped.averages.items() for term in terms}
+    average_by_version = {
+        version: average for average, versions in remapped.averages.items() for version in versions
+    }
     tensors = tuple(
-        msgspec.structs.replace(entry, name=mean_by_term.get(entry.name, entry.name))
+        msgspec.structs.replace(entry, name=average_by_version.get(entry.name, entry.name))
         for entry in remapped.tensors
         if entry.name
-        not in remapped.averages  # means are the last tensors, so the other indices stay valid
+        not in remapped.averages  # averages are the last tensors, so the other indices stay valid
     )
     return replace(remapped, tensors=tensors, averages={})
 
