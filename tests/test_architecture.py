@@ -85,6 +85,7 @@ PUBLIC = [
     "Checkpointer",
     "ConversionReport",
     "CorruptionError",
+    "Divergence",
     "FormatError",
     "Keep",
     "LayoutError",

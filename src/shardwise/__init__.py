@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.combining import average as average
     from shardwise.combining import merge_lora as merge_lora
     from shardwise.convert.write import ConversionReport as ConversionReport
+    from shardwise.engine.divergence import Divergence as Divergence
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.engine.verify import VerifyReport as VerifyReport
@@ -56,6 +57,7 @@ _MODULE_OF_NAME = {
     "Checkpointer": "checkpointer.checkpointer",
     "ConversionReport": "convert.write",
     "CorruptionError": "errors",
+    "Divergence": "engine.divergence",
     "FormatError": "errors",
     "Keep": "retention",
     "LayoutError": "errors",

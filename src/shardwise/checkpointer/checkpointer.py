@@ -19,7 +19,7 @@ from shardwise.checkpointer.restoring import (
     Restoring,
     resolve_choice,
 )
-from shardwise.checkpointer.saving import Saving
+from shardwise.checkpointer.saving import Saving, open_snapshots
 from shardwise.checkpointer.settings import (
     Settings,
     call_at_exit,
@@ -27,21 +27,21 @@ from shardwise.checkpointer.settings import (
     install_signals,
     open_mirror,
     open_root_store,
-    prepare_root_and_check_memory,
 )
 from shardwise.checkpointer.signals import AfterSignal
 from shardwise.checkpointer.starting import StartFrom, load_start_from
 from shardwise.engine.compile_and_gc import skip_compile
+from shardwise.engine.divergence import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import check_integer
+from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
@@ -80,6 +80,9 @@ class Checkpointer:
             and `save` returns. `"return"`: `save` returns.
         on_failure: the reaction if storage fails during a save. `"raise"`: raise on all ranks.
             `"warn"`: log the error and return None from `save`.
+        on_divergence: the reaction if ranks that should hold the same bytes do not: `"warn"`,
+            `"raise"` at the next save or at the end, or `"ignore"`. Or a dict from patterns of
+            names to reactions: the first match decides.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.
 
@@ -106,6 +109,7 @@ class Checkpointer:
         save_on_signals: Iterable[signal.Signals] = (),
         after_signal: AfterSignal = "deliver",
         on_failure: Literal["raise", "warn"] = "raise",
+        on_divergence: OnDivergence = "warn",
         check_replicas: bool = False,
         allow_pickle: bool = False,
         staging_bytes: int | None = None,
@@ -126,7 +130,9 @@ class Checkpointer:
             on_event=on_event,
             save_at_end=save_at_end,
             on_failure=on_failure,
+            on_divergence=DivergencePolicy.from_option(on_divergence),
         )
+        self._comparison = comparison = ReplicaComparison(settings.on_divergence)
         self._damaged: set[int] = set()
         self._signals = install_signals(save_on_signals, after_signal)
         self._closed = False
@@ -137,21 +143,17 @@ class Checkpointer:
         try:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()
-            has_start = start_from is not None
-            if not prepare_root_and_check_memory(
-                settings, self._signals, self._group, has_start=has_start
-            ):
-                memory = None
-            self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
+            self._snapshots = open_snapshots(
+                settings, self._signals, self._group, comparison, has_start=start_from is not None
+            )
         except BaseException:
             self._release()
             raise
-
         self._load = partial(
             api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
             group=self._group, on_event=on_event,
         )  # fmt: skip
-        self._saving = Saving(settings, self._group, self._snapshots, self._damaged)
+        self._saving = Saving(settings, self._group, self._snapshots, self._damaged, comparison)
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
     def __enter__(self) -> Checkpointer:
@@ -204,6 +206,8 @@ class Checkpointer:
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait, failed=failed)
             self._saving.close_mirror(wait=wait)
+            if wait:
+                self._saving.compare_last_replicas()
         except StoreError as error:
             if self._settings.on_failure == "raise":
                 raise
@@ -234,6 +238,11 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether a signal has caused a save. The value is the same on all ranks."""
         return self._signals is not None and self._signals.has_acted
+
+    @property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """The differences between replicas that the last `save` found; the same on all ranks."""
+        return self._comparison.found
 
     @property
     def plan_cache(self) -> PlanCache:

@@ -15,13 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
-from shardwise.checkpointer.settings import Settings
+from shardwise.checkpointer.settings import Settings, prepare_root_and_check_memory
+from shardwise.checkpointer.signals import Signals
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions, check_step
 from shardwise.engine.planning import SaveRequest
+from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.save import save_all
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
@@ -57,18 +59,25 @@ class Saving:
         group: the ranks.
         snapshots: the snapshots of the run in memory; None if saves go directly to storage.
         damaged: steps that `restore` found to be damaged; a save replaces them.
+        comparison: compares the replicas of the ranks.
 
     Attributes:
         plan_cache: the plans of earlier saves.
     """
 
     def __init__(
-        self, settings: Settings, group: Group, snapshots: Snapshots | None, damaged: set[int]
+        self,
+        settings: Settings,
+        group: Group,
+        snapshots: Snapshots | None,
+        damaged: set[int],
+        comparison: ReplicaComparison,
     ) -> None:
         self._settings = settings
         self._group = group
         self._snapshots = snapshots
         self._damaged = damaged
+        self._comparison = comparison
         self._fence_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
@@ -140,8 +149,20 @@ class Saving:
                 return
 
     def forget_last_call(self) -> None:
-        """Forget the last call of `save`, so that `save_last` does not save its step."""
+        """Forget the last call of `save`, because `restore` replaces the state.
+
+        So `save_last` does not save its step, and its replicas are not compared.
+        """
         self._unsaved_call = None
+        self._comparison.forget()
+
+    def compare_last_replicas(self) -> None:
+        """Compare the replicas of the last save, because no save follows.
+
+        Raises:
+            MismatchError: replicas differ, and `on_divergence` is "raise".
+        """
+        self._comparison.compare_last(self._group, Recorder(self._settings.on_event))
 
     def save_last(self) -> None:
         """Save the last step that `save` was called with to the root, if the root does not have it.
@@ -235,7 +256,10 @@ class Saving:
                     )
                     handle = self._snapshots.save(make_save, policy, self.plan_cache, recorder)
                 else:
-                    handle = SaveHandle(save_all(make_save, self._group, self.plan_cache, recorder))
+                    report = save_all(
+                        make_save, self._group, self.plan_cache, recorder, self._comparison
+                    )
+                    handle = SaveHandle(report)
         except OSError as error:
             if self._mirror is not None:
                 self._mirror.note_mirror_failure(error)
@@ -328,6 +352,29 @@ class Saving:
             return b""
 
         exchange(self._group, "removing old checkpoints", lambda: b"", remove)
+
+
+def open_snapshots(
+    settings: Settings,
+    signals: Signals | None,
+    group: Group,
+    comparison: ReplicaComparison,
+    *,
+    has_start: bool,
+) -> Snapshots | None:
+    """Check the root, and return the snapshots of the run; None if they cannot be used.
+
+    All ranks call this together.
+
+    Args:
+        comparison: compares the replicas of the ranks.
+        settings, signals, group, has_start: as for `prepare_root_and_check_memory`, which says
+            what this raises.
+    """
+    can_use = prepare_root_and_check_memory(settings, signals, group, has_start=has_start)
+    if settings.memory is None or not can_use:
+        return None
+    return Snapshots(settings.root, settings.memory, group, comparison)
 
 
 def _is_storage_failure(error: Exception) -> bool:

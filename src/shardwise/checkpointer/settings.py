@@ -14,6 +14,7 @@ import msgspec
 
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
+from shardwise.engine.divergence import DivergencePolicy
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers_below
@@ -37,6 +38,7 @@ _EQUAL_ON_ALL_RANKS = (
     "staging_bytes",
     "save_at_end",
     "on_failure",
+    "on_divergence",
 )
 _MAY_DIFFER_BETWEEN_NODES = ("dir", "interface", "domain", "tls", "start_agent", "budget")
 """Options of `Memory` that need not be equal on all ranks."""
@@ -57,6 +59,7 @@ class Settings:
     on_event: Sink | None
     save_at_end: bool
     on_failure: Literal["raise", "warn"]
+    on_divergence: DivergencePolicy
 
     def shared_options(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks: name and value as text."""

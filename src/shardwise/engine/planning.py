@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +10,19 @@ from functools import partial
 
 import msgspec
 
-from shardwise.decoding import prepare_decoding
+from shardwise.engine.agreement import (
+    Agreement,
+    ChoosePeers,
+    EncodedPlan,
+    PlanMessage,
+    agree_on_plan,
+    fingerprint_of,
+)
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import collect, exchange, exchange_with_local_value, require_equal
+from shardwise.engine.exchange import collect, exchange, exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
+from shardwise.engine.replica_comparison import ReplicaComparison, ReplicaSample
 from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
@@ -24,17 +31,11 @@ from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import VERSION, FileEntry, Manifest, ObjectEntry, encode_manifest
 from shardwise.manifest.names import data_file
 from shardwise.plan.cache import PlanCache, RankPlan
+from shardwise.plan.replica_sets import decode_replica_sets
 from shardwise.plan.save import ManifestPlan, plan_save
 from shardwise.plan.tables import Description, decode_description, decode_pieces
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.store import Store
-
-ChoosePeers = Callable[[Sequence[bytes]], list[list[int]]]
-"""Chooses each rank's peers: ranks whose pieces the rank copies from its own replicas.
-
-The argument has the fingerprint of each rank's description. Ranks with equal fingerprints hold
-equal replicas. The result has a list of peers for each rank.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class PlannedSave:
         description: the fragments of this rank, without bytes.
         fragments: the same fragments, with their memory.
         objects: on rank 0, the plain values that all ranks share; empty on other ranks.
+        sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
     save: SaveRequest
@@ -91,6 +93,7 @@ class PlannedSave:
     description: Description
     fragments: tuple[Fragment, ...]
     objects: tuple[ObjectEntry, ...]
+    sample: ReplicaSample | None = None
 
     @property
     def key(self) -> str:
@@ -165,6 +168,7 @@ def plan_together(
     *,
     choose_peers: ChoosePeers | None = None,
     check_room: Callable[[SaveRequest, int], None] | None = None,
+    comparison: ReplicaComparison | None = None,
 ) -> PlannedSave | None:
     """Agree on a save, and plan it. All ranks call this function together.
 
@@ -178,6 +182,7 @@ def plan_together(
         choose_peers: runs on rank 0. Default: no rank has peers.
         check_room: runs on rank 0, with its own request and the tensor bytes of the save. Raises
             if the storage has too little room.
+        comparison: compares replicas of this save, and reports differences at the last save.
 
     Returns:
         The planned save; None if `admit` skipped the save.
@@ -190,17 +195,20 @@ def plan_together(
         with recorder.stage("describe"):
             local = _describe_save(prepare())
         with recorder.stage("plan"):
-            return local, local.encode_message(plan_cache)
+            digests = b"" if comparison is None else comparison.encode_message()
+            return local, local.encode_message(plan_cache, digests)
 
     def make_reply(local: _DescribedSave, messages: list[bytes]) -> list[bytes]:
-        agreements = _agree(messages, partial(admit, local.save), choose_peers)
+        agreements = agree_on_plan(messages, partial(admit, local.save), choose_peers)
         cached = plan_cache.get(agreements[0].plan) if agreements[0].is_cached else None
         if cached is not None and cached.manifest is not None and check_room is not None:
             check_room(local.save, cached.manifest.bytes_stored)
         return [msgspec.msgpack.encode(each) for each in agreements]
 
     local, reply = exchange_with_local_value(group, "agreeing on a save", make_message, make_reply)
-    agreement = msgspec.msgpack.decode(reply, type=_Agreement)
+    agreement = msgspec.msgpack.decode(reply, type=Agreement)
+    if comparison is not None:
+        comparison.conclude(agreement.differing, group, recorder)
     if not agreement.save_id:
         return None
     with recorder.stage("plan"):
@@ -210,7 +218,7 @@ def plan_together(
         if plan is None:
             plan = _plan_anew(local, agreement, group, check_room)
             plan_cache.put(agreement.plan, plan)
-    return local.with_plan(plan, agreement, objects, group)
+    return local.with_plan(plan, agreement, objects, group, comparison)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +239,19 @@ class _DescribedSave:
     values: SharedValues
 
     def with_plan(
-        self, plan: RankPlan, agreement: _Agreement, objects: tuple[ObjectEntry, ...], group: Group
+        self,
+        plan: RankPlan,
+        agreement: Agreement,
+        objects: tuple[ObjectEntry, ...],
+        group: Group,
+        comparison: ReplicaComparison | None,
     ) -> PlannedSave:
-        """Return the planned save."""
+        """Return the planned save, and begin its comparison of replicas."""
+        sample, step = None, self.save.options.step or 0
+        if comparison is not None:
+            sample = comparison.begin(
+                agreement.save_id, step, plan, self.description, self.fragments
+            )
         return PlannedSave(
             save=self.save,
             save_id=agreement.save_id,
@@ -244,114 +262,28 @@ class _DescribedSave:
             description=self.description,
             fragments=self.fragments,
             objects=objects,
+            sample=sample,
         )
 
-    def encode_message(self, plan_cache: PlanCache) -> bytes:
+    def encode_message(self, plan_cache: PlanCache, digests: bytes) -> bytes:
         """Return this rank's message to rank 0."""
         values_digest = self.values.digest()
         save = self.save
-        message = _PlanMessage(
-            save.terms, self.fingerprint, plan_cache.keys(), values_digest, save.message
+        message = PlanMessage(
+            save.terms, self.fingerprint, plan_cache.keys(), values_digest, save.message, digests
         )
         return msgspec.msgpack.encode(message)
-
-
-@prepare_decoding
-class _PlanMessage(msgspec.Struct, array_like=True):
-    """A rank's message to rank 0.
-
-    Attributes:
-        terms: the settings that must be equal on all ranks.
-        fingerprint: the fingerprint of the rank's description.
-        cached_plans: the fingerprints of the plans in the rank's cache.
-        values_digest: the digest of the rank's plain values.
-        message: the rank's message to `admit`.
-    """
-
-    terms: str
-    fingerprint: bytes
-    cached_plans: list[bytes]
-    values_digest: bytes
-    message: bytes
-
-
-@prepare_decoding
-class _Agreement(msgspec.Struct, array_like=True):
-    """Rank 0's reply to a rank.
-
-    Attributes:
-        save_id: the id of the save; "" if the save is skipped.
-        plan: the fingerprint of the plan.
-        is_cached: whether all ranks have the plan in their caches.
-        send_values: whether this rank sends its plain values to rank 0.
-        gather_values: whether any rank sends its plain values.
-        peers: on rank 0, the peers of each rank; empty on other ranks.
-    """
-
-    save_id: str
-    plan: bytes
-    is_cached: bool
-    send_values: bool
-    gather_values: bool
-    peers: list[list[int]] = []
-
-
-@prepare_decoding
-class _EncodedPlan(msgspec.Struct, array_like=True):
-    """The plan of one rank, as rank 0 sends it.
-
-    Attributes:
-        pieces: the encoded pieces of the rank.
-        peers: the encoded pieces of each of its peers.
-        manifest: on rank 0, the planned part of the manifest.
-    """
-
-    pieces: bytes
-    peers: dict[int, bytes]
-    manifest: ManifestPlan | None = None
 
 
 def _describe_save(save: SaveRequest) -> _DescribedSave:
     description, fragments = describe_tensors(save.state.tensors, tuple(save.state.per_rank))
     values = SharedValues.of(save.state)
     encoded = description.encode()
-    return _DescribedSave(save, description, fragments, encoded, _fingerprint(encoded), values)
-
-
-def _fingerprint(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _agree(
-    encoded: Sequence[bytes],
-    admit: Callable[[list[bytes]], str],
-    choose_peers: ChoosePeers | None,
-) -> list[_Agreement]:
-    """Make rank 0's reply to each rank.
-
-    Of several ranks with equal plain values, only the first sends them.
-    """
-    messages = [msgspec.msgpack.decode(each, type=_PlanMessage) for each in encoded]
-    require_equal(
-        [each.terms for each in messages],
-        "ranks do not save the same checkpoint in the same way:",
-    )
-    save_id = admit([each.message for each in messages])
-    fingerprints = [each.fingerprint for each in messages]
-    peers = choose_peers(fingerprints) if choose_peers is not None else [[] for _ in messages]
-    plan = _fingerprint(msgspec.msgpack.encode((fingerprints, peers)))
-    is_cached = bool(save_id) and all(plan in each.cached_plans for each in messages)
-    first_rank_of = {m.values_digest: rank for rank, m in reversed(list(enumerate(messages)))}
-    senders = set(first_rank_of.values())
-    gather = len(senders) > 1
-    return [
-        _Agreement(save_id, plan, is_cached, rank in senders, gather, [] if rank else peers)
-        for rank in range(len(messages))
-    ]
+    return _DescribedSave(save, description, fragments, encoded, fingerprint_of(encoded), values)
 
 
 def _share_values(
-    values: SharedValues, agreement: _Agreement, group: Group
+    values: SharedValues, agreement: Agreement, group: Group
 ) -> tuple[ObjectEntry, ...]:
     """Compare the plain values of all ranks, and return them on rank 0; empty on other ranks."""
     if agreement.gather_values:
@@ -367,7 +299,7 @@ def _share_values(
 
 def _plan_anew(
     local: _DescribedSave,
-    agreement: _Agreement,
+    agreement: Agreement,
     group: Group,
     check_room: Callable[[SaveRequest, int], None] | None,
 ) -> RankPlan:
@@ -379,17 +311,21 @@ def _plan_anew(
             check_room(local.save, plan.manifest.bytes_stored)
         pieces = [plan.encode_pieces(rank) for rank in range(len(messages))]
         replies = [
-            _EncodedPlan(own, {peer: pieces[peer] for peer in peers})
-            for own, peers in zip(pieces, agreement.peers, strict=True)
+            EncodedPlan(own, {peer: pieces[peer] for peer in peers}, sets)
+            for own, peers, sets in zip(pieces, agreement.peers, plan.replica_sets, strict=True)
         ]
         replies[0].manifest = plan.manifest
         return [msgspec.msgpack.encode(each) for each in replies]
 
     reply = exchange(group, "planning a save", lambda: local.encoded, make_reply)
-    planned = msgspec.msgpack.decode(reply, type=_EncodedPlan)
+    planned = msgspec.msgpack.decode(reply, type=EncodedPlan)
     description = local.description
     pieces = decode_pieces(planned.pieces, description)
     peers = {rank: decode_pieces(data, description) for rank, data in planned.peers.items()}
     return RankPlan(
-        pieces, encode_header_entries(pieces.describe_pieces(description)), peers, planned.manifest
+        pieces,
+        encode_header_entries(pieces.describe_pieces(description)),
+        peers,
+        planned.manifest,
+        decode_replica_sets(planned.replica_sets, description),
     )

@@ -17,6 +17,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_leftovers
 from shardwise.engine.node_ranks import divide_uploads
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes
@@ -70,7 +71,11 @@ class SaveReport:
 
 
 def save_all(
-    prepare: Callable[[], SaveRequest], group: Group, plan_cache: PlanCache, recorder: Recorder
+    prepare: Callable[[], SaveRequest],
+    group: Group,
+    plan_cache: PlanCache,
+    recorder: Recorder,
+    comparison: ReplicaComparison | None = None,
 ) -> SaveReport:
     """Save the local states of all ranks as one checkpoint. All ranks call this function together.
 
@@ -79,6 +84,7 @@ def save_all(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
+        comparison: compares replicas at several saves, if it is not None.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
@@ -92,6 +98,7 @@ def save_all(
             plan_cache,
             recorder,
             check_room=lambda save, nbytes: refuse_if_full(save.store, nbytes),
+            comparison=comparison,
         )
         if planned is None:
             raise RuntimeError("rank 0 skipped a save that it cannot skip")
@@ -191,6 +198,9 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry 
     store = divide_uploads(planned.save.store, group)
 
     def write() -> FileEntry | None:
+        if planned.sample is not None:
+            with recorder.stage("compare_replicas", planned.sample.nbytes):
+                planned.sample.take_from_state()
         with recorder.stage("write"):
             source = planned.source()
             if source is None:

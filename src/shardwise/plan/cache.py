@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from shardwise.manifest.data_file import HeaderEntries
+from shardwise.plan.replica_sets import ReplicaSet
 from shardwise.plan.save import ManifestPlan
 from shardwise.plan.tables import PieceTable
 
@@ -20,12 +21,14 @@ class RankPlan:
         peers: pieces that other ranks write, and that this rank can copy from its own replicas, by
             rank. Empty, except for a snapshot whose ranks protect each other.
         manifest: on rank 0, the part of the manifest that depends on the plan alone.
+        replica_sets: the sets of replicas of this rank.
     """
 
     pieces: PieceTable
     header: HeaderEntries
     peers: dict[int, PieceTable]
     manifest: ManifestPlan | None
+    replica_sets: tuple[ReplicaSet, ...] = ()
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
 from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
+from shardwise.plan.replica_sets import encode_replica_sets
 from shardwise.plan.tables import Description, encode_pieces, pad_columns
 
 Int = npt.NDArray[np.int64]
@@ -54,6 +55,7 @@ class SavePlan:
         fragment: indices of fragments in the description of the rank that writes the piece, `(n,)`.
         offset, shape: boxes of the global tensors, `(n, D)`.
         manifest: the planned part of the manifest.
+        replica_sets: the sets of replicas of each rank; `decode_replica_sets` decodes them.
     """
 
     limits: Int
@@ -61,6 +63,7 @@ class SavePlan:
     offset: Int
     shape: Int
     manifest: ManifestPlan
+    replica_sets: tuple[bytes, ...]
 
     def encode_pieces(self, rank: int) -> bytes:
         """Return the pieces that a rank writes; `decode_pieces` decodes them on that rank."""
@@ -97,7 +100,9 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
     _check_coverage(tensors, fragments, first_rows)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)
     world = len(descriptions)
-    rows, offset, shape = _assign_writers(fragments, order, counts, itemsize, world)
+    sets = _holder_sets(fragments, order, counts)
+    alone = order[(np.cumsum(counts) - counts)[counts == 1]]
+    rows, offset, shape = _assign_writers(fragments, alone, sets, itemsize, world)
     writes = np.bincount(fragments.rank[rows], minlength=world) > 0
     files = np.flatnonzero(writes | [bool(d.per_rank) for d in descriptions])
     # Wider types come first in a file, so that every piece is aligned to its own type.
@@ -120,7 +125,9 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
         int((fragments.shape.prod(axis=1) * itemsize[fragments.tensor]).sum()),
         int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum()),
     )
-    return SavePlan(limits, fragments.fragment[rows], offset, shape, manifest)
+    row_sizes = itemsize[fragments.tensor]
+    replica_sets = encode_replica_sets(sets, fragments.fragment, row_sizes, world)
+    return SavePlan(limits, fragments.fragment[rows], offset, shape, manifest, replica_sets)
 
 
 def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
@@ -207,21 +214,23 @@ def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, first
 
 
 def _assign_writers(
-    fragments: _Fragments, order: Int, counts: Int, itemsize: Int, world: int
+    fragments: _Fragments, alone: Int, sets: list[tuple[list[int], Int]], itemsize: Int, world: int
 ) -> tuple[Int, Int, Int]:
     """Choose which rank writes each box.
+
+    Args:
+        alone: the rows of boxes that a single rank holds.
+        sets: the other boxes, as `_holder_sets` returns them.
 
     Returns:
         Rows of `fragments`, and the offsets and shapes of the boxes to write of each row.
     """
-    starts = np.cumsum(counts) - counts
-    alone = starts[counts == 1]
-    rows = order[alone]
-    sizes = fragments.shape[rows].prod(axis=1) * itemsize[fragments.tensor[rows]]
-    loads = np.bincount(fragments.rank[rows], weights=sizes, minlength=world).astype(np.float64)
-    row_parts, offset_parts, shape_parts = [rows], [fragments.offset[rows]], [fragments.shape[rows]]
-    for holders, groups in _holder_sets(fragments, order, starts, counts):
-        heads = order[starts[groups]]
+    sizes = fragments.shape[alone].prod(axis=1) * itemsize[fragments.tensor[alone]]
+    loads = np.bincount(fragments.rank[alone], weights=sizes, minlength=world).astype(np.float64)
+    row_parts = [alone]
+    offset_parts, shape_parts = [fragments.offset[alone]], [fragments.shape[alone]]
+    for holders, rows in sets:
+        heads = rows[:, 0]
         replicas = [
             (i, tuple(shape), size)
             for i, (shape, size) in enumerate(
@@ -234,27 +243,33 @@ def _assign_writers(
         ]
         cuts = divide_replicas(replicas, holders, loads)
         index_of_holder = {rank: k for k, rank in enumerate(holders)}
-        group = groups[[cut.replica for cut in cuts]]
-        row_parts.append(
-            order[starts[group] + np.array([index_of_holder[cut.rank] for cut in cuts])]
-        )
-        base = fragments.offset[order[starts[group]]]
+        replica = [cut.replica for cut in cuts]
+        row_parts.append(rows[replica, [index_of_holder[cut.rank] for cut in cuts]])
+        base = fragments.offset[heads[replica]]
         offset_parts.append(base + np.array([cut.box.offset for cut in cuts], np.int64))
         shape_parts.append(np.array([cut.box.shape for cut in cuts], np.int64))
     return np.concatenate(row_parts), np.concatenate(offset_parts), np.concatenate(shape_parts)
 
 
-def _holder_sets(
-    fragments: _Fragments, order: Int, starts: Int, counts: Int
-) -> list[tuple[list[int], Int]]:
-    """Return each set of ranks that hold replicas, and its groups of replicas; small sets first."""
+def _holder_sets(fragments: _Fragments, order: Int, counts: Int) -> list[tuple[list[int], Int]]:
+    """Return the sets of ranks that hold replicas, small sets first.
+
+    Returns:
+        The ranks of each set, and for each of its replicas the rows of these ranks,
+        `(replicas, ranks)`.
+    """
+    starts = np.cumsum(counts) - counts
     sets: dict[bytes, list[int]] = {}
     ranks = fragments.rank[order]
     for group in np.flatnonzero(counts > 1).tolist():
         start = starts[group]
         sets.setdefault(ranks[start : start + counts[group]].tobytes(), []).append(group)
     decoded = [(np.frombuffer(key, np.int64).tolist(), np.array(g)) for key, g in sets.items()]
-    return sorted(decoded, key=lambda item: (len(item[0]), item[0]))
+    decoded.sort(key=lambda item: (len(item[0]), item[0]))
+    return [
+        (holders, order[starts[groups][:, None] + np.arange(len(holders))])
+        for holders, groups in decoded
+    ]
 
 
 def _place_pieces(

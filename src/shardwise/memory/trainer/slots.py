@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.engine.buffers import allocate_pages, map_pages
+from shardwise.engine.buffers import aligned_buffer, allocate_pages, map_pages
 from shardwise.errors import StoreError
 from shardwise.memory.files import Deadline
 from shardwise.memory.home import Run
@@ -49,6 +49,44 @@ class PageLocker(Protocol):
     def unlock_pages(self, address: int) -> None:
         """Unlock the memory that was locked at this address."""
         ...
+
+
+class SampleBuffer:
+    """Memory of this process for a sample of replicas. It is reused, and grows if necessary.
+
+    Args:
+        page_locker: page-locks the memory if devices copy to it.
+    """
+
+    def __init__(self, page_locker: PageLocker) -> None:
+        self._page_locker = page_locker
+        self._buffer = aligned_buffer(0)
+        self._lock_was_tried = self._is_locked = False
+
+    def take(self, nbytes: int, *, locks: bool = False) -> Buffer:
+        """Return memory of `nbytes` bytes. The memory that was returned before is invalid.
+
+        Args:
+            locks: whether devices copy to the memory.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        if len(self._buffer) < nbytes:
+            self.close()
+            self._buffer = aligned_buffer(_round_to_pages(nbytes))
+        if locks and nbytes and not self._lock_was_tried:
+            self._lock_was_tried = True
+            address = int(self._buffer.ctypes.data)
+            self._is_locked = self._page_locker.lock_pages(address, len(self._buffer))
+        return self._buffer[:nbytes]
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._is_locked:
+            self._page_locker.unlock_pages(int(self._buffer.ctypes.data))
+        self._buffer = aligned_buffer(0)
+        self._lock_was_tried = self._is_locked = False
 
 
 @dataclass(slots=True)

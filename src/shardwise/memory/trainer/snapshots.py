@@ -12,6 +12,7 @@ import msgspec
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.save import SaveReport, check_replicas, refuse_existing, refuse_if_full
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
@@ -45,6 +46,7 @@ class Snapshots:
         root: the store of the persisted checkpoints, which identifies the run.
         options: the user's options.
         group: the ranks.
+        comparison: compares the replicas of the ranks.
 
     Attributes:
         skipped: the number of snapshots that were skipped because no slot was free.
@@ -53,10 +55,13 @@ class Snapshots:
         registry: the nodes of the run, as recorded in its root.
     """
 
-    def __init__(self, root: Store, options: Memory, group: Group) -> None:
+    def __init__(
+        self, root: Store, options: Memory, group: Group, comparison: ReplicaComparison
+    ) -> None:
         self._root = root
         self._options = options = choose_interface(options, group)
         self._group = group
+        self._comparison = comparison
         self._pending = PendingSaves()
         self.skipped = 0
         self.home, self.membership = join_run(root, options, group)
@@ -162,10 +167,10 @@ class Snapshots:
             if policy.durable:
                 refuse_if_full(self._root, nbytes)
 
-        group, form = self._group, self._rings.form
         planned = plan_together(
-            request, admit, group, plan_cache, recorder, choose_peers=form, check_room=check_room
-        )
+            request, admit, self._group, plan_cache, recorder,
+            choose_peers=self._rings.form, check_room=check_room, comparison=self._comparison,
+        )  # fmt: skip
         if planned is None:
             self.skipped += 1
             return None
@@ -205,10 +210,13 @@ class Snapshots:
                 "a defect of shardwise: please report it"
             )
         source, ring = self._rings.join(planned)
+        compared = self._comparison.most_bytes(planned.plan, planned.description)
+
+        def allocate() -> int:
+            return self._staging.prepare(source, ring, sample_bytes=compared)
+
         with recorder.stage("allocate"):
-            return run_on_all(
-                group, "allocating slots", lambda: self._staging.prepare(source, ring)
-            )
+            return run_on_all(group, "allocating slots", allocate)
 
     def fence(self) -> None:
         """Wait for the copy in progress, so that the state may change."""

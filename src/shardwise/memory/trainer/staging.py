@@ -24,7 +24,8 @@ from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
 from shardwise.memory.trainer.device import Accelerator, CopySource, CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
-from shardwise.memory.trainer.slots import Slot, Slots
+from shardwise.memory.trainer.slots import SampleBuffer, Slot, Slots
+from shardwise.store.store import Buffer
 
 THREADS = 4
 THREADS_WITH_OVERLAP = 1
@@ -58,12 +59,15 @@ class SnapshotPart:
     def nbytes(self) -> int:
         """The largest number of bytes to copy."""
         own = 0 if self.source is None else self.source.layout.checksums_at
-        return own + (0 if self.ring is None else bytes_to_read(self.ring))
+        compared = 0 if self.planned.sample is None else self.planned.sample.nbytes
+        return own + compared + (0 if self.ring is None else bytes_to_read(self.ring))
 
     @property
     def devices(self) -> frozenset[torch.device]:
         """The devices that hold data of the part."""
         devices = frozenset() if self.source is None else self.source.devices
+        if self.planned.sample is not None:
+            devices |= self.planned.sample.devices
         if self.ring is None:
             return devices
         of_replicas = {fragment.data.device for fragment in self.planned.fragments}
@@ -118,16 +122,25 @@ class Staging:
         self._own_slots = Slots(run, f"r{rank:05d}-", "staged", slots, self._streams)
         ring_slots = slots * max(options.copies, options.parity)
         self._ring_slots = Slots(run, f"k{rank:05d}-", "kept", ring_slots, self._streams)
+        self._sample_buffer = SampleBuffer(self._streams)
+        self._sample_copy: Buffer | None = None  # whose checksums were not taken yet
         self.is_prepared = False  # whether slots were allocated
 
-    def prepare(self, source: FileSource | None, ring: Ring | None) -> int:
+    def prepare(
+        self, source: FileSource | None, ring: Ring | None, *, sample_bytes: int = 0
+    ) -> int:
         """Allocate slots for parts like this one, and return the bytes allocated.
+
+        Args:
+            source, ring: as in `SnapshotPart`.
+            sample_bytes: the largest number of bytes of a sample of replicas.
 
         Raises:
             StoreError: there is not enough memory; says how much is needed.
         """
         self._wait_for_copy()
         self._streams.begin(frozenset() if source is None else source.devices)
+        self._sample_buffer.take(sample_bytes)[:] = 0  # loads the pages
         return self._allocate(source, ring)
 
     def _allocate(self, source: FileSource | None, ring: Ring | None) -> int:
@@ -169,6 +182,8 @@ class Staging:
         self._wait_for_copy()
         self._streams.begin(part.devices)
         copying = self._copying = CopyProgress(part.nbytes, self._slack)
+        if part.planned.sample is not None:
+            part.planned.sample.expect_copy()
         try:
             self._background_thread.submit(self._stage, part, copying)
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
@@ -221,6 +236,7 @@ class Staging:
         self._pool.shutdown()
         self._own_slots.close()
         self._ring_slots.close()
+        self._sample_buffer.close()
 
     def _stage(self, part: SnapshotPart, copying: CopyProgress) -> None:
         """Stage a part in the background.
@@ -238,10 +254,15 @@ class Staging:
                 self._run_and_keep_failure(part, lambda: self._protect_ring(part, ring, copying))
             self._wake()
         finally:
-            self._run_and_keep_failure(
+            is_incomplete = self._run_and_keep_failure(
                 part, self._streams.wait_for_copies
             )  # then no device reads the state
             copying.finish(failure)
+            copy, self._sample_copy = self._sample_copy, None
+            if part.planned.sample is not None:
+                if copy is not None and not is_incomplete:
+                    part.planned.sample.take_checksums(copy)
+                part.planned.sample.cancel()
 
     def _stage_own_file(self, part: SnapshotPart, copying: CopyProgress) -> None:
         part.place.path.mkdir(parents=True, exist_ok=True)
@@ -249,6 +270,9 @@ class Staging:
             self._allocate(part.source, part.ring)
         if part.source is not None:
             self._copy_to_slot(part, part.source, copying)
+        else:
+            self._copy_sample(part, copying)
+            self._streams.record_copies()
         if part.pending is not None:
             self._write_pending(part, part.pending)
         self._wake()
@@ -296,6 +320,7 @@ class Staging:
         try:
             try:
                 copy_range(fill, 0, source.layout.checksums_at, slot.buffer, self._pool)
+                self._copy_sample(part, copying)
             finally:
                 self._streams.record_copies()
             if part.ring is None:
@@ -310,6 +335,20 @@ class Staging:
         # written, the slot is still free, and a record without its file has no effect.
         write_record(place.path / records.staged_record(planned.key), staged)
         slot.path.rename(place.path / planned.key)
+
+    def _copy_sample(self, part: SnapshotPart, copying: CopyProgress) -> None:
+        """Copy the boxes that are compared with other ranks. Their checksums are taken later."""
+        sample = part.planned.sample
+        if sample is None:
+            return
+        try:
+            copy = self._sample_buffer.take(sample.nbytes, locks=bool(sample.devices))
+        except OSError as error:
+            log.warning("step %d: replicas are not compared: %s", part.place.step, error)
+            return
+        fill = copying.pace_fill(self._streams.make_fill(sample.source, wait=False))
+        copy_range(fill, 0, sample.nbytes, copy, self._pool)
+        self._sample_copy = copy
 
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""

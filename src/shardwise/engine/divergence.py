@@ -1,0 +1,205 @@
+"""Differences between replicas: their description, the reaction to them, and how to find them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+
+from shardwise.decoding import prepare_decoding
+from shardwise.layout import Box
+
+Reaction = Literal["warn", "raise", "ignore"]
+OnDivergence = Reaction | Mapping[str, Reaction]
+MOST_BOXES_SHOWN, MOST_RANKS_SHOWN = 3, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Boxes of a tensor that differ between ranks that should hold the same bytes.
+
+    Attributes:
+        step: the step of the save at which the boxes differed.
+        equal_at: the step of the last save at which the boxes were equal; None if they were not
+            compared before.
+        tensor: the name of the tensor.
+        boxes: the boxes that differ.
+        groups: the ranks that hold the boxes, grouped by equal bytes; large groups first.
+    """
+
+    step: int
+    equal_at: int | None
+    tensor: str
+    boxes: tuple[Box, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The ranks that differ from more than half of the ranks; empty if there is no majority."""
+        ranks = [rank for group in self.groups for rank in group]
+        has_majority = 2 * len(self.groups[0]) > len(ranks)
+        return tuple(sorted(ranks[len(self.groups[0]) :])) if has_majority else ()
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.boxes[:MOST_BOXES_SHOWN]))
+        if len(self.boxes) > MOST_BOXES_SHOWN:
+            shown += f" and {len(self.boxes) - MOST_BOXES_SHOWN} more boxes"
+        if self.minority:
+            one = len(self.minority) == 1
+            differ = f"{_name_ranks(self.minority)} {'differs' if one else 'differ'} from "
+            differ += _name_ranks(self.groups[0])
+        else:
+            differ = f"{' and '.join(map(_name_ranks, self.groups))} differ"
+        equal = "" if self.equal_at is None else f" (equal at step {self.equal_at})"
+        return f"{self.tensor}{shown}: {differ}{equal}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_RANKS_SHOWN]))
+    more = len(ranks) - MOST_RANKS_SHOWN
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}" + (f" and {more} more" * (more > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class DivergencePolicy:
+    """What to do if the replicas of a tensor differ.
+
+    Attributes:
+        rules: pairs of a shell pattern and a reaction. The first pattern that matches the name of
+            a tensor decides. Without a match, the reaction is "warn".
+    """
+
+    rules: tuple[tuple[str, Reaction], ...]
+
+    @classmethod
+    def from_option(cls, on_divergence: object) -> DivergencePolicy:
+        """Return the policy of the option `on_divergence`.
+
+        Raises:
+            ValueError: a reaction is unknown.
+            TypeError: the option is neither a reaction nor a dict.
+        """
+        given = {"*": on_divergence} if isinstance(on_divergence, str) else on_divergence
+        if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
+            raise TypeError(
+                f'on_divergence={on_divergence!r}: expected "warn", "raise", "ignore", or a dict '
+                'such as {"*.running_*": "ignore", "*": "raise"}'
+            )
+        for reaction in given.values():
+            if reaction not in get_args(Reaction):
+                raise ValueError(
+                    f'on_divergence={on_divergence!r}: expected "warn", "raise" or "ignore", not '
+                    f"{reaction!r}"
+                )
+        return cls(tuple(given.items()))
+
+    @property
+    def ignores_all(self) -> bool:
+        """Whether no tensor is compared."""
+        return bool(self.rules) and self.rules[0] == ("*", "ignore")
+
+    def reaction_to(self, tensor: str) -> Reaction:
+        """Return what to do if the replicas of a tensor differ."""
+        matching = (reaction for pattern, reaction in self.rules if fnmatchcase(tensor, pattern))
+        return next(matching, "warn")
+
+
+@prepare_decoding
+class SampleDigests(msgspec.Struct, array_like=True):
+    """A rank's message about its last sample: a digest of the checksums of each set, by number."""
+
+    save_id: str
+    of_set: dict[int, bytes]
+
+
+@prepare_decoding
+class SampleDetails(msgspec.Struct, array_like=True):
+    """A rank's message about the sets that differ. The dicts have the numbers of the sets.
+
+    Attributes:
+        step: the step of the sample.
+        checksums: the checksums of this rank.
+        boxes: the tensor, offset and shape of each box, from the first holder of a set only.
+        equal_at: the step at which the same boxes were last equal, if there is one.
+    """
+
+    step: int
+    checksums: dict[int, bytes]
+    boxes: dict[int, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
+    equal_at: dict[int, int]
+
+
+@prepare_decoding
+class FoundDivergences(msgspec.Struct, array_like=True):
+    """Rank 0's message to all ranks about the sets that differ."""
+
+    found: tuple[Divergence, ...]
+
+
+def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:
+    """Compare the digests of all ranks. Runs on rank 0.
+
+    Args:
+        messages: the encoded `SampleDigests` of each rank; empty for a rank without a sample.
+
+    Returns:
+        The numbers of the sets that differ, with the first rank of each.
+    """
+    first: dict[tuple[str, int], tuple[int, bytes]] = {}
+    differing: dict[int, int] = {}
+    for rank, data in enumerate(messages):
+        if not data:
+            continue
+        message = msgspec.msgpack.decode(data, type=SampleDigests)
+        for number, digest in message.of_set.items():
+            first_rank, expected = first.setdefault((message.save_id, number), (rank, digest))
+            if digest != expected:
+                differing[number] = first_rank
+    return differing
+
+
+def find_divergences(messages: Sequence[bytes], differing: Mapping[int, int]) -> FoundDivergences:
+    """Compare the checksums of all ranks. Runs on rank 0.
+
+    Args:
+        messages: the encoded `SampleDetails` of each rank; empty for a rank without a sample.
+        differing: the sets that differ, with the first rank of each.
+    """
+    details = {
+        rank: msgspec.msgpack.decode(data, type=SampleDetails)
+        for rank, data in enumerate(messages)
+        if data
+    }
+    found: list[Divergence] = []
+    for number, first_rank in sorted(differing.items()):
+        first = details[first_rank]
+        ranks = [rank for rank, each in details.items() if number in each.checksums]
+        table = np.stack([np.frombuffer(details[r].checksums[number], np.uint32) for r in ranks])
+        boxes: dict[tuple[str, tuple[tuple[int, ...], ...]], list[Box]] = {}
+        for column in np.flatnonzero((table != table[0]).any(axis=0)).tolist():
+            name, offset, shape = first.boxes[number][column]
+            groups = group_ranks(ranks, table[:, column].tolist())
+            boxes.setdefault((name, groups), []).append(Box(offset, shape))
+        found += [
+            Divergence(
+                step=first.step,
+                equal_at=first.equal_at.get(number),
+                tensor=name,
+                boxes=tuple(own),
+                groups=groups,
+            )
+            for (name, groups), own in boxes.items()
+        ]
+    return FoundDivergences(tuple(found))
+
+
+def group_ranks(ranks: Sequence[int], checksums: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks grouped by equal checksums: large groups first, then by their first rank."""
+    groups: dict[int, list[int]] = {}
+    for rank, checksum in zip(ranks, checksums, strict=True):
+        groups.setdefault(checksum, []).append(rank)
+    return tuple(sorted(map(tuple, groups.values()), key=lambda each: (-len(each), each[0])))

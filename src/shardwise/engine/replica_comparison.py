@@ -1,0 +1,351 @@
+"""Compares replicas: at each save, their holders compare checksums of a part of them.
+
+At a save, `plan/replica_sets.py` chooses the part, which is the same on all holders. Each holder
+copies the part at the same moment as the state, and takes checksums of the copy afterwards. With
+its next save, it sends a digest of these checksums to rank 0. Only if digests differ do the holders
+send the checksums themselves, so that rank 0 can say which boxes differ, and on which ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.engine.buffers import aligned_buffer
+from shardwise.engine.divergence import (
+    Divergence,
+    DivergencePolicy,
+    FoundDivergences,
+    SampleDetails,
+    SampleDigests,
+    find_differing_sets,
+    find_divergences,
+)
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.write_file import FileSource
+from shardwise.errors import MismatchError
+from shardwise.events import Recorder
+from shardwise.manifest.checksums import crc32
+from shardwise.plan.cache import RankPlan
+from shardwise.plan.replica_sets import (
+    ReplicaSet,
+    choose_pieces,
+    leave_out_tensors,
+    most_bytes_compared,
+    saves_per_round,
+)
+from shardwise.plan.tables import Description
+from shardwise.state.leaves import Fragment
+from shardwise.store.store import Buffer
+
+CHECKSUM_TIMEOUT = 60.0  # seconds
+ADVICE = (
+    "ranks that should hold the same bytes do not, because of a hardware error, a missed "
+    "all-reduce, different seeds, or kernels that are not deterministic; load an earlier step, or "
+    'pass on_divergence={"PATTERN": "ignore"} for tensors that may differ:'
+)
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSet:
+    """The part of a set of replicas that is compared at a save.
+
+    Attributes:
+        number, holders: as in `ReplicaSet`.
+        first, last: its rows in the pieces of the sample.
+    """
+
+    number: int
+    holders: int
+    first: int
+    last: int
+
+
+class ReplicaSample:
+    """The boxes that this rank compares at one save.
+
+    `take_from_state` takes their checksums at once. To take them in another thread, call
+    `expect_copy`, copy the bytes of `source`, and pass the copy to `take_checksums`, or call
+    `cancel`. If no checksums are taken, the other ranks compare without this rank.
+
+    Args:
+        save_id, step: the save.
+        position: the number of the comparison.
+        source: the bytes of the boxes, one after the other.
+        sets: the sets of replicas that the boxes belong to.
+        description: the fragments of this rank.
+
+    Attributes:
+        nbytes: the bytes of the boxes.
+        devices: the accelerators that hold some of the boxes.
+    """
+
+    def __init__(
+        self,
+        save_id: str,
+        step: int,
+        position: int,
+        source: FileSource,
+        sets: Sequence[SampledSet],
+        description: Description,
+    ) -> None:
+        self.save_id, self.step, self.position = save_id, step, position
+        self.nbytes, self.devices = source.layout.size, source.devices
+        self.sets = tuple(sets)
+        self._source: FileSource | None = source
+        self._pieces = source.pieces
+        self._description = description
+        self._checksums: npt.NDArray[np.uint32] | None = None
+        self._ended = threading.Event()
+        self._ended.set()
+
+    @property
+    def source(self) -> FileSource:
+        """The bytes to copy."""
+        if self._source is None:
+            raise RuntimeError(f"step {self.step}: replicas were compared, and not kept")
+        return self._source
+
+    def take_from_state(self) -> None:
+        """Take the checksums of the present state."""
+        copy = aligned_buffer(self.nbytes)
+        self.source.fill(0, self.nbytes, copy)
+        self.take_checksums(copy)
+
+    def expect_copy(self) -> None:
+        """Let `checksums` wait until another thread has called `take_checksums` or `cancel`."""
+        self._ended.clear()
+
+    def take_checksums(self, data: Buffer) -> None:
+        """Take a checksum of each box, from a copy of the sample's bytes."""
+        view = data.data
+        bounds = pairwise(self._pieces.start.tolist())
+        self._checksums = np.array([crc32(view[low:high]) for low, high in bounds], np.uint32)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Free the tensors. No checksums follow."""
+        self._source = None
+        self._ended.set()
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the checksums were taken."""
+        return self._checksums is not None
+
+    def key_of(self, sampled: SampledSet) -> tuple[int, int]:
+        """Return the number of a set, and the position of this sample in the set's round."""
+        return sampled.number, self.position % saves_per_round(sampled.holders)
+
+    def checksums(self) -> dict[int, bytes]:
+        """Wait for the checksums, and return the checksums of each set, by the set's number."""
+        if not self._ended.wait(CHECKSUM_TIMEOUT):
+            log.warning(
+                "step %d: the checksums of replicas are not ready after %d s, so this rank is not "
+                "compared with others",
+                *(self.step, CHECKSUM_TIMEOUT),
+            )
+        found = self._checksums
+        if found is None:
+            return {}
+        return {each.number: found[each.first : each.last].tobytes() for each in self.sets}
+
+    def boxes_of(self, sampled: SampledSet) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Return the tensor, offset and shape of each box of a set."""
+        rows = list(self._pieces.describe_pieces(self._description))
+        return [
+            (name, box.offset, box.shape) for name, _, _, box in rows[sampled.first : sampled.last]
+        ]
+
+
+class ReplicaComparison:
+    """Compares the replicas of this rank with the replicas of other ranks, save after save.
+
+    All ranks create it together, and call its methods together. The comparison of a save ends at
+    the next save, or in `compare_last`.
+
+    Args:
+        policy: what to do if replicas differ.
+
+    Attributes:
+        found: the differences that the last comparison found.
+    """
+
+    def __init__(self, policy: DivergencePolicy) -> None:
+        self.found: tuple[Divergence, ...] = ()
+        self._policy = policy
+        self._plan: RankPlan | None = None
+        self._sets: tuple[ReplicaSet, ...] = ()
+        self._position: int | None = None
+        self._comparisons = 0
+        self._sample: ReplicaSample | None = None
+        self._equal_at: dict[tuple[int, int], int] = {}  # by set, and position in its round
+        self._logged_at: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+
+    def begin(
+        self,
+        save_id: str,
+        step: int,
+        plan: RankPlan,
+        description: Description,
+        fragments: Sequence[Fragment],
+    ) -> ReplicaSample | None:
+        """Choose what to compare at a save; return None if this rank has nothing to compare.
+
+        Args:
+            save_id, step: the save.
+            plan: the plan of the save.
+            description, fragments: the fragments of this rank.
+        """
+        self._use_plan(plan, description)
+        # A run that restarts often begins at another part each time, so that none is left out.
+        self._position = int(save_id, 16) if self._position is None else self._position + 1
+        self._comparisons += 1
+        if not self._sets:
+            return None
+        pieces, limits = choose_pieces(self._sets, description, self._position)
+        source = FileSource.of(pieces, fragments)
+        sampled = [
+            SampledSet(each.number, each.holders, first, last)
+            for each, (first, last) in zip(self._sets, pairwise(limits), strict=True)
+        ]
+        self._sample = ReplicaSample(save_id, step, self._position, source, sampled, description)
+        return self._sample
+
+    def most_bytes(self, plan: RankPlan, description: Description) -> int:
+        """Return the largest number of bytes that this rank compares at a save with this plan."""
+        self._use_plan(plan, description)
+        return sum(map(most_bytes_compared, self._sets))
+
+    def _use_plan(self, plan: RankPlan, description: Description) -> None:
+        """Compare the sets of replicas of a plan from now on."""
+        if self._plan is plan:
+            return
+        ignored = [self._policy.reaction_to(name) == "ignore" for name in description.names]
+        sets = [leave_out_tensors(each, ignored, description) for each in plan.replica_sets]
+        self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
+        self._position, self._equal_at = None, {}
+
+    def encode_message(self) -> bytes:
+        """Return this rank's message about its last sample, for `find_differing_sets`."""
+        if self._sample is None:
+            return b""
+        digests = {
+            number: hashlib.blake2b(checksums, digest_size=16).digest()
+            for number, checksums in self._sample.checksums().items()
+        }
+        return msgspec.msgpack.encode(SampleDigests(self._sample.save_id, digests))
+
+    def conclude(self, differing: Mapping[int, int], group: Group, recorder: Recorder) -> None:
+        """End the comparison of the last sample. All ranks call this together.
+
+        Args:
+            differing: the result of `find_differing_sets`, the same on all ranks.
+            group: the ranks.
+            recorder: gets an event `divergence` if replicas differ.
+
+        Raises:
+            MismatchError: on all ranks: replicas differ, and the policy is to raise.
+        """
+        sample, self._sample = self._sample, None
+        self.found = ()
+        if differing:
+            with recorder.stage("divergence"):
+                self.found = self._locate(sample, differing, group)
+        if sample is not None and sample.has_checksums:
+            for each in sample.sets:
+                if each.number in differing:
+                    self._equal_at.pop(sample.key_of(each), None)
+                else:
+                    self._equal_at[sample.key_of(each)] = sample.step
+        self._react(group)
+
+    def compare_last(self, group: Group, recorder: Recorder) -> None:
+        """Compare the last sample now, because no save follows. All ranks call this together.
+
+        Raises:
+            MismatchError: as for `conclude`.
+        """
+        if group.size == 1 or self._policy.ignores_all:
+            return
+
+        def make_reply(messages: list[bytes]) -> bytes:
+            return msgspec.msgpack.encode(find_differing_sets(messages))
+
+        reply = exchange(group, "comparing replicas", self.encode_message, make_reply)
+        self.conclude(msgspec.msgpack.decode(reply, type=dict[int, int]), group, recorder)
+
+    def forget(self) -> None:
+        """Forget the last sample, because the state was replaced."""
+        self._sample, self._equal_at = None, {}
+
+    def _locate(
+        self, sample: ReplicaSample | None, differing: Mapping[int, int], group: Group
+    ) -> tuple[Divergence, ...]:
+        """Return which boxes differ, and on which ranks."""
+
+        def make_message() -> bytes:
+            if sample is None:
+                return b""
+            checksums = sample.checksums()
+            sets = [
+                each
+                for each in sample.sets
+                if each.number in differing and each.number in checksums
+            ]
+            keys = {each.number: sample.key_of(each) for each in sets}
+            details = SampleDetails(
+                sample.step,
+                {each.number: checksums[each.number] for each in sets},
+                {
+                    each.number: sample.boxes_of(each)
+                    for each in sets
+                    if differing[each.number] == group.rank
+                },
+                {
+                    number: self._equal_at[key]
+                    for number, key in keys.items()
+                    if key in self._equal_at
+                },
+            )
+            return msgspec.msgpack.encode(details)
+
+        reply = exchange(
+            group,
+            "locating replicas that differ",
+            make_message,
+            lambda messages: msgspec.msgpack.encode(find_divergences(messages, differing)),
+        )
+        return msgspec.msgpack.decode(reply, type=FoundDivergences).found
+
+    def _react(self, group: Group) -> None:
+        raised = [each for each in self.found if self._policy.reaction_to(each.tensor) == "raise"]
+        if raised:
+            raise MismatchError(_summarize(raised), [str(each) for each in raised])
+        new = [each for each in self.found if self._is_new(each)]
+        if new and group.rank == 0:
+            log.warning("%s", MismatchError(_summarize(new), [str(each) for each in new]))
+
+    def _is_new(self, divergence: Divergence) -> bool:
+        """Return whether to log a difference: for the first time in this round."""
+        key = divergence.tensor, divergence.groups
+        saves = saves_per_round(sum(map(len, divergence.groups)))
+        logged_at = self._logged_at.get(key)
+        if logged_at is not None and self._comparisons - logged_at < saves:
+            return False
+        self._logged_at[key] = self._comparisons
+        return True
+
+
+def _summarize(divergences: Sequence[Divergence]) -> str:
+    return f"replicas differ at step {divergences[0].step}: {ADVICE}"

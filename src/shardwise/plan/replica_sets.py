@@ -1,0 +1,211 @@
+"""Sets of replicas, and the part of a set that its holders compare at a save.
+
+Example: ranks 0 and 1 hold the same 80 MB. At each save, both take checksums of the same 2 MB.
+After 40 saves, they have compared all 80 MB.
+
+Together, the holders of a set write each of its bytes once, and a save computes a checksum of each
+byte that it writes. To compare one byte, every holder computes another checksum. So if the holders
+compare 1 byte of `SHARE * holders`, they compute `1 / SHARE` more checksums than the save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.decoding import prepare_decoding
+from shardwise.layout import Box, boxes_of_range
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.plan.tables import Description, PieceTable
+
+Int = npt.NDArray[np.int64]
+SHARE = 20
+"""The checksums of a comparison are at most one in this many of the checksums of a save."""
+SMALLEST_RANGE, LARGEST_RANGE = 1 << 16, 1 << 20
+"""Bounds on the bytes that are compared in one piece, if there are enough bytes to compare."""
+FEWEST_RANGES = 8
+"""The number of ranges, spread over the set, in which to compare, unless they become too small."""
+_ALIGNMENT = 64  # bytes; a multiple of the size of every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """The boxes of this rank that the same other ranks hold, too.
+
+    The boxes have an order, which is the same on all holders. In this order, their bytes form a
+    sequence.
+
+    Attributes:
+        number: the number of the set, which is the same on all holders.
+        holders: the number of ranks that hold the boxes.
+        fragment: the indices of this rank's fragments that are the boxes, `(n,)`.
+        start: the offset of each box in the sequence, and the end of the sequence, `(n + 1,)`.
+    """
+
+    number: int
+    holders: int
+    fragment: Int
+    start: Int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all boxes."""
+        return int(self.start[-1])
+
+
+@prepare_decoding
+class _EncodedSet(msgspec.Struct, array_like=True):
+    """A set of replicas, for one holder; `fragment` has 4 bytes for each index."""
+
+    number: int
+    holders: int
+    fragment: bytes
+
+
+def encode_replica_sets(
+    sets: Sequence[tuple[Sequence[int], Int]], fragment: Int, itemsize: Int, world_size: int
+) -> tuple[bytes, ...]:
+    """Return each rank's sets of replicas, encoded for the rank.
+
+    Args:
+        sets: the ranks that hold each set; and for each box of the set, the rows of these ranks in
+            the columns of all fragments, `(boxes, holders)`.
+        fragment, itemsize: for each fragment of all ranks, its index on its rank, and the size of
+            an element in bytes.
+        world_size: the number of ranks.
+    """
+    found: list[list[_EncodedSet]] = [[] for _ in range(world_size)]
+    for number, (holders, rows) in enumerate(sets):
+        if len(set(holders)) < max(len(holders), 2):
+            continue  # a rank has two boxes that are equal, so the holders' sequences would differ
+        # Wider types come first, so that every offset in the sequence is aligned to its own type.
+        order = np.argsort(-itemsize[rows[:, 0]], kind="stable")
+        indices = fragment[rows[order]].astype("<i4")
+        for column, rank in enumerate(holders):
+            encoded = np.ascontiguousarray(indices[:, column]).tobytes()
+            found[rank].append(_EncodedSet(number, len(holders), encoded))
+    return tuple(msgspec.msgpack.encode(each) for each in found)
+
+
+def decode_replica_sets(data: bytes, description: Description) -> tuple[ReplicaSet, ...]:
+    """Return the sets of replicas that `encode_replica_sets` encoded for this rank."""
+    itemsize = np.array([DTYPES[dtype].itemsize for dtype in description.dtypes], np.int64)
+    found = []
+    for each in msgspec.msgpack.decode(data, type=list[_EncodedSet]):
+        fragment = np.frombuffer(each.fragment, "<i4").astype(np.int64)
+        nbytes = description.shape[fragment].prod(axis=1) * itemsize[description.tensor[fragment]]
+        start = np.concatenate([[0], np.cumsum(nbytes)])
+        found.append(ReplicaSet(each.number, each.holders, fragment, start))
+    return tuple(found)
+
+
+def leave_out_tensors(
+    replicas: ReplicaSet, is_left_out: Sequence[bool], description: Description
+) -> ReplicaSet:
+    """Return a set without the boxes of some tensors.
+
+    Args:
+        is_left_out: whether to leave out each tensor of the description. Equal on all holders for
+            tensors of the same name.
+    """
+    keeps = ~np.array(is_left_out, bool)[description.tensor[replicas.fragment]]
+    start = np.concatenate([[0], np.cumsum(np.diff(replicas.start)[keeps])])
+    return ReplicaSet(replicas.number, replicas.holders, replicas.fragment[keeps], start)
+
+
+def saves_per_round(holders: int) -> int:
+    """Return after how many saves the holders of a set have compared all of its bytes."""
+    return SHARE * holders
+
+
+def choose_ranges(nbytes: int, holders: int, position: int) -> list[tuple[int, int]]:
+    """Return the ranges of a sequence of bytes that its holders compare at a save.
+
+    The ranges of one save are spread evenly over the sequence, so that large differences are found
+    soon. The ranges of a round, which has `saves_per_round` positions, cover each byte once.
+
+    Args:
+        nbytes: the number of bytes in the sequence.
+        holders: the number of ranks that hold the sequence.
+        position: the number of the save. After a round, the ranges repeat.
+    """
+    if not nbytes:
+        return []
+    saves = saves_per_round(holders)
+    count, size = _count_and_size(nbytes, saves)
+    lows = (low * size for low in range(position % saves, saves * count, saves))
+    return [(low, min(low + size, nbytes)) for low in lows if low < nbytes]
+
+
+def most_bytes_compared(replicas: ReplicaSet) -> int:
+    """Return the largest number of bytes that a holder compares at a save."""
+    count, size = _count_and_size(replicas.nbytes, saves_per_round(replicas.holders))
+    return min(count * size, replicas.nbytes)
+
+
+def _count_and_size(nbytes: int, saves: int) -> tuple[int, int]:
+    """Return the number of ranges that are compared at a save, and their size in bytes."""
+    at_a_time = nbytes / saves
+    count = max(1, min(FEWEST_RANGES, int(at_a_time // SMALLEST_RANGE)))
+    count = max(count, math.ceil(at_a_time / LARGEST_RANGE))
+    return count, -(-nbytes // (saves * count * _ALIGNMENT)) * _ALIGNMENT
+
+
+def choose_pieces(
+    sets: Sequence[ReplicaSet], description: Description, position: int
+) -> tuple[PieceTable, tuple[int, ...]]:
+    """Return the pieces that this rank compares at a save. Each piece is a box.
+
+    Args:
+        sets: the sets of replicas of this rank.
+        description: the fragments of this rank.
+        position: the number of the save, as for `choose_ranges`.
+
+    Returns:
+        The pieces of all sets, one set after the other; and the index of the first piece of each
+        set, followed by the number of pieces.
+    """
+    limits: list[int] = [0]
+    fragments: list[int] = []
+    boxes: list[Box] = []
+    whole: list[bool] = []
+    ndims = [len(shape) for shape in description.shapes]
+    for each in sets:
+        for fragment, box, is_whole in _pieces_of_set(each, description, ndims, position):
+            fragments.append(fragment)
+            boxes.append(box)
+            whole.append(is_whole)
+        limits.append(len(fragments))
+    itemsize = [DTYPES[dtype].itemsize for dtype in description.dtypes]
+    tensors = description.tensor[fragments].tolist()
+    sizes = [box.size * itemsize[tensor] for box, tensor in zip(boxes, tensors, strict=True)]
+    start = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    offsets, shapes = [box.offset for box in boxes], [box.shape for box in boxes]
+    return PieceTable(start, fragments, offsets, shapes, whole), tuple(limits)
+
+
+def _pieces_of_set(
+    replicas: ReplicaSet, description: Description, ndims: Sequence[int], position: int
+) -> Iterator[tuple[int, Box, bool]]:
+    """Yield the fragment of each piece of a set, its box in the fragment, and if it is whole."""
+    for low, high in choose_ranges(replicas.nbytes, replicas.holders, position):
+        first = int(np.searchsorted(replicas.start, low, side="right")) - 1
+        last = int(np.searchsorted(replicas.start, high, side="left"))
+        bounds = replicas.start[first : last + 1].tolist()
+        indices = replicas.fragment[first:last]
+        tensors = description.tensor[indices].tolist()
+        rows = zip(indices.tolist(), description.shape[indices].tolist(), tensors, strict=True)
+        for (fragment, row, tensor), begin, end in zip(rows, bounds, bounds[1:], strict=False):
+            shape = tuple(row[: ndims[tensor]])
+            a, b = max(low, begin) - begin, min(high, end) - begin
+            if (a, b) == (0, end - begin):
+                yield fragment, Box.whole(shape), True
+                continue
+            itemsize = (end - begin) // math.prod(shape)
+            for box in boxes_of_range(shape, a // itemsize, b // itemsize):
+                yield fragment, box, False
