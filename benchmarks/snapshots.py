@@ -24,12 +24,14 @@ import shardwise as sw
 from benchmarks.harness import ROWS, Bench, Size, parse_arguments, round_digits
 from benchmarks.limits import direct_write, make_copier
 from benchmarks.peers import Begun, Peer, Tensors, local, peers
+from shardwise.plan.replica_sets import choose_ranges
 
 THREADS = 4
 HALF = Size(tensors=64)  # with all peers, memory holds about ten copies
 MEMORY = Path("/dev/shm/shardwise-bench")
 COPY = "copy into memory that was touched before"
 OURS, OURS_DURABLE = "sw: save", "sw: save, until it is durable"
+UNCOMPARED, COMPARED = "sw: save of replicas", "sw: save of replicas, a part compared"
 RECOVERED, FROM_DISK = "sw: restore from memory", "sw: load from disk, cold"
 COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, memory kept, copied beside"}
 """Peers that return before the copy is made; the training must wait before it changes tensors."""
@@ -73,6 +75,7 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
         )
         divide_replicas(bench, checkpointer)
         checkpointer.close(wait=False)
+        compare_replicas(bench, root)
     bench.finish()
 
 
@@ -150,6 +153,41 @@ def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
     bench.table("What each rank copies of a state that all have", rows)
     most = max(copied) * bench.world / total
     bench.goal("replicated state: most bytes that a rank copies, of its n-th part", most, most=1.01)
+
+
+def compare_replicas(bench: Bench, root: Path) -> None:
+    """Measure how much longer a save blocks if it compares replicas, and how much it compares."""
+    torch.manual_seed(0)
+    tensors = bench.size.tensors // 4
+    replicas = {f"w{i}": torch.randn(bench.size.nbytes // 4096, 1024) for i in range(tensors)}
+    state: dict[str, object] = {"model": replicas}
+    total = sum(each.nbytes for each in replicas.values())
+    steps = iter(range(1, 1 << 30))
+    memory = sw.Memory(dir=str(MEMORY), when_full="wait", slots=1)
+    with ExitStack() as cleanup:
+        ways = {}
+        for name, reaction in ((UNCOMPARED, "ignore"), (COMPARED, "warn")):
+            way = sw.Checkpointer(
+                root / reaction, save_every=1 << 30, memory=memory, on_divergence=reaction
+            )
+            cleanup.callback(way.close, wait=False)
+            way.prepare(state)
+            ways[name] = way
+
+        def save_both() -> None:
+            for name, way in ways.items():
+                step = next(steps)
+                handle = bench.measure(name, lambda w=way, s=step: w.save(s, state))
+                handle.result()
+
+        for _ in bench.rounds:
+            bench.measure_repeatedly(save_both)
+    bench.compare(UNCOMPARED, COMPARED)
+    longer = bench.ratio(COMPARED, UNCOMPARED) - 1
+    bench.goal("comparing replicas: save blocks longer, of its time", longer, most=0.05)
+    ranges = choose_ranges(total, bench.world, 0)
+    compared = sum(high - low for low, high in ranges) * bench.world / total
+    bench.goal("comparing replicas: bytes of a rank, of those it writes", compared, most=0.0501)
 
 
 def recover(

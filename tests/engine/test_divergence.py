@@ -55,14 +55,15 @@ def test_ranks_are_grouped_by_what_they_hold() -> None:
 
 
 def test_only_digests_of_the_same_set_and_save_are_compared() -> None:
-    def message(save_id: str, digests: dict[int, bytes]) -> bytes:
-        return msgspec.msgpack.encode(SampleDigests(save_id, digests))
+    def message(save_id: str, digests: dict[int, bytes], position: int = 3) -> bytes:
+        return msgspec.msgpack.encode(SampleDigests(save_id, position, digests))
 
     messages = [
         b"",
         message("a", {0: b"x", 1: b"x", 2: b"x"}),
         message("a", {0: b"x", 1: b"y"}),
         message("b", {0: b"y", 1: b"z", 2: b"x"}),
+        message("a", {0: b"z"}, position=4),
     ]
     assert find_differing_sets(messages) == {1: 1}
     assert find_differing_sets([b"", b""]) == {}

@@ -110,9 +110,13 @@ class DivergencePolicy:
 
 @prepare_decoding
 class SampleDigests(msgspec.Struct, array_like=True):
-    """A rank's message about its last sample: a digest of the checksums of each set, by number."""
+    """A rank's message about its last sample: a digest of the checksums of each set, by number.
+
+    Samples of the same save and position are of the same boxes.
+    """
 
     save_id: str
+    position: int
     of_set: dict[int, bytes]
 
 
@@ -149,14 +153,15 @@ def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:
     Returns:
         The numbers of the sets that differ, with the first rank of each.
     """
-    first: dict[tuple[str, int], tuple[int, bytes]] = {}
+    first: dict[tuple[str, int, int], tuple[int, bytes]] = {}
     differing: dict[int, int] = {}
     for rank, data in enumerate(messages):
         if not data:
             continue
         message = msgspec.msgpack.decode(data, type=SampleDigests)
         for number, digest in message.of_set.items():
-            first_rank, expected = first.setdefault((message.save_id, number), (rank, digest))
+            key = message.save_id, message.position, number
+            first_rank, expected = first.setdefault(key, (rank, digest))
             if digest != expected:
                 differing[number] = first_rank
     return differing

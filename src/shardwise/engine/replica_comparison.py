@@ -209,7 +209,7 @@ class ReplicaComparison:
         """
         self._use_plan(plan, description)
         # A run that restarts often begins at another part each time, so that none is left out.
-        self._position = int(save_id, 16) if self._position is None else self._position + 1
+        self._position = int(save_id[:8], 16) if self._position is None else self._position + 1
         self._comparisons += 1
         if not self._sets:
             return None
@@ -244,7 +244,8 @@ class ReplicaComparison:
             number: hashlib.blake2b(checksums, digest_size=16).digest()
             for number, checksums in self._sample.checksums().items()
         }
-        return msgspec.msgpack.encode(SampleDigests(self._sample.save_id, digests))
+        sample = self._sample
+        return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
 
     def conclude(self, differing: Mapping[int, int], group: Group, recorder: Recorder) -> None:
         """End the comparison of the last sample. All ranks call this together.

@@ -139,8 +139,9 @@ class Staging:
             StoreError: there is not enough memory; says how much is needed.
         """
         self._wait_for_copy()
-        self._streams.begin(frozenset() if source is None else source.devices)
-        self._sample_buffer.take(sample_bytes)[:] = 0  # loads the pages
+        devices = frozenset() if source is None else source.devices
+        self._streams.begin(devices)
+        self._sample_buffer.take(sample_bytes, locks=bool(devices))[:] = 0  # loads the pages
         return self._allocate(source, ring)
 
     def _allocate(self, source: FileSource | None, ring: Ring | None) -> int:
