@@ -274,6 +274,8 @@ class Staging:
         else:
             self._copy_sample(part, copying)
             self._streams.record_copies()
+            if part.ring is None:
+                copying.all_queued.set()
         if part.pending is not None:
             self._write_pending(part, part.pending)
         self._wake()
