@@ -211,12 +211,10 @@ class Snapshots:
             )
         source, ring = self._rings.join(planned)
         compared = self._comparison.most_bytes(planned.plan, planned.description)
-
-        def allocate() -> int:
-            return self._staging.prepare(source, ring, sample_bytes=compared)
-
         with recorder.stage("allocate"):
-            return run_on_all(group, "allocating slots", allocate)
+            return run_on_all(
+                group, "allocating slots", lambda: self._staging.prepare(source, ring, compared)
+            )
 
     def fence(self) -> None:
         """Wait for the copy in progress, so that the state may change."""

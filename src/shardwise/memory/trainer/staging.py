@@ -126,9 +126,7 @@ class Staging:
         self._sample_copy: Buffer | None = None  # whose checksums were not taken yet
         self.is_prepared = False  # whether slots were allocated
 
-    def prepare(
-        self, source: FileSource | None, ring: Ring | None, *, sample_bytes: int = 0
-    ) -> int:
+    def prepare(self, source: FileSource | None, ring: Ring | None, sample_bytes: int = 0) -> int:
         """Allocate slots for parts like this one, and return the bytes allocated.
 
         Args:
