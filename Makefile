@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format demo demo-reshape demo-failures bench peers soak clean
+.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ format: $(READY) ## format the code
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
+docs: $(READY) ## build the site of the documentation into site/
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(RUN) -m mkdocs build --strict --quiet
+
 demo: $(READY) ## resume a run under three other parallelisms; takes a minute and a half
 	$(RUN) examples/demo.py $(ARGS)
 
@@ -62,7 +66,7 @@ soak: $(READY) ## inject random failures and check every restore: ARGS="--minute
 	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv and all build and cache files
-	rm -rf $(VENV) node_modules build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Install torch first, alone: the requirements of other packages must not choose its version.

@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from drawing import arrow, picture, rectangle, text, write_picture
 
 WIDTH, HEIGHT = 960, 372
 RANKS = 4
 GAP = 6.0
-
-STYLE = """
-text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
-.panel { fill: #ffffff; stroke: #d0d7de; }
-.sheet { fill: #f6f8fa; stroke: #d0d7de; }
-.title { fill: #1f2328; font-size: 16px; font-weight: 600; }
-.text { fill: #59636e; font-size: 13px; }
-.code { fill: #59636e; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
-.label { fill: #ffffff; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
-.line { stroke: #59636e; stroke-width: 1.5; fill: none; }
-.head { fill: #59636e; }
-.file0 { fill: #0b7285; }
-.file1 { fill: #5f3dc4; }
-.file2 { fill: #c2255c; }
-.file3 { fill: #b35c00; }
-"""
-DARK = """
-.panel { fill: #0d1117; stroke: #3d444d; }
-.sheet { fill: #151b23; stroke: #3d444d; }
-.title { fill: #f0f6fc; }
-.text, .code { fill: #9198a1; }
-.line { stroke: #9198a1; }
-.head { fill: #9198a1; }
-"""
-
-
-def rectangle(
-    style: str, corner: tuple[float, float], size: tuple[float, float], radius: float = 3
-) -> str:
-    """Return a rectangle, given its upper left corner and its size."""
-    (x, y), (width, height) = corner, size
-    return (
-        f'<rect class="{style}" x="{x:g}" y="{y:g}" '
-        f'width="{width:g}" height="{height:g}" rx="{radius:g}"/>'
-    )
-
-
-def text(style: str, at: tuple[float, float], content: str, anchor: str = "middle") -> str:
-    """Return a line of text, given the middle (or the start) of its baseline."""
-    x, y = at
-    return f'<text class="{style}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{content}</text>'
-
-
-def arrow(start: float, end: float, y: float, content: str) -> Iterator[str]:
-    """Yield an arrow to the right with a text above it."""
-    yield f'<path class="line" d="M {start:g} {y:g} H {end - 8:g}"/>'
-    yield f'<path class="head" d="M {end:g} {y:g} l -10 -5 v 10 z"/>'
-    yield text("text", ((start + end) / 2, y - 10), content)
 
 
 def sharded(
@@ -123,22 +77,21 @@ def loaded() -> Iterator[str]:
         yield text("text", (832, y + 50), ranks, "start")
 
 
-def drawing() -> Iterable[str]:
-    """Return the lines of the picture."""
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img">'
-    )
-    yield "<title>Four ranks save a tensor as pieces; other shardings load from these.</title>"
-    yield f"<style>{STYLE}@media (prefers-color-scheme: dark) {{{DARK}}}\n</style>"
-    yield rectangle("panel", (0.5, 0.5), (WIDTH - 1, HEIGHT - 1), 10)
+def content() -> Iterator[str]:
+    """Yield the three parts of the picture, from left to right."""
     yield from saved()
     yield from arrow(216, 298, 186, "write once")
     yield from stored()
     yield from arrow(626, 728, 186, "read boxes")
     yield from loaded()
-    yield "</svg>"
+
+
+def pictures() -> dict[str, Iterator[str]]:
+    """Return the lines of each file, by name."""
+    title = "Four ranks save a tensor as pieces; other shardings load from these."
+    return {"idea": picture(title, (WIDTH, HEIGHT), content())}
 
 
 if __name__ == "__main__":
-    Path(__file__).with_suffix(".svg").write_text("\n".join(drawing()) + "\n", encoding="utf-8")
+    for name, lines in pictures().items():
+        write_picture(Path(__file__).with_name(f"{name}.svg"), lines)

@@ -1,0 +1,273 @@
+"""The code of the tutorial, of the concepts and of the how-to pages runs as the pages say."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+import shardwise as sw
+from shardwise.testing import Gang
+from tests.docs.blocks import (
+    DOCS,
+    Block,
+    blocks_of,
+    changed_by,
+    check_syntax,
+    run_python,
+    run_shardwise,
+)
+from tests.store.servers import Server, moto, s3_client  # noqa: F401 - a fixture
+
+HOWTO = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "howto").glob("*.md"))
+SECONDS_TO_SAVE = 30.0
+
+
+@pytest.mark.parametrize("page", ["concepts.md", "index.md", "tutorial.md", *HOWTO])
+def test_every_block_parses(page: str) -> None:
+    for block in blocks_of(page):
+        check_syntax(block)
+
+
+@pytest.mark.parametrize("page", ["concepts.md", "howto/rl.md"])
+def test_python_of_the_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    assert len(blocks) >= 2
+    for block in blocks:
+        run_python(block, names, page)
+
+
+def run_script(arguments: list[str], gang_has_group: bool) -> str:
+    """Run train.py in this process; return what it prints."""
+    if gang_has_group:
+        dist.destroy_process_group()  # the script makes its own
+    output = StringIO()
+    with patch.object(sys, "argv", arguments), redirect_stdout(output):
+        runpy.run_path("train.py", run_name="__main__")
+    return output.getvalue()
+
+
+def train_on_gang(gang: Gang, command: list[str], printed: str) -> None:
+    """Run `torchrun … train.py …` or `python train.py …` on a gang, and compare what it prints."""
+    program, arguments = command[0], command[command.index("train.py") :]
+    world = int(command[command.index("--nproc-per-node") + 1]) if program == "torchrun" else 1
+    outcomes = gang.outcomes(run_script, arguments, world > 1, world=world, timeout=120)
+    if "--kill-at" in command:
+        assert [outcome.kind for outcome in outcomes] == ["died"] * world
+        return
+    assert outcomes[0].value == f"{printed}\n", outcomes
+
+
+def train_with_torchrun(command: list[str], printed: str) -> None:
+    program = [sys.executable]
+    if command[0] == "torchrun":
+        program += ["-m", "torch.distributed.run"]
+    done = subprocess.run(
+        [*program, *command[1:]], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode != 0) == ("--kill-at" in command), done.stderr
+    if printed:
+        assert printed in done.stdout.splitlines(), done.stdout + done.stderr
+
+
+def wait_for_saved_step(command: list[str]) -> None:
+    """Wait until the agents have written the last step before a kill that is due to the root."""
+    step = int(command[command.index("--kill-at") + 1]) // 10 * 10
+    end = time.monotonic() + SECONDS_TO_SAVE
+    while not Path(f"runs/first/step-{step:08d}/manifest.json").exists():
+        assert time.monotonic() < end, f"step {step} is not saved"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("how", ["gang", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_the_tutorial_runs(
+    how: str, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On warm workers, or as written, with torchrun."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks_of("tutorial.md"):
+        if block.title == "train.py":
+            Path("train.py").write_text(block.text)
+        elif block.language == "diff":
+            Path("train.py").write_text(changed_by(block, Path("train.py").read_text()))
+        elif block.language == "python":
+            run_python(block, names, "tutorial.md")
+        elif block.language == "sh":
+            run_commands(block, how, gang)
+
+
+def run_commands(block: Block, how: str, gang: Gang) -> None:
+    for command, printed in block.commands():
+        if command[0] == "shardwise":
+            run_shardwise(command)
+        elif how == "gang":
+            train_on_gang(gang, command, printed)
+        else:
+            train_with_torchrun(command, printed)
+        if "--kill-at" in command:
+            wait_for_saved_step(command)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: pip install '.[frameworks]'",
+)
+def test_the_page_of_deepspeed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    script, commands = (
+        block for block in blocks_of("howto/deepspeed.md") if block.language in ("python", "sh")
+    )
+    Path("train.py").write_text(script.text)
+    for command, printed in commands.commands():
+        assert command.pop(0) == "DS_ACCELERATOR=cpu"
+        train_with_torchrun(command, printed)
+
+
+@contextmanager
+def signal_before_step(step: int, number: int) -> Iterator[None]:
+    """Send this process a signal before `Checkpointer.save` of a step."""
+    save = sw.Checkpointer.save
+
+    def send_then_save(self: sw.Checkpointer, at: int, *args: Any, **options: Any) -> Any:
+        if at == step:
+            os.kill(os.getpid(), number)
+        return save(self, at, *args, **options)
+
+    with patch.object(sw.Checkpointer, "save", send_then_save):
+        yield
+
+
+def script_of(page: str) -> str:
+    """The training script of a page."""
+    (script,) = (block.text for block in blocks_of(page) if block.title == "train.py")
+    return script
+
+
+def test_the_script_for_slurm_requeues_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("scontrol").write_text('#!/bin/sh\necho "$@" >> called\n')
+    Path("scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    for step in (3, 5):
+        with signal_before_step(step, signal.SIGUSR1):
+            names: dict[str, Any] = {}
+            exec(compile(script_of("howto/slurm.md"), "howto/slurm.md", "exec"), names)
+        assert names["checkpointer"].steps()[-1] == step
+    assert names["checkpointer"].last_restore.step == 3
+    assert Path("called").read_text() == "requeue 4711\n" * 2
+
+
+def test_the_job_for_slurm_has_its_options_before_its_commands() -> None:
+    (job,) = (block.text for block in blocks_of("howto/slurm.md") if block.title == "train.sbatch")
+    lines = [line for line in job.splitlines() if line]
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    assert lines[0] == "#!/bin/bash"
+    assert options == list(range(1, len(options) + 1))
+    assert "#SBATCH --signal=USR1@300" in lines
+
+
+def test_the_script_for_kubernetes_saves_when_it_is_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = script_of("howto/kubernetes.md")
+    for old, new in (
+        ('"/snapshots"', repr(str(tmp_path))),
+        ("s3://bucket/runs/a", "runs/a"),
+        ("start_agent=False, ", ""),
+        ('interface="eth0", ', ""),
+    ):
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    for step in (3, 5):
+        with signal_before_step(step, signal.SIGTERM):
+            names: dict[str, Any] = {}
+            exec(compile(script, "howto/kubernetes.md", "exec"), names)
+        assert names["checkpointer"].steps()[-1] == step
+    assert names["checkpointer"].last_restore.step == 3
+
+
+def test_the_job_for_kubernetes_fits_together() -> None:
+    manifest, agent = (
+        block.text for block in blocks_of("howto/kubernetes.md") if block.language == "yaml"
+    )
+    service, job = yaml.safe_load_all(manifest)
+    spec = job["spec"]["template"]["spec"]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    containers = [*spec["initContainers"], *spec["containers"]]
+    for container in containers:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/snapshots"}
+    assert spec["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    command = spec["containers"][0]["command"]
+    assert f"--nnodes={job['spec']['completions']}" in command
+    assert f"--master-addr={job['metadata']['name']}-0.{spec['subdomain']}" in command
+    for arguments in (spec["initContainers"][0]["command"], yaml.safe_load(agent)["command"]):
+        assert arguments[:3] == ["shardwise", "agent", "run"]
+        assert arguments[arguments.index("--dir") + 1] == "/snapshots"
+        run_shardwise(["shardwise", "agent", "run", "--help"])
+    assert 'dir="/snapshots"' in script_of("howto/kubernetes.md")
+
+
+def test_the_page_of_object_stores_runs(
+    moto: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
+    s3_client(moto.endpoint).create_bucket(Bucket="bucket")
+    names: dict[str, Any] = {}
+    for block in blocks_of("howto/object-stores.md"):
+        if block.language == "python":
+            run_python(block, names, "howto/object-stores.md")
+    assert sw.open("s3://bucket/runs/b").step == 1
+    assert list(Path("nvme/runs/b").glob("step-*"))
+
+
+def test_the_page_of_memory_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another directory than /dev/shm, which other tests use."""
+    monkeypatch.chdir(tmp_path)
+    node = tmp_path / "node"
+    node.mkdir()
+    memory = sw.Memory(dir=str(node))
+    checkpointer = sw.Checkpointer("runs/left", save_every=1000, memory=memory)
+    checkpointer.restore({"value": 1})
+    handle = checkpointer.save(1, {"value": 1})
+    assert handle is not None
+    handle.committed(SECONDS_TO_SAVE)
+    checkpointer.close(wait=False)
+    for block in blocks_of("howto/free-memory.md"):
+        for command, _ in block.commands() if block.language == "sh" else ():
+            run_shardwise([*command, "--dir", str(node)])
+        if block.language == "python":
+            text = block.text.replace("Memory(", f"Memory(dir={str(node)!r}, ")
+            run_python(Block("python", "", text), {}, "howto/free-memory.md")
+    assert not list(node.rglob("*.safetensors"))
