@@ -45,7 +45,8 @@ format: $(READY) ## format the code
 
 docs: $(READY) ## build the site of the documentation into site/
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "site/index.html is built; for its search, run: $(PYTHON) -m http.server -d site"
 
 demo: $(READY) ## resume a run under three other parallelisms; takes a minute and a half
 	$(RUN) examples/demo.py $(ARGS)

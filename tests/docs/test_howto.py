@@ -69,7 +69,7 @@ def train_on_gang(gang: Gang, command: list[str], printed: str) -> None:
     """Run `torchrun … train.py …` or `python train.py …` on a gang, and compare what it prints."""
     program, arguments = command[0], command[command.index("train.py") :]
     world = int(command[command.index("--nproc-per-node") + 1]) if program == "torchrun" else 1
-    outcomes = gang.outcomes(run_script, arguments, world > 1, world=world, timeout=120)
+    outcomes = gang.run_outcomes(run_script, arguments, world > 1, world=world, timeout=100)
     if "--kill-at" in command:
         assert [outcome.kind for outcome in outcomes] == ["died"] * world
         return
@@ -90,7 +90,7 @@ def train_with_torchrun(command: list[str], printed: str) -> None:
 
 def wait_for_saved_step(command: list[str]) -> None:
     """Wait until the agents have written the last step before a kill that is due to the root."""
-    step = int(command[command.index("--kill-at") + 1]) // 10 * 10
+    step = int(command[command.index("--kill-at") + 1]) // 5 * 5
     end = time.monotonic() + SECONDS_TO_SAVE
     while not Path(f"runs/first/step-{step:08d}/manifest.json").exists():
         assert time.monotonic() < end, f"step {step} is not saved"

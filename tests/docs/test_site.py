@@ -102,11 +102,6 @@ def test_every_picture_is_shown_and_has_colours_for_the_dark() -> None:
         assert "prefers-color-scheme: dark" in picture.read_text(), picture.name
 
 
-def test_nothing_is_downloaded_by_the_theme() -> None:
-    assert SITE["theme"]["font"] is False
-    assert "offline" in SITE["plugins"]
-
-
 @pytest.mark.long
 def test_the_site_builds_and_its_pages_load_nothing_from_the_network(tmp_path: Path) -> None:
     """Also checks the links of the built pages, and that both variants of pictures exist."""
