@@ -17,7 +17,7 @@ import shardwise
 # Imports go down, from a row to the rows below it, never between components of one row.
 LAYERS = (
     ("__main__",),
-    ("cli",),
+    ("cli", "integrations"),
     ("shardwise",),  # the package's __init__, which exports the public names
     ("checkpointer", "data"),
     ("exporting", "combining"),

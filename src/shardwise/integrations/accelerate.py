@@ -1,0 +1,243 @@
+"""Save and load the state of an accelerate `Accelerator`, in place of its own methods.
+
+    from shardwise.integrations.accelerate import load_state, save_state
+
+    step = load_state(accelerator, checkpointer) or 0
+    save_state(accelerator, checkpointer, step)
+
+Works with a single process, DDP, FSDP1, FSDP2 and DeepSpeed, and loads on any number of ranks.
+docs/howto/accelerate.md describes each option of accelerate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType, DummyOptim, DummyScheduler
+except ImportError as error:
+    raise ImportError(
+        f"shardwise.integrations.accelerate needs accelerate ({error}): pip install accelerate"
+    ) from error
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from shardwise.checkpointer.checkpointer import Checkpointer
+from shardwise.data import PerRankLoader
+from shardwise.errors import StateError
+from shardwise.memory.trainer.save_handle import SaveHandle
+from shardwise.retention import Choice
+from shardwise.state.rng import RngState
+
+__all__ = ["collect_state", "load_state", "save_state"]
+_REFUSED_BACKENDS = {
+    DistributedType.MEGATRON_LM: "put its model, optimizer and scheduler into a state (see "
+    "docs/guide.md, Megatron-Core), and pass the state to Checkpointer.save",
+    DistributedType.XLA: "use accelerator.save_state",
+}
+log = logging.getLogger("shardwise")
+T = TypeVar("T")
+
+
+class LoaderEpoch:
+    """The epoch of a prepared loader, which selects the order of the samples.
+
+    Args:
+        loader: a loader that `Accelerator.prepare` returned.
+    """
+
+    def __init__(self, loader: DataLoader[object]) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of epochs that the loader has completed."""
+        return {"epoch": int(getattr(self._loader, "iteration", 0))}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Let the next iteration begin with the epoch that was saved."""
+        epoch = state_dict["epoch"]
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
+        # set_epoch of a loader from skip_first_batches does not reach the sampler on several ranks.
+        sampler = _sampler_of(self._loader)
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.set_epoch(epoch)
+
+
+def collect_state(accelerator: Accelerator) -> dict[str, object]:
+    """Return all objects that the accelerator prepared or registered, as a state to save or load.
+
+    The keys are those of the files of `Accelerator.save_state`: `model`, `optimizer`, `scheduler`,
+    `loader`, then `model_1` and so on; `scaler`; `custom_checkpoint_0` and so on for objects of
+    `register_for_checkpointing`. In addition, `rng` has the random generators of each rank, and
+    `accelerator` the counter of gradient accumulation, the number of ranks, and whether a prepared
+    loader is in the middle of an epoch.
+
+    Raises:
+        StateError: the accelerator uses Megatron-LM or XLA.
+    """
+    if advice := _REFUSED_BACKENDS.get(accelerator.distributed_type):
+        raise StateError(
+            f"the Accelerator uses {accelerator.distributed_type.value}, which shardwise does not "
+            f"save through accelerate: {advice}"
+        )
+    state: dict[str, object] = {}
+    state.update(_number("model", accelerator._models))
+    state.update(_number("optimizer", [_unwrap(each) for each in accelerator._optimizers]))
+    state.update(_number("scheduler", accelerator._schedulers))
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    for key, loader in _number("loader", accelerator._dataloaders):
+        state[key] = LoaderEpoch(loader)
+        if getattr(loader, "use_stateful_dataloader", False):
+            state[f"{key}_position"] = PerRankLoader(
+                loader, rank=accelerator.process_index, world_size=accelerator.num_processes
+            )
+    for index, custom in enumerate(accelerator._custom_objects):
+        state[f"custom_checkpoint_{index}"] = custom
+    state["rng"] = RngState()
+    state["accelerator"] = _read_counters(accelerator)
+    return state
+
+
+def save_state(
+    accelerator: Accelerator,
+    checkpointer: Checkpointer,
+    step: int,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+) -> SaveHandle | None:
+    """Save all objects that the accelerator prepared or registered. All ranks call this together.
+
+    Args:
+        accelerator: the accelerator.
+        checkpointer: saves the step if it is due, and applies its rules of retention.
+        step: the number of training steps so far.
+        metrics, overwrite, force: as for `Checkpointer.save`.
+
+    Returns:
+        As `Checkpointer.save`.
+
+    Raises:
+        StateError: the accelerator uses Megatron-LM or XLA.
+        ShardwiseError: as for `Checkpointer.save`.
+    """
+    state = collect_state(accelerator)
+    return checkpointer.save(step, state, metrics=metrics, overwrite=overwrite, force=force)
+
+
+def load_state(
+    accelerator: Accelerator,
+    checkpointer: Checkpointer,
+    *,
+    step: Choice | Literal["best"] = "newest",
+    strict: bool = True,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+) -> int | None:
+    """Load all objects that the accelerator prepared or registered. All ranks call this together.
+
+    Call it after `Accelerator.prepare` and `register_for_checkpointing`.
+
+    Args:
+        accelerator: the accelerator. Its number of ranks and its parallelism may have changed.
+        checkpointer: selects and loads the checkpoint.
+        step, strict, only, skip: as for `Checkpointer.restore`.
+
+    Returns:
+        The step to continue from, or None if the run has no checkpoint yet.
+
+    Raises:
+        StateError: the accelerator uses Megatron-LM or XLA; or a `StatefulDataLoader` was saved on
+            another number of ranks.
+        ShardwiseError: as for `Checkpointer.restore`.
+    """
+    counters = _read_counters(accelerator)
+    state = {**collect_state(accelerator), "accelerator": counters}
+    restored = checkpointer.restore(state, step=step, strict=strict, only=only, skip=skip)
+    if checkpointer.last_restore is None:
+        return restored
+    accelerator.step = counters["step"]
+    if counters["in_epoch"] and accelerator._models:
+        _restore_rng_before_training(accelerator._models[0])
+    if accelerator.is_main_process:
+        _warn_of_inexact_parts(accelerator, counters["world_size"])
+    return restored
+
+
+def _number(key: str, objects: Sequence[T]) -> Iterator[tuple[str, T]]:
+    """Yield the objects with their keys: the first has no number. Placeholders are left out."""
+    real = [each for each in objects if not isinstance(each, (DummyOptim, DummyScheduler))]
+    for index, value in enumerate(real):
+        yield (key if index == 0 else f"{key}_{index}"), value
+
+
+def _unwrap(optimizer: object) -> object:
+    """Return the optimizer that accelerate's wrapper contains, of torch or DeepSpeed."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _read_counters(accelerator: Accelerator) -> dict[str, int]:
+    loaders = accelerator.gradient_state
+    return {
+        "step": accelerator.step,
+        "world_size": accelerator.num_processes,
+        "in_epoch": int(loaders.in_dataloader and not loaders.end_of_dataloader),
+    }
+
+
+def _restore_rng_before_training(model: nn.Module) -> None:
+    """Set the present state of the random generators again before the model's next training step.
+
+    The start of an iteration over a loader draws a seed. If a run resumes within an epoch, the
+    uninterrupted run has drawn that seed before the save.
+    """
+    rng = RngState()
+    restored = rng.state_dict()
+
+    def restore(module: nn.Module, arguments: object) -> None:
+        if module.training:
+            handle.remove()
+            rng.load_state_dict(restored)
+
+    handle = model.register_forward_pre_hook(restore)
+
+
+def _sampler_of(loader: DataLoader[object]) -> object:
+    get_sampler = getattr(loader, "get_sampler", None)
+    return None if get_sampler is None else get_sampler()
+
+
+def _warn_of_inexact_parts(accelerator: Accelerator, saved_world_size: int) -> None:
+    for key, loader in _number("loader", accelerator._dataloaders):
+        if type(_sampler_of(loader)) is RandomSampler:
+            log.warning(
+                "%s: a RandomSampler does not repeat its order, so the samples after a restart "
+                "differ from those of an uninterrupted run: pass "
+                "DataLoaderConfiguration(use_seedable_sampler=True) to the Accelerator",
+                key,
+            )
+    if saved_world_size == accelerator.num_processes:
+        return
+    for key, scheduler in _number("scheduler", accelerator._schedulers):
+        if (
+            isinstance(scheduler, AcceleratedScheduler)
+            and scheduler.step_with_optimizer
+            and not scheduler.split_batches
+        ):
+            log.warning(
+                "%s: accelerate steps it once for each rank, and the number of ranks has changed "
+                "from %d to %d, so its learning rates now change %s times as fast: pass "
+                "step_scheduler_with_optimizer=False or DataLoaderConfiguration(split_batches=True)"
+                " to the Accelerator",
+                key, saved_world_size, accelerator.num_processes,
+                f"{accelerator.num_processes / saved_world_size:g}",
+            )  # fmt: skip
