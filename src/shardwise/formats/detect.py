@@ -20,6 +20,7 @@ from shardwise.formats.readers import (
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
+from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 
 MOST_SUGGESTIONS = 8
@@ -90,6 +91,9 @@ READERS: tuple[Reader, ...] = (
         ("hf",),
     ),
     Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
+    Reader(
+        "fsdp-ranks", fsdp_ranks.FORMAT, fsdp_ranks.recognise, fsdp_ranks.read, ("torch-ranks",)
+    ),
     Reader(
         "torch-ranks", torch_save.RANKS_FORMAT, torch_save.recognise_ranks, torch_save.read_ranks
     ),

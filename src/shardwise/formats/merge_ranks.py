@@ -1,4 +1,4 @@
-"""Merges the states that ranks saved separately, with DTensors, into one state."""
+"""Merges the states that ranks saved separately, with DTensors or ShardedTensors, into one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance
+from shardwise.formats.containers.sharded_tensors import StoredShardedTensor
 from shardwise.formats.containers.torch_values import StoredShard
 from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray, row_major_strides
 from shardwise.formats.nested import build_foreign, find_leaves
@@ -27,6 +28,8 @@ _COUNTERS = ("step", "global_step", "iteration", "epoch")
 _DIFFERS = object()
 """Stands for a value that differs between ranks."""
 
+LocalPart: TypeAlias = StoredShard | StoredShardedTensor
+"""A rank's part of a global tensor."""
 RankValue: TypeAlias = tuple[int, Any]
 """The index of a rank's file, and the rank's value at a path."""
 SameBytes: TypeAlias = Callable[[StoredArray, StoredArray], bool]
@@ -47,9 +50,9 @@ def merge_ranks(
 ) -> Foreign:
     """Return the description of all ranks' states together. `build_foreign` names the tensors.
 
-    DTensors become global tensors. Plain tensors must be the same on all ranks and are recorded
-    as replicas, which a load compares. Values that differ between ranks are left out, unless they
-    belong to an optimizer or count steps.
+    DTensors and ShardedTensors become global tensors. Plain tensors must be the same on all ranks
+    and are recorded as replicas, which a load compares. Values that differ between ranks are left
+    out, unless they belong to an optimizer or count steps.
 
     Args:
         states: the state of each rank, with the index of its file.
@@ -95,8 +98,8 @@ class _Merger:
     files: tuple[ForeignFile, ...]
     path: str
     same_bytes: SameBytes
-    shards: list[tuple[StoredShard, ...]] = field(default_factory=list)
-    indices: dict[tuple[StoredShard, ...], int] = field(default_factory=dict)
+    shards: list[tuple[LocalPart, ...]] = field(default_factory=list)
+    indices: dict[tuple[LocalPart, ...], int] = field(default_factory=dict)
     copies: dict[StoredArray, list[StoredArray]] = field(default_factory=dict)
     differing_paths: list[Path] = field(default_factory=list)
 
@@ -105,7 +108,7 @@ class _Merger:
         first = values[0][1]
         if all(isinstance(value, dict) for _, value in values):
             return self._merge_dicts(values, path)
-        if any(isinstance(value, StoredShard) for _, value in values):
+        if any(isinstance(value, LocalPart) for _, value in values):
             return self._merge_shards(values, path)
         if any(isinstance(value, StoredArray) for _, value in values):
             return self._merge_plain_tensors(values, path)
@@ -137,47 +140,71 @@ class _Merger:
         return merged
 
     def _merge_shards(self, values: tuple[RankValue, ...], path: Path) -> StoredArray:
-        shards = tuple(value for _, value in values if isinstance(value, StoredShard))
-        first = shards[0]
-        expected = first.shape, first.mesh_shape, first.mesh_shards, first.local.dtype
+        shards = tuple(value for _, value in values if isinstance(value, LocalPart))
+        first, expected = shards[0], _layout_of(shards[0])
         for file, value in values:
-            if not isinstance(value, StoredShard):
+            if not isinstance(value, type(first)):
                 raise self._conflict_error(
-                    path, values[0][0], file, "is a DTensor in only one of two files"
+                    path, values[0][0], file, "is sharded in only one of two files"
                 )
-            if (value.shape, value.mesh_shape, value.mesh_shards, value.local.dtype) != expected:
+            if _layout_of(value) != expected:
                 raise self._conflict_error(
                     path, values[0][0], file, "has different shapes or placements"
                 )
-        self._require_all_shards(shards, path)
+        if isinstance(first, StoredShard):
+            self._require_all_shards(
+                [each for each in shards if isinstance(each, StoredShard)], path
+            )
+        else:
+            self._require_all_boxes(
+                [each for each in shards if not isinstance(each, StoredShard)], path
+            )
         index = self.indices.setdefault(shards, len(self.shards))
         if index == len(self.shards):
             self.shards.append(shards)
         stride = row_major_strides(first.shape)
-        return StoredArray(-1 - index, 0, first.local.dtype, first.shape, stride)
+        return StoredArray(-1 - index, 0, _dtype_of(first), first.shape, stride)
 
-    def _require_all_shards(self, shards: tuple[StoredShard, ...], path: Path) -> None:
+    def _require_all_shards(self, shards: Sequence[StoredShard], path: Path) -> None:
         first = shards[0]
         mesh_dims = sorted({shard.mesh_dim for shard in first.mesh_shards})
         found_coordinates = {tuple(shard.coordinate[dim] for dim in mesh_dims) for shard in shards}
         shard_count = prod(first.mesh_shape[dim] for dim in mesh_dims)
         if len(found_coordinates) == shard_count or not prod(first.shape):
             return
-        name = _name_of_path(path)
         if len(self.files) == 1:
-            raise FormatError(
-                f"{self.path} has only one rank's part of {name}, a DTensor of shape "
-                f"{list(first.shape)} on {prod(first.mesh_shape)} ranks. Open the directory that "
-                "holds the files of all ranks"
-            )
+            raise self._single_file_error(path, first, "DTensor", prod(first.mesh_shape))
         coordinates = product(*(range(first.mesh_shape[dim]) for dim in mesh_dims))
         missing = next(
             coordinate for coordinate in coordinates if coordinate not in found_coordinates
         )
         raise FormatError(
-            f"{self.path}: {name} has only {len(found_coordinates)} of its {shard_count} shards: "
-            f"the one at {missing} of mesh dimensions {tuple(mesh_dims)} is missing. Copy the "
-            "files of all ranks into this directory"
+            f"{self.path}: {_name_of_path(path)} has only {len(found_coordinates)} of its "
+            f"{shard_count} shards: the one at {missing} of mesh dimensions {tuple(mesh_dims)} is "
+            "missing. Copy the files of all ranks into this directory"
+        )
+
+    def _require_all_boxes(self, parts: Sequence[StoredShardedTensor], path: Path) -> None:
+        first = parts[0]
+        found_count = len({box for part in parts for box, _ in part.local})
+        if found_count >= first.shard_count or not prod(first.shape):
+            return
+        if len(self.files) == 1:
+            raise self._single_file_error(path, first, "ShardedTensor", first.world_size)
+        missing = sorted({*range(first.world_size)} - {part.rank for part in parts})
+        ranks = f"; no file is from ranks {missing[:8]} of its process group" if missing else ""
+        raise FormatError(
+            f"{self.path}: {_name_of_path(path)} has only {found_count} of its "
+            f"{first.shard_count} shards{ranks}. Copy the files of all ranks into this directory"
+        )
+
+    def _single_file_error(
+        self, path: Path, part: LocalPart, kind: str, rank_count: int
+    ) -> FormatError:
+        return FormatError(
+            f"{self.path} has only one rank's part of {_name_of_path(path)}, a {kind} of shape "
+            f"{list(part.shape)} on {rank_count} ranks. Open the directory that holds the files of "
+            "all ranks"
         )
 
     def _merge_plain_tensors(self, values: tuple[RankValue, ...], path: Path) -> Any:
@@ -194,7 +221,7 @@ class _Merger:
                 self.differing_paths.append(path)
                 return _DIFFERS
         elif len(arrays) > 1:
-            if not self.same_bytes(_select_sample(first), _select_sample(arrays[-1])):
+            if not self.same_bytes(select_sample(first), select_sample(arrays[-1])):
                 raise self._conflict_error(
                     path,
                     first.file,
@@ -222,7 +249,7 @@ class _Merger:
         for row in np.flatnonzero(pieces.file < 0).tolist():
             tensor, offsets = int(pieces.tensor[row]), set[tuple[int, ...]]()
             for shard in self.shards[-1 - int(pieces.file[row])]:
-                for offset, array in _boxes_of_shard(shard):
+                for offset, array in _boxes_of_part(shard):
                     (replicas if offset in offsets else boxes).append((tensor, offset, array))
                     offsets.add(offset)
         tensor_by_start = {
@@ -246,7 +273,7 @@ def _name_of_path(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _select_sample(array: StoredArray) -> StoredArray:
+def select_sample(array: StoredArray) -> StoredArray:
     """Return the first elements of an array; only one if the array is not contiguous."""
     size = prod(array.shape)
     count = min(size, SAMPLE_SIZE) if array.stride == row_major_strides(array.shape) else 1
@@ -258,11 +285,24 @@ def _may_be_random_state(array: StoredArray) -> bool:
     return array.dtype == "uint8" and len(array.shape) == 1 and is_small
 
 
-def _boxes_of_shard(shard: StoredShard) -> list[tuple[tuple[int, ...], StoredArray]]:
-    """Return the boxes of a shard: the offset in the tensor, and the array in the file."""
-    local = shard.local
+def _layout_of(part: LocalPart) -> tuple[object, ...]:
+    """Return what the parts of all ranks have in common."""
+    if isinstance(part, StoredShard):
+        return part.shape, part.mesh_shape, part.mesh_shards, part.local.dtype
+    return part.shape, part.dtype, part.shard_count, part.world_size
+
+
+def _dtype_of(part: LocalPart) -> str:
+    return part.local.dtype if isinstance(part, StoredShard) else part.dtype
+
+
+def _boxes_of_part(part: LocalPart) -> list[tuple[tuple[int, ...], StoredArray]]:
+    """Return the boxes in a file: the offset in the tensor, and the array in the file."""
+    if isinstance(part, StoredShardedTensor):
+        return [(box.offset, array) for box, array in part.local if box.size]
+    local = part.local
     boxes = []
-    for global_box, local_box in shard.boxes():
+    for global_box, local_box in part.boxes():
         skipped_elements = sum(o * s for o, s in zip(local_box.offset, local.stride, strict=True))
         start = local.start + skipped_elements * local.itemsize
         boxes.append((global_box.offset, replace(local, start=start, shape=local_box.shape)))

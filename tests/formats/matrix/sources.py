@@ -34,6 +34,7 @@ from shardwise.formats.readers import (
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal
+from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from tests.formats.conftest import Checkpoints
 from tests.formats.dcp_checkpoints import named, settings_of, torch_loads
@@ -157,22 +158,26 @@ def of_shards(request: Request, folder: Path) -> Made:
     return folder, of_names({f"model.{k}": v for k, v in loaded.items()}, {}, BUFFERS)
 
 
-def save_by_ranks(kind: str, folder: str) -> dict[str, Any] | None:
-    """Save one file with DTensors for each rank; return the whole state on rank 0."""
+def save_by_ranks(kind: str, folder: str, verl: bool) -> dict[str, Any] | None:
+    """Save one file with DTensors for each rank, or as verl; return the whole state on rank 0."""
     state = build(kind, 5)
     train(state)
     with warnings.catch_warnings(action="ignore"):
         parts = get_state_dict(state["model"], state["optimizer"])
         options = StateDictOptions(full_state_dict=True)
         model, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
-    saved = {"model": parts[0], "optimizer": parts[1]}
-    torch.save(saved, Path(folder, f"rank{dist.get_rank()}.pt"))
-    return {"model": model, "optimizer": optimizer} if dist.get_rank() == 0 else None
+    rank, suffix = dist.get_rank(), f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    if verl:
+        torch.save(parts[0], Path(folder, f"model_{suffix}"))
+        torch.save(parts[1], Path(folder, f"optim_{suffix}"))
+    else:
+        torch.save({"model": parts[0], "optimizer": parts[1]}, Path(folder, f"rank{rank}.pt"))
+    return {"model": model, "optimizer": optimizer} if rank == 0 else None
 
 
-def of_ranks(kind: str, request: Request, folder: Path) -> Made:
+def of_ranks(kind: str, verl: bool, request: Request, folder: Path) -> Made:
     gang = request.getfixturevalue("gang")
-    full = gang.run(save_by_ranks, kind, str(folder), world=WORLDS[kind])[0]
+    full = gang.run(save_by_ranks, kind, str(folder), verl, world=WORLDS[kind])[0]
     return folder, of_names(named(full), settings_of(full), BUFFERS)
 
 
@@ -251,8 +256,9 @@ def _sources() -> Iterable[Source]:
     yield Source("torch.save-legacy", torch_save.FORMAT, partial(of_torch_save, False))
     for kind in ("fsdp2_uneven", "fsdp_tp"):
         yield Source(
-            f"torch.save-by-ranks-{kind}", torch_save.RANKS_FORMAT, partial(of_ranks, kind)
+            f"torch.save-by-ranks-{kind}", torch_save.RANKS_FORMAT, partial(of_ranks, kind, False)
         )
+    yield Source("fsdp-ranks", fsdp_ranks.FORMAT, partial(of_ranks, "hsdp", True))
     for sharded, kind in ((True, "sharded"), (False, "whole")):
         make = partial(of_accelerate, sharded)
         yield Source(f"accelerate-{kind}", accelerate.FORMAT, make)

@@ -237,13 +237,14 @@ def _check_bounds(bounds: tuple[object, ...]) -> None:
 
 
 def _make_enum_member(enum_class: object, member: object) -> object:
-    # Some versions of Python pickle a member as `getattr(enum, name)`. No attribute is looked up.
+    # `getattr(class, name)` pickles members of enums and, before protocol 4, classes inside of
+    # classes. No attribute is looked up.
     if isinstance(enum_class, UnknownObject):
         return enum_class
     if not isinstance(enum_class, AllowedCallable) or not isinstance(member, str):
         raise TypeError("getattr() is called with a value that is not an enum")
     value = enum_class.construct(member)
-    if not isinstance(value, PickledInstance):
+    if not isinstance(value, (PickledInstance, AllowedCallable)):
         raise UnsupportedValueError(f"an attribute of {enum_class.name}, which is not an enum")
     return value
 

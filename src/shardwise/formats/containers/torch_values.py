@@ -26,7 +26,7 @@ _RESOLVE_REMEDY = "save tensor.resolve_conj().resolve_neg() instead"
 RESOLVE_HINT = f"{_UNRESOLVED_REASON}: {_RESOLVE_REMEDY}"
 MOST_DIMS = 64
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-_REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 LARGEST_EXPANDED = 2**26
 """The largest size in bytes of a tensor that is larger than its storage, because strides are 0."""
 
@@ -212,7 +212,7 @@ TORCH_NAMES: AllowedNames = {
     **_TENSOR_FUNCTIONS,
     "torch._utils._rebuild_parameter": _return_first_argument,
     "torch._utils._rebuild_parameter_with_state": _return_first_argument,
-    _REBUILD_FROM_TYPE: _rebuild_from_type,
+    REBUILD_FROM_TYPE: _rebuild_from_type,
     "torch.Tensor": _return_first_argument,
     "torch.nn.parameter.Parameter": _return_first_argument,
     "torch.nn.parameter.Buffer": _return_first_argument,
@@ -274,7 +274,7 @@ def _rebuild_dtensor_or_tensor(
         or rebuild.name != _REBUILD_WRAPPER
         or not isinstance(tensor_class, AllowedCallable)
     ):
-        return TORCH_NAMES[_REBUILD_FROM_TYPE](rebuild, tensor_class, args, state)  # type: ignore[operator]
+        return TORCH_NAMES[REBUILD_FROM_TYPE](rebuild, tensor_class, args, state)  # type: ignore[operator]
     if not isinstance(args, tuple) or len(args) < 3:
         raise TypeError("a DTensor has no shape")
     (attributes := PickledInstance("DTensor")).set_state(state)
@@ -285,14 +285,14 @@ def _rebuild_dtensor_or_tensor(
     if not isinstance(placements, (tuple, list)) or not isinstance(mesh, PickledInstance):
         raise TypeError("a DTensor has no placements or no mesh")
     mesh_shape = _parse_mesh_shape(mesh)
-    coordinate = _require_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
+    coordinate = require_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(
             f"a DTensor has {len(placements)} placements for a mesh of {len(mesh_shape)} dimensions"
         )
     if any(index >= size for index, size in zip(coordinate, mesh_shape, strict=True)):
         raise ValueError("a DTensor has a coordinate outside of its mesh")
-    shape = _require_sizes(args[2], "the shape of a DTensor")
+    shape = require_sizes(args[2], "the shape of a DTensor")
     mesh_shards = tuple(
         shard
         for i, placement in enumerate(placements)
@@ -341,21 +341,27 @@ def _parse_mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
     layout = mesh.fields.get("_layout")
     if isinstance(layout, PickledInstance) and isinstance(layout.fields.get("axes"), tuple):
         axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_instance(each)]  # type: ignore[attr-defined]
-        return tuple(prod(_require_sizes(each, "an axis of the mesh")) for each in axes)
+        return tuple(prod(require_sizes(each, "an axis of the mesh")) for each in axes)
     if isinstance(layout, PickledInstance) and "shape" in layout.fields:
         sizes = layout.fields["shape"]
-        return _require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
+        return require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
     array = mesh.fields.get("mesh", mesh.fields.get("_mesh"))
     if not isinstance(array, StoredArray):
         raise TypeError("the mesh of a DTensor has no shape")
-    return _require_sizes(array.shape, "the shape of the mesh")
+    return require_sizes(array.shape, "the shape of the mesh")
 
 
 def _is_instance(value: object) -> bool:
     return isinstance(value, PickledInstance)
 
 
-def _require_sizes(values: object, subject: str) -> tuple[int, ...]:
+def require_sizes(values: object, subject: str) -> tuple[int, ...]:
+    """Return integers from a pickle, for example a shape.
+
+    Raises:
+        TypeError: the value is not a list, or has too many items.
+        ValueError: an item is not an integer from 0 to 2**62 - 1.
+    """
     if not isinstance(values, (tuple, list)) or len(values) > MOST_DIMS:
         raise TypeError(f"{subject} is not a list of at most {MOST_DIMS} integers")
     if not all(type(n) is int and 0 <= n < 2**62 for n in values):
@@ -384,7 +390,7 @@ def _refuse_dtensor(*_: object) -> object:
 
 
 DTENSOR_NAMES: AllowedNames = {
-    _REBUILD_FROM_TYPE: _rebuild_dtensor_or_tensor,
+    REBUILD_FROM_TYPE: _rebuild_dtensor_or_tensor,
     _REBUILD_WRAPPER: _refuse_dtensor,
     **{
         f"{module}.DTensor": _refuse_dtensor

@@ -1,4 +1,4 @@
-"""Files of torch.save: a single one, or one of each rank with DTensors in them."""
+"""Files of torch.save: a single one, or one of each rank with DTensors or ShardedTensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import AllowedNames
+from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
     MOST_NAMES_SHOWN,
     is_torch_file,
     read_pickle_bytes,
     read_torch_file,
 )
-from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.containers.zip_archive import ZIP_START
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray
@@ -29,7 +29,7 @@ _RANK_IN_NAME = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar
 _NUMBER_IN_NAME = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
 _WORLD_SIZE = re.compile(r"world_size[-_.=]?(\d{1,7})")
 _NOT_A_KEY = re.compile(r"world_size|rank|[^a-z]+")
-_DTENSOR_CLASS = b"DTensor"
+_CLASSES_OF_PARTS = (b"DTensor", b"ShardedTensor")
 
 FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
 """The file of each rank, by the parts of the file names before and after the rank."""
@@ -79,15 +79,16 @@ def read(tree: FileTree) -> Foreign:
             DTensor with parts on other ranks.
     """
     name = tree.single_file or ""
-    value = read_value(tree, name, also_allowed=DTENSOR_NAMES)
+    value = read_value(tree, name, also_allowed=RANK_TENSOR_NAMES)
     return merge_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)
 
 
 def recognise_ranks(tree: FileTree) -> bool:
-    """Return whether a directory has files that are named after ranks and contain DTensors."""
+    """Return whether a directory has files named after ranks that contain parts of tensors."""
     return tree.single_file is None and any(
-        contains_text(tree, files[min(files)], _DTENSOR_CLASS)
+        contains_text(tree, files[min(files)], name)
         for files in _find_files(tree).values()
+        for name in _CLASSES_OF_PARTS
     )
 
 
@@ -115,7 +116,9 @@ def read_ranks(tree: FileTree) -> Foreign:
     values = tree.read_each(
         indices,
         lambda file: (
-            read_torch_file(file, also_allowed=DTENSOR_NAMES, skip_unknown=tree.skip_unknown).value
+            read_torch_file(
+                file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=tree.skip_unknown
+            ).value
         ),
     )
     ranks = sorted({rank for files in file_sets.values() for rank in files})

@@ -13,6 +13,7 @@ from shardwise.formats.containers.pickle_values import (
     allow_as_instances,
 )
 from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.sharded_tensors import TENSOR_PROPERTIES_NAMES
 from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.file_tree import FileTree
 from shardwise.manifest.manifest import LARGEST_INTEGER
@@ -107,17 +108,6 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
         ) from error
 
 
-class _Properties(PickledInstance):
-    """The properties of a tensor, which are pickled as a tuple that starts with the dtype."""
-
-    __slots__ = ()
-
-    def set_state(self, state: object) -> None:
-        if not isinstance(state, tuple) or not state:
-            raise TypeError("the properties of a tensor are not a tuple")
-        self.fields["dtype"] = state[0]
-
-
 _TORCH_DCP = "torch.distributed.checkpoint"
 _OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -155,8 +145,7 @@ _METADATA_NAMES: AllowedNames = {
         f"{_BYTECHECKPOINT}.Metadata",
         f"{_BYTECHECKPOINT}._StorageInfo",
     ),
-    f"{_TORCH_DCP}.metadata.TensorProperties": lambda *args: _Properties("TensorProperties", args),
-    f"{_OLD_TORCH}.TensorProperties": lambda *args: _Properties("TensorProperties", args),
+    **TENSOR_PROPERTIES_NAMES,
 }
 _PARSED_FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}
 

@@ -1,0 +1,323 @@
+"""Optimizer state of FSDP1: convert each rank's ranges of flat parameters to parts of parameters.
+
+With `use_orig_params=False`, FSDP1's default, an entry of the state belongs to a flat parameter.
+Each rank has an equal part of the flat parameter. With `use_orig_params=True`, an entry belongs to
+a parameter, and each rank has a range of the flattened parameter, which may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from shardwise.formats.containers.sharded_tensors import StoredShardedTensor
+from shardwise.formats.containers.torch_values import StoredShard
+from shardwise.formats.foreign import StoredArray, row_major_strides
+from shardwise.formats.merge_ranks import LocalPart, SameBytes, select_sample
+from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
+from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
+from shardwise.layout import boxes_of_range
+
+
+class UnknownLayoutError(Exception):
+    """The files do not say which parameters the ranges of the optimizer belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Elements of a flattened parameter, and their place in an entry of the optimizer.
+
+    Attributes:
+        entry: the index of the entry.
+        parameter: the index of the parameter.
+        shard: the index of the rank in the group that shards the model.
+        start, stop: the elements of the flattened parameter.
+        skipped: the number of elements of the rank's array before them.
+    """
+
+    entry: int
+    parameter: int
+    shard: int
+    start: int
+    stop: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The parameters of a model that FSDP shards, and the shard of each file."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shard_of_rank: tuple[int, ...]
+    shard_count: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return [prod(shape) for shape in self.shapes]
+
+    def without(self, names: set[str]) -> _Parameters:
+        kept = [i for i, name in enumerate(self.names) if name not in names]
+        return _Parameters(
+            tuple(self.names[i] for i in kept),
+            tuple(self.shapes[i] for i in kept),
+            self.shard_of_rank,
+            self.shard_count,
+        )
+
+
+def is_flat_optimizer(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer has plain arrays of one dimension as state of parameters."""
+    return any(_is_flat(value) for entry in _entries(state).values() for value in entry.values())
+
+
+def name_parameters(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state with the names of its parameters, if they follow from the model.
+
+    The parameters are the sharded tensors of the model, in the same order, if the optimizer has one
+    param group with as many entries, of the same shapes.
+    """
+    first_names: dict[LocalPart, str] = {}  # of tied parameters, the first
+    for name, part in model.items():
+        if isinstance(part, LocalPart):
+            first_names.setdefault(part, name)
+    names = list(first_names.values())
+    if not _is_optimizer(optimizer) or len(optimizer[GROUPS]) != 1:
+        return optimizer
+    (group,) = optimizer[GROUPS]
+    if PARAM_NAMES in group or len(group[PARAMS]) != len(names):
+        return optimizer
+    for index, name in zip(group[PARAMS], names, strict=True):
+        entry = optimizer[STATE].get(index, {}).values()
+        if any(isinstance(v, LocalPart) and v.shape != model[name].shape for v in entry):
+            return optimizer
+    return {**optimizer, GROUPS: [{**group, PARAM_NAMES: names}]}
+
+
+def convert_flat_optimizers(
+    models: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Mapping[str, Any]],
+    same_bytes: SameBytes,
+) -> list[dict[str, Any]]:
+    """Return the optimizer state of each rank, with the parts of named parameters.
+
+    Args:
+        models: the model's state of each rank, with parts of tensors.
+        optimizers: `optimizer.state_dict()` of each rank.
+        same_bytes: compares small arrays of two files.
+
+    Raises:
+        UnknownLayoutError: the files do not say which parameters the ranges belong to.
+    """
+    if not all(map(_is_optimizer, optimizers)):
+        raise UnknownLayoutError("a file is not the state_dict() of an optimizer")
+    if len(optimizers[0][GROUPS]) != 1:
+        raise UnknownLayoutError("it has several param groups, in an unknown order")
+    parameters = _find_parameters(models)
+    entry_count = len(optimizers[0][GROUPS][0][PARAMS])
+    tied = _find_tied(models, parameters, same_bytes)
+    for candidates in (parameters, parameters.without(tied)) if tied else (parameters,):
+        is_by_parameter = entry_count == len(candidates.names)
+        find = _ranges_of_parameters if is_by_parameter else _ranges_of_flat_parameters
+        ranges = find(candidates, optimizers)
+        if ranges is not None:
+            return [
+                _convert(optimizer, candidates, shard, ranges)
+                for optimizer, shard in zip(optimizers, candidates.shard_of_rank, strict=True)
+            ]
+    raise UnknownLayoutError(
+        f"the {entry_count} flat parameters do not fit the {len(parameters.names)} parameters of "
+        "the model in exactly one way"
+    )
+
+
+def _is_optimizer(state: Mapping[str, Any]) -> bool:
+    groups, entries = state.get(GROUPS), state.get(STATE)
+    return (
+        isinstance(groups, list)
+        and isinstance(entries, dict)
+        and all(isinstance(entry, dict) for entry in entries.values())
+        and all(isinstance(g, dict) and isinstance(g.get(PARAMS), list) for g in groups)
+    )
+
+
+def _entries(state: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
+    """Return the state of each entry of an optimizer; none if it is not an optimizer's state."""
+    entries: Mapping[Any, Mapping[str, Any]] = state[STATE] if _is_optimizer(state) else {}
+    return entries
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, StoredArray) and len(value.shape) == 1
+
+
+def _find_parameters(models: Sequence[Mapping[str, Any]]) -> _Parameters:
+    """Return the parameters, which are the sharded tensors: buffers are plain tensors."""
+    parts = {name: value for name, value in models[0].items() if isinstance(value, LocalPart)}
+    if not parts:
+        raise UnknownLayoutError("the model's files have no sharded tensors")
+    shards: list[int] = []
+    counts: set[int] = set()
+    for model in models:
+        places = {_place_of(part) for part in model.values() if isinstance(part, LocalPart)}
+        if len(places) != 1:
+            raise UnknownLayoutError("the model is sharded over several dimensions of the mesh")
+        ((shard, count),) = places
+        shards.append(shard)
+        counts.add(count)
+    if len(counts) != 1:
+        raise UnknownLayoutError("the ranks shard the model over different numbers of ranks")
+    shapes = tuple(part.shape for part in parts.values())
+    return _Parameters(tuple(parts), shapes, tuple(shards), counts.pop())
+
+
+def _place_of(part: LocalPart) -> tuple[int, int]:
+    """Return the index of a rank's shard, and the number of shards."""
+    if isinstance(part, StoredShardedTensor):
+        return part.rank, part.world_size
+    if len(part.mesh_shards) != 1:
+        raise UnknownLayoutError("a tensor is not sharded over exactly one dimension of the mesh")
+    dim = part.mesh_shards[0].mesh_dim
+    return part.coordinate[dim], part.mesh_shape[dim]
+
+
+def _find_tied(
+    models: Sequence[Mapping[str, Any]], parameters: _Parameters, same_bytes: SameBytes
+) -> set[str]:
+    """Return names of matrices whose first elements equal those of an earlier matrix.
+
+    FSDP1 saves tied parameters several times, but flattens them once.
+    """
+    tied: set[str] = set()
+    earlier: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in zip(parameters.names, parameters.shapes, strict=True):
+        others = earlier.setdefault(shape, [])
+        if len(shape) > 1 and any(
+            all(_start_equally(model[name], model[other], same_bytes) for model in models)
+            for other in others
+        ):
+            tied.add(name)
+        others.append(name)
+    return tied
+
+
+def _start_equally(one: LocalPart, other: LocalPart, same_bytes: SameBytes) -> bool:
+    arrays, other_arrays = _arrays_of(one), _arrays_of(other)
+    return [each.shape for each in arrays] == [each.shape for each in other_arrays] and all(
+        same_bytes(select_sample(a), select_sample(b))
+        for a, b in zip(arrays, other_arrays, strict=True)
+    )
+
+
+def _arrays_of(part: LocalPart) -> list[StoredArray]:
+    return [part.local] if isinstance(part, StoredShard) else [array for _, array in part.local]
+
+
+def _flat_size(optimizer: Mapping[str, Any], entry: int) -> int | None:
+    """Return the size of a rank's arrays of an entry; None without arrays."""
+    values = optimizer[STATE].get(entry, {}).values()
+    sizes = {value.shape[0] for value in values if _is_flat(value)}
+    if len(sizes) > 1:
+        raise UnknownLayoutError(f"the arrays of entry {entry} have different sizes")
+    return sizes.pop() if sizes else None
+
+
+def _sizes_by_shard(
+    parameters: _Parameters, optimizers: Sequence[Mapping[str, Any]], entry: int
+) -> list[int | None]:
+    """Return for each shard the size of the arrays of an entry; replicas must agree."""
+    sizes: dict[int, int | None] = {}
+    for shard, optimizer in zip(parameters.shard_of_rank, optimizers, strict=True):
+        size = _flat_size(optimizer, entry)
+        if sizes.setdefault(shard, size) != size:
+            raise UnknownLayoutError(f"replicas have different sizes of entry {entry}")
+    return [sizes.get(shard) for shard in range(parameters.shard_count)]
+
+
+def _ranges_of_parameters(
+    parameters: _Parameters, optimizers: Sequence[Mapping[str, Any]]
+) -> list[_Range] | None:
+    """Return the ranges if each entry is a parameter; None if the sizes do not fit."""
+    ranges = []
+    for parameter, size in enumerate(parameters.sizes):
+        sizes = _sizes_by_shard(parameters, optimizers, parameter)
+        if all(each is None for each in sizes):
+            continue  # a frozen parameter
+        position = 0
+        for shard, length in enumerate(each or 0 for each in sizes):
+            stop = position + length
+            ranges.append(_Range(parameter, parameter, shard, position, stop, 0))
+            position = stop
+        if position != size:
+            return None
+    return ranges
+
+
+def _ranges_of_flat_parameters(
+    parameters: _Parameters, optimizers: Sequence[Mapping[str, Any]]
+) -> list[_Range] | None:
+    """Return the ranges if each entry is a flat parameter; None if this is not certain."""
+    count = parameters.shard_count
+    entry_count = len(optimizers[0][GROUPS][0][PARAMS])
+    lengths = []
+    for entry in range(entry_count):
+        sizes = _sizes_by_shard(parameters, optimizers, entry)
+        if sizes[0] is None or len(set(sizes)) != 1:
+            raise UnknownLayoutError(f"entry {entry} has no state, or parts of different sizes")
+        lengths.append(sizes[0])
+    flat_sizes = [length * count for length in lengths]
+    units = find_flat_units(parameters.names, parameters.sizes, flat_sizes, count)
+    if units is None:
+        return None
+    ranges, positions = [], [0] * entry_count
+    for parameter, (entry, size) in enumerate(zip(units, parameters.sizes, strict=True)):
+        begin, length = positions[entry], lengths[entry]
+        positions[entry] = end = begin + size
+        for shard in range(begin // length, -(-end // length)):
+            low, high = max(begin, shard * length), min(end, (shard + 1) * length)
+            skipped = low - shard * length
+            ranges.append(_Range(entry, parameter, shard, low - begin, high - begin, skipped))
+    return ranges
+
+
+def _convert(
+    optimizer: Mapping[str, Any], parameters: _Parameters, shard: int, ranges: Sequence[_Range]
+) -> dict[str, Any]:
+    """Return one rank's state, with named parameters as entries."""
+    by_parameter: dict[int, list[_Range]] = {}
+    for each in ranges:
+        by_parameter.setdefault(each.parameter, []).append(each)
+    state: dict[int, dict[str, Any]] = {}
+    for parameter, its_ranges in by_parameter.items():
+        entry = optimizer[STATE].get(its_ranges[0].entry, {})
+        make_part = _part_maker(parameters, parameter, shard, its_ranges)
+        state[parameter] = {
+            key: make_part(value) if _is_flat(value) else value for key, value in entry.items()
+        }
+    (group,) = optimizer[GROUPS]
+    names = [parameters.names[parameter] for parameter in by_parameter]
+    return {STATE: state, GROUPS: [{**group, PARAMS: [*by_parameter], PARAM_NAMES: names}]}
+
+
+def _part_maker(
+    parameters: _Parameters, parameter: int, shard: int, ranges: Sequence[_Range]
+) -> Callable[[StoredArray], StoredShardedTensor]:
+    """Return a function that converts this rank's array of an entry to the part of a parameter."""
+    shape = parameters.shapes[parameter]
+    boxes = {each.shard: boxes_of_range(shape, each.start, each.stop) for each in ranges}
+    skipped = next((each.skipped for each in ranges if each.shard == shard), 0)
+    box_count = sum(map(len, boxes.values()))
+
+    def make_part(array: StoredArray) -> StoredShardedTensor:
+        start, local = array.start + skipped * array.itemsize, []
+        for box in boxes.get(shard, []):
+            stride = row_major_strides(box.shape)
+            local.append((box, StoredArray(array.file, start, array.dtype, box.shape, stride)))
+            start += box.size * array.itemsize
+        return StoredShardedTensor(
+            shape, array.dtype, box_count, tuple(local), shard, parameters.shard_count
+        )
+
+    return make_part

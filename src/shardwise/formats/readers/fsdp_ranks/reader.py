@@ -1,0 +1,194 @@
+"""Directories with `model_world_size_W_rank_R.pt` and further files of each rank, as of verl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from shardwise.errors import FormatError
+from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
+from shardwise.formats.containers.torch_files import MOST_NAMES_SHOWN, read_torch_file
+from shardwise.formats.file_tree import FileTree
+from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.merge_ranks import RankValue, merge_ranks
+from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
+    UnknownLayoutError,
+    convert_flat_optimizers,
+    is_flat_optimizer,
+    name_parameters,
+)
+
+FORMAT = "FSDP files of each rank (verl)"
+MODEL, OPTIMIZER, EXTRA_STATE = "model", "optim", "extra_state"
+_FILE = re.compile(
+    rf"({MODEL}|{OPTIMIZER}|{EXTRA_STATE})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt"
+)
+_STEP = re.compile(r"(?:^|/)global_step_(\d{1,15})(?:/|$)")
+_STATE_KEYS = {MODEL: "model", OPTIMIZER: "optimizer", EXTRA_STATE: "extra_state"}
+_SCHEDULER, _RANDOM_STATE = "lr_scheduler", "rng"
+_PUBLISHED = "huggingface/"
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFiles:
+    """The files of a checkpoint.
+
+    Attributes:
+        world_size: the number of ranks.
+        names: for each kind of file, its name for each rank, in order.
+    """
+
+    world_size: int
+    names: Mapping[str, tuple[str, ...]]
+
+    def all_names(self) -> list[str]:
+        return [name for names in self.names.values() for name in names]
+
+
+def recognise(tree: FileTree) -> bool:
+    """Return whether a directory has files that are named as verl names the model's."""
+    return tree.single_file is None and any(map(_FILE.fullmatch, tree.sizes))
+
+
+def read(tree: FileTree) -> Foreign:
+    """Read the files of all ranks as one checkpoint.
+
+    The keys are `model`, `optimizer`, `scheduler` (if there is one), and `extra_state` for other
+    values. Random states of ranks are left out. Flat optimizer state of FSDP1 is divided into
+    parameters; if this is not possible with certainty, the optimizer is left out.
+
+    Raises:
+        FormatError: a file is missing or malformed, the files are of several world sizes, or from
+            different saves.
+    """
+    files = _find_files(tree)
+    names = files.all_names()
+    indices = {name: index for index, name in enumerate(names)}
+    values = tree.read_each(
+        indices,
+        lambda file: (
+            read_torch_file(
+                file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=tree.skip_unknown
+            ).value
+        ),
+    )
+    for name, value in values.items():
+        if not isinstance(value, dict):
+            raise FormatError(
+                f"{tree.label(name)}: the file contains a {type(value).__name__}: expected a dict, "
+                "as verl saves"
+            )
+
+    def bytes_of(array: StoredArray) -> bytes:
+        with tree.open_range(names[array.file], array.file) as file:
+            return file.read(array.start, prod(array.shape) * array.itemsize)
+
+    def same_bytes(one: StoredArray, other: StoredArray) -> bool:
+        return bytes_of(one) == bytes_of(other)
+
+    left_out = _list_left_out(tree, names)
+    by_kind = {kind: [values[name] for name in names] for kind, names in files.names.items()}
+    if any(map(is_flat_optimizer, by_kind.get(OPTIMIZER, []))):
+        try:
+            by_kind[OPTIMIZER] = convert_flat_optimizers(
+                by_kind.get(MODEL, [{}]), by_kind[OPTIMIZER], same_bytes
+            )
+        except UnknownLayoutError as error:
+            del by_kind[OPTIMIZER]
+            left_out.append(
+                f"optimizer: its state is in flat parameters of FSDP1, and {error}. To keep it, "
+                "save FSDP.optim_state_dict(model, optimizer)"
+            )
+    elif OPTIMIZER in by_kind and MODEL in by_kind:
+        by_kind[OPTIMIZER] = [
+            name_parameters(*each) for each in zip(by_kind[MODEL], by_kind[OPTIMIZER], strict=True)
+        ]
+    states: list[RankValue] = [
+        (indices[name], _state_of_file(kind, value))
+        for kind, its_values in by_kind.items()
+        for name, value in zip(files.names[kind], its_values, strict=True)
+    ]
+    if EXTRA_STATE in by_kind and any(_RANDOM_STATE in value for value in by_kind[EXTRA_STATE]):
+        left_out.append("extra_state.rng: random states of ranks; they belong to the program")
+    foreign = merge_ranks(states, tuple(map(tree.file, names)), str(tree), FORMAT, same_bytes)
+    return replace(
+        foreign,
+        step=_find_step(tree),
+        world_size=files.world_size,
+        left_out=(*foreign.left_out, *left_out),
+    )
+
+
+def _find_files(tree: FileTree) -> _RankFiles:
+    """Return the files.
+
+    Raises:
+        FormatError: they are of several world sizes, or a file is missing.
+    """
+    found: dict[str, dict[int, str]] = {}
+    example_of_world: dict[int, str] = {}
+    for name in tree.sizes:
+        if (match := _FILE.fullmatch(name)) is not None:
+            found.setdefault(match[1], {})[int(match[3])] = name
+            example_of_world.setdefault(int(match[2]), name)
+    if len(example_of_world) > 1:
+        worlds = " and ".join(f"{world} ({name})" for world, name in example_of_world.items())
+        raise FormatError(
+            f"{tree} has files of several world sizes: {worlds}. These are different checkpoints: "
+            "move the files of each world size to a separate directory, and open one of them"
+        )
+    (world_size,) = example_of_world
+    expected = {
+        kind: tuple(f"{kind}_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size))
+        for kind in (MODEL, OPTIMIZER, EXTRA_STATE)
+        if kind in found
+    }
+    for kind, names in expected.items():
+        if too_large := sorted(rank for rank in found[kind] if rank >= world_size):
+            raise FormatError(
+                f"{tree}: {found[kind][too_large[0]]} is the file of rank {too_large[0]}, but the "
+                f"world size is {world_size}: the file was renamed; open an intact copy"
+            )
+        tree.require(names, f"{world_size} ranks wrote")
+    return _RankFiles(world_size, expected)
+
+
+def _state_of_file(kind: str, value: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the part of the state that a file contains."""
+    if kind != EXTRA_STATE:
+        return {_STATE_KEYS[kind]: value}
+    rest = {k: v for k, v in value.items() if k not in (_SCHEDULER, _RANDOM_STATE)}
+    scheduler = value.get(_SCHEDULER)
+    return {
+        **({} if scheduler is None else {"scheduler": scheduler}),
+        **({_STATE_KEYS[kind]: rest} if rest else {}),
+    }
+
+
+def _list_left_out(tree: FileTree, read_names: list[str]) -> list[str]:
+    """Return a line for each file that is not read; one for the published files together."""
+    known = set(read_names)
+    others = [name for name in tree.sizes if name not in known and name != "fsdp_config.json"]
+    published = [name for name in others if name.startswith(_PUBLISHED)]
+    lines = [
+        f"{name}: not a file of a rank; open the file itself"
+        for name in others
+        if name not in published
+    ]
+    if published:
+        lines.append(
+            f"{_PUBLISHED}: {len(published)} files for publishing the model, such as "
+            f"{published[0].removeprefix(_PUBLISHED)}; pass config= to export"
+        )
+    return lines[:MOST_NAMES_SHOWN]
+
+
+def _find_step(tree: FileTree) -> int | None:
+    """Return the step, which verl writes into the path: `global_step_8/actor`."""
+    for place in (tree.store.name, tree.parent.rstrip("/").rpartition("/")[2]):
+        if (match := _STEP.search(place)) is not None:
+            return int(match[1])
+    return None
