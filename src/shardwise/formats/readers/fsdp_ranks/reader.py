@@ -13,7 +13,7 @@ from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import MOST_NAMES_SHOWN, read_torch_file
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray
-from shardwise.formats.merge_ranks import RankValue, merge_ranks
+from shardwise.formats.merge_ranks import RankValue, SameBytes, merge_ranks
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
@@ -67,6 +67,45 @@ def read(tree: FileTree) -> Foreign:
     files = _find_files(tree)
     names = files.all_names()
     indices = {name: index for index, name in enumerate(names)}
+    values = _read_dicts(tree, indices)
+
+    def bytes_of(array: StoredArray) -> bytes:
+        with tree.open_range(names[array.file], array.file) as file:
+            return file.read(array.start, prod(array.shape) * array.itemsize)
+
+    def same_bytes(one: StoredArray, other: StoredArray) -> bool:
+        return bytes_of(one) == bytes_of(other)
+
+    left_out = _list_left_out(tree, names)
+    by_kind: dict[str, list[Any]] = {
+        kind: [values[name] for name in names] for kind, names in files.names.items()
+    }
+    try:
+        _convert_optimizers(by_kind, same_bytes)
+    except UnknownLayoutError as error:
+        del by_kind[OPTIMIZER]
+        left_out.append(
+            f"optimizer: its state is in flat parameters of FSDP1, and {error}. To keep it, "
+            "save FSDP.optim_state_dict(model, optimizer)"
+        )
+    states: list[RankValue] = [
+        (indices[name], _state_of_file(kind, value))
+        for kind, its_values in by_kind.items()
+        for name, value in zip(files.names[kind], its_values, strict=True)
+    ]
+    if any(_RANDOM_STATE in value for value in by_kind.get(EXTRA_STATE, [])):
+        left_out.append("extra_state.rng: random states of ranks; they belong to the program")
+    foreign = merge_ranks(states, tuple(map(tree.file, names)), str(tree), FORMAT, same_bytes)
+    return replace(
+        foreign,
+        step=_find_step(tree),
+        world_size=files.world_size,
+        left_out=(*foreign.left_out, *left_out),
+    )
+
+
+def _read_dicts(tree: FileTree, indices: Mapping[str, int]) -> dict[str, dict[Any, Any]]:
+    """Return the dict in each file."""
     values = tree.read_each(
         indices,
         lambda file: (
@@ -81,45 +120,21 @@ def read(tree: FileTree) -> Foreign:
                 f"{tree.label(name)}: the file contains a {type(value).__name__}: expected a dict, "
                 "as verl saves"
             )
+    return values
 
-    def bytes_of(array: StoredArray) -> bytes:
-        with tree.open_range(names[array.file], array.file) as file:
-            return file.read(array.start, prod(array.shape) * array.itemsize)
 
-    def same_bytes(one: StoredArray, other: StoredArray) -> bool:
-        return bytes_of(one) == bytes_of(other)
+def _convert_optimizers(by_kind: dict[str, list[Any]], same_bytes: SameBytes) -> None:
+    """Replace the optimizers' states by states with named parameters and parts of tensors.
 
-    left_out = _list_left_out(tree, names)
-    by_kind = {kind: [values[name] for name in names] for kind, names in files.names.items()}
-    if any(map(is_flat_optimizer, by_kind.get(OPTIMIZER, []))):
-        try:
-            by_kind[OPTIMIZER] = convert_flat_optimizers(
-                by_kind.get(MODEL, [{}]), by_kind[OPTIMIZER], same_bytes
-            )
-        except UnknownLayoutError as error:
-            del by_kind[OPTIMIZER]
-            left_out.append(
-                f"optimizer: its state is in flat parameters of FSDP1, and {error}. To keep it, "
-                "save FSDP.optim_state_dict(model, optimizer)"
-            )
-    elif OPTIMIZER in by_kind and MODEL in by_kind:
-        by_kind[OPTIMIZER] = [
-            name_parameters(*each) for each in zip(by_kind[MODEL], by_kind[OPTIMIZER], strict=True)
-        ]
-    states: list[RankValue] = [
-        (indices[name], _state_of_file(kind, value))
-        for kind, its_values in by_kind.items()
-        for name, value in zip(files.names[kind], its_values, strict=True)
-    ]
-    if EXTRA_STATE in by_kind and any(_RANDOM_STATE in value for value in by_kind[EXTRA_STATE]):
-        left_out.append("extra_state.rng: random states of ranks; they belong to the program")
-    foreign = merge_ranks(states, tuple(map(tree.file, names)), str(tree), FORMAT, same_bytes)
-    return replace(
-        foreign,
-        step=_find_step(tree),
-        world_size=files.world_size,
-        left_out=(*foreign.left_out, *left_out),
-    )
+    Raises:
+        UnknownLayoutError: the files do not say which parameters a flat state belongs to.
+    """
+    optimizers = by_kind.get(OPTIMIZER, [])
+    models = by_kind.get(MODEL, [{} for _ in optimizers])
+    if any(map(is_flat_optimizer, optimizers)):
+        by_kind[OPTIMIZER] = convert_flat_optimizers(models, optimizers, same_bytes)
+    elif optimizers:
+        by_kind[OPTIMIZER] = list(map(name_parameters, models, optimizers))
 
 
 def _find_files(tree: FileTree) -> _RankFiles:
