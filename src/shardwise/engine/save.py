@@ -93,7 +93,7 @@ def save_all(
     with ExitStack() as cleanup:
         planned = plan_together(
             prepare,
-            lambda save, _: _lock_place(save, cleanup),
+            lambda save, _: lock_place(save, cleanup),
             group,
             plan_cache,
             recorder,
@@ -171,8 +171,13 @@ def _compare_checksums(messages: Sequence[bytes]) -> bytes:
     return b""
 
 
-def _lock_place(save: SaveRequest, cleanup: ExitStack) -> str:
-    """Lock the place of a save until `cleanup` closes, and return the id of the save."""
+def lock_place(save: SaveRequest, cleanup: ExitStack) -> str:
+    """Lock the place of a save until `cleanup` closes, and return the id of the save.
+
+    Raises:
+        CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
+        StoreError, OSError: the place cannot be locked.
+    """
     refuse_existing(save)
     remove_leftovers(save.store)
     abort_uploads(save.store)
@@ -240,7 +245,7 @@ def _publish(
         entries = [msgspec.msgpack.decode(each, type=FileEntry | None) for each in messages]
         files = [each for each in entries if each is not None]
         with recorder.stage("publish"):
-            _publish_manifest(planned, files)
+            commit_save(planned.save, planned.save_id, planned.manifest(files), files)
         plan = planned.manifest_plan
         return msgspec.msgpack.encode(_Totals(plan.bytes_stored, plan.bytes_held, len(files)))
 
@@ -248,17 +253,24 @@ def _publish(
     return msgspec.msgpack.decode(reply, type=_Totals)
 
 
-def _publish_manifest(planned: PlannedSave, files: Sequence[FileEntry]) -> None:
-    save, encoded = planned.save, planned.manifest(files)
+def commit_save(
+    save: SaveRequest, save_id: str, manifest: bytes, files: Sequence[FileEntry]
+) -> None:
+    """Publish the manifest of a save, which commits the save. The caller holds the save's lock.
+
+    Raises:
+        CheckpointExistsError: the place has another checkpoint, and `overwrite` is not set.
+        StoreError, OSError: files of the save were removed, or the manifest cannot be written.
+    """
     names = [file.name for file in files]
     try:
-        publish_manifest(save.store, encoded, names, replace=save.options.overwrite)
+        publish_manifest(save.store, manifest, names, replace=save.options.overwrite)
     except FileExistsError as error:
         with suppress(OSError):  # the next save here removes them, where that is permitted
             map_in_threads(save.store.delete, names)
         raise _exists_error(save.store) from error
     if save.options.overwrite:
-        remove_leftovers(save.store, own_lock=lock_file(planned.save_id))
+        remove_leftovers(save.store, own_lock=lock_file(save_id))
 
 
 def refuse_existing(save: SaveRequest, steps: Collection[int] | None = None) -> None:

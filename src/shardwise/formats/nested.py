@@ -70,7 +70,7 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
     """
     paths = [path for path, _, _ in leaves.tensors]
     optimizers = find_optimizers((*paths, *leaves.values), leaves.values)
-    names = _LeafNames(optimizers, paths, leaves.values)
+    names = LeafNames(optimizers, paths, leaves.values)
     builder = Builder(leaves.files)
     builder.add_table(leaves.table)
     builder.left_out += leaves.left_out
@@ -116,7 +116,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-class _LeafNames:
+class LeafNames:
     """Names the leaves of a state by their paths."""
 
     def __init__(

@@ -1,0 +1,194 @@
+"""`save`, `async_save` and `load` with the signatures of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from shardwise.engine.group import TIMEOUT
+from shardwise.errors import StateError
+from shardwise.integrations.dcp.reader import StorageReader
+from shardwise.integrations.dcp.writer import StorageWriter
+
+StateDict = dict[str, Any]
+CheckpointId = str | os.PathLike[str]
+
+
+def save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a state as `torch.distributed.checkpoint.save` does, in the format of shardwise.
+
+    Example:
+
+        from shardwise.integrations import dcp
+
+        dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id="checkpoints/3")
+
+    Args:
+        state_dict: the state; `state_dict()` of each `Stateful` in it is called.
+        checkpoint_id: a directory, which need not exist, or a URL. An existing checkpoint is
+            replaced, as by DCP; `StorageWriter(path, overwrite=False)` refuses it.
+        storage_writer: a `StorageWriter` with further options.
+        planner, process_group, no_dist: as in torch.
+        use_collectives: must be True.
+
+    Raises:
+        StateError: an option has no meaning here.
+        CheckpointException: the save failed on some ranks. All ranks raise it, and its `failures`
+            has the errors of shardwise. Nothing is published.
+    """
+    metadata: Metadata = state_dict_saver.save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=_writer(checkpoint_id, storage_writer, use_collectives=use_collectives),
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    return metadata
+
+
+def async_save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Any] | AsyncSaveResponse:
+    """Copy a state to host memory, and save the copy in the background.
+
+    Without `process_group`, the background save uses a new gloo group, so that its messages cannot
+    mix with those of the training.
+
+    Example:
+
+        future = dcp.async_save({"model": model.state_dict()}, checkpoint_id="checkpoints/3")
+        ...  # training continues
+        future.result()  # the checkpoint is durable
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, no_dist, use_collectives: as for `save`.
+        process_group: the ranks. Nothing else may use this group until the save has ended.
+        async_checkpointer_type: save in a thread, or in a process.
+        async_stager: copies the state. Default: copy all tensors before the function returns.
+
+    Returns:
+        A future of the save; or an `AsyncSaveResponse`, if `async_stager` returns a future.
+
+    Raises:
+        StateError: an option has no meaning here.
+    """
+    writer = _writer(checkpoint_id, storage_writer, use_collectives=use_collectives)
+    own_group = None
+    is_thread = async_checkpointer_type is AsyncCheckpointerType.THREAD
+    if is_thread and process_group is None and not no_dist and dist.is_initialized():
+        own_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
+    response = state_dict_saver.async_save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=writer,
+        planner=planner,
+        process_group=process_group or own_group,
+        async_checkpointer_type=async_checkpointer_type,
+        async_stager=async_stager,
+        no_dist=no_dist,
+    )
+    if own_group is not None:
+        done = response if isinstance(response, Future) else response.upload_completion
+        done.add_done_callback(lambda _: dist.destroy_process_group(own_group))
+    return response
+
+
+def load(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Load a checkpoint as `torch.distributed.checkpoint.load` does, from any format.
+
+    Example:
+
+        state = {"model": model.state_dict(), "step": 0}
+        dcp.load(state, checkpoint_id="checkpoints/3")
+        model.load_state_dict(state["model"])
+
+    Args:
+        state_dict: the state to fill, in place. `load_state_dict` of each `Stateful` in it is
+            called.
+        checkpoint_id: a directory or URL with a checkpoint, also a foreign one, or the root of a
+            run.
+        storage_reader: a `StorageReader` with further options.
+        planner, process_group, no_dist: as in torch.
+
+    Raises:
+        StateError: an option has no meaning here.
+        CheckpointException: the load failed on some ranks. All ranks raise it, and its `failures`
+            has the errors of shardwise.
+    """
+    if storage_reader is None:
+        storage_reader = StorageReader(_required(checkpoint_id, "storage_reader"))
+    elif not isinstance(storage_reader, StorageReader):
+        raise StateError(
+            f"storage_reader={storage_reader!r}: it reads another format: pass it to "
+            "torch.distributed.checkpoint.load, or pass only checkpoint_id="
+        )
+    state_dict_loader.load(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def _writer(
+    checkpoint_id: CheckpointId | None, writer: StorageWriter | None, *, use_collectives: bool
+) -> StorageWriter:
+    """Return the writer of a save, after checking the options."""
+    if not use_collectives:
+        raise StateError(
+            "use_collectives=False: each rank would write a separate checkpoint, but a checkpoint "
+            "of shardwise has one manifest for all ranks: leave out use_collectives="
+        )
+    if writer is None:
+        return StorageWriter(_required(checkpoint_id, "storage_writer"))
+    if not isinstance(writer, StorageWriter):
+        raise StateError(
+            f"storage_writer={writer!r}: it writes another format: pass it to "
+            "torch.distributed.checkpoint.save, or pass only checkpoint_id="
+        )
+    return writer
+
+
+def _required(checkpoint_id: CheckpointId | None, other: str) -> CheckpointId:
+    if not checkpoint_id:
+        raise StateError(
+            f"checkpoint_id={checkpoint_id!r}: pass the path or URL of a checkpoint, or {other}="
+        )
+    return checkpoint_id

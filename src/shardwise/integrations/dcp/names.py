@@ -1,0 +1,325 @@
+"""Translate names between DCP (`optim.state.0.weight.step`) and shardwise (`optim.0.weight.step`).
+
+A saved state gets the names that shardwise reads from the files of DCP itself. The value
+`dcp_metadata` of the checkpoint records what DCP needs and these names lack: the path of each name
+in the nested state, and the hyperparameters of optimizers as DCP flattened them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from shardwise.adapters.values import tensor_names_in_value
+from shardwise.errors import FormatError, StateError
+from shardwise.formats.nested import LeafNames
+from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
+from shardwise.formats.readers.dcp.reader import fold_values
+from shardwise.manifest.manifest import Manifest
+from shardwise.manifest.names import check_name
+from shardwise.state.plain_values import JsonValue, decode, encode
+
+RECORD = "dcp_metadata"
+_PATHS, _NAMES, _VALUES, _STREAMS = "paths", "names", "values", "streams"
+_LONGEST_LIST = 1 << 20
+"""The largest total length of the lists in a state that a record may describe."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state as DCP flattened it. All keys are names of DCP.
+
+    Attributes:
+        tensors: the names of the tensors.
+        values: the plain values without tensors.
+        encoded: the values with tensors inside, encoded.
+        paths: the path of each name in the nested state. A name without a path was not flattened.
+    """
+
+    tensors: Collection[str]
+    values: Mapping[str, object]
+    encoded: Mapping[str, JsonValue] = field(default_factory=dict)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Return the path of a name."""
+        return self.paths.get(name, (name,))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedState:
+    """A state with the names of shardwise.
+
+    Attributes:
+        tensor_names: the name of each tensor, by its name of DCP.
+        objects: the encoded values by name, with the record.
+    """
+
+    tensor_names: Mapping[str, str]
+    objects: Mapping[str, JsonValue]
+
+
+def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
+    """Give the tensors and values of a flattened state their names in the checkpoint.
+
+    Args:
+        state: the state.
+        allow_pickle: pickle values that have no plain form.
+
+    Raises:
+        StateError: a value has no plain form, or a name is not allowed.
+    """
+    streams = {name: v.tell() for name, v in state.values.items() if isinstance(v, BytesIO)}
+    plain = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in state.values.items()}
+    state = replace(state, values=plain)
+    values = {state.path(name): value for name, value in plain.items()}
+    whole = [state.path(name) for name in (*state.tensors, *state.encoded)]
+    optimizers = find_optimizers((*whole, *values), values)
+    group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
+    folded = {
+        path: value for path, value in fold_values(values, whole).items() if path not in group_paths
+    }
+    names = LeafNames(optimizers, [state.path(name) for name in state.tensors], folded)
+    tensor_names = {name: names.name_of(state.path(name)) for name in state.tensors}
+    named_values = {names.name_of(path): value for path, value in folded.items()}
+    objects = {
+        name: encode(value, name, allow_pickle=allow_pickle) for name, value in named_values.items()
+    }
+    objects |= state.encoded
+    for optimizer in optimizers:
+        name = f"{names.optimizer_name(optimizer)}.{GROUPS}"
+        objects[name] = encode_param_groups(optimizer.groups, name)
+    record = _make_record(state, tensor_names, named_values, streams)
+    if RECORD in (*tensor_names.values(), *objects):
+        raise StateError(f"{RECORD!r}: shardwise stores DCP's names under this key: rename the key")
+    objects[RECORD] = encode(record, RECORD, allow_pickle=allow_pickle)
+    for name in (*tensor_names.values(), *objects):
+        check_name(name)
+    return NamedState(tensor_names, objects)
+
+
+def _make_record(
+    state: FlatState,
+    tensor_names: Mapping[str, str],
+    named_values: Mapping[str, object],
+    streams: Mapping[str, int],
+) -> dict[str, object]:
+    """Return what a load by DCP needs in addition to the names."""
+    renamed = {name: saved for name, saved in tensor_names.items() if name != saved}
+    values = {}
+    for name, value in state.values.items():
+        place = _locate(state.path(name), named_values)
+        if place is None or _find(named_values[place.object_name], place.keys) is not value:
+            values[name] = value
+    is_nested = any(path != (name,) for name, path in state.paths.items())
+    paths = {name: list(path) for name, path in state.paths.items()} if is_nested else {}
+    return {_PATHS: paths, _NAMES: renamed, _VALUES: values, _STREAMS: dict(streams)}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """The place of a value in a checkpoint.
+
+    Attributes:
+        object_name: the object that contains the value.
+        keys: the keys that lead to the value.
+        stream_position: for a value that was a `BytesIO`, its position.
+    """
+
+    object_name: str
+    keys: Path = ()
+    stream_position: int | None = None
+
+    def find(self, value: object) -> object:
+        """Return the value, given the whole object.
+
+        Raises:
+            FormatError: the object lacks one of the keys.
+        """
+        found = _find(value, self.keys)
+        if found is _ABSENT:
+            raise FormatError(
+                f"{self.object_name} lacks {'.'.join(map(str, self.keys))}, which {RECORD} names: "
+                "a faulty program wrote the checkpoint; load another one"
+            )
+        if self.stream_position is None or not isinstance(found, bytes):
+            return found
+        stream = BytesIO(found)
+        stream.seek(self.stream_position)
+        return stream
+
+
+@dataclass(frozen=True, slots=True)
+class DcpNames:
+    """The tensors and values of a checkpoint under the names of DCP.
+
+    Attributes:
+        tensors: the name in the checkpoint of each tensor.
+        values: the place of each value.
+        paths: the path of each name in the nested state.
+    """
+
+    tensors: Mapping[str, str]
+    values: Mapping[str, SavedValue]
+    paths: Mapping[str, Path]
+
+
+def names_in_checkpoint(manifest: Manifest, *, allow_pickle: bool = False) -> DcpNames:
+    """Return the names that DCP uses for the contents of a checkpoint of any format.
+
+    If DCP did not save the checkpoint, tensors of optimizers get the names that torch's
+    `get_optimizer_state_dict` gives them, and dicts of plain values are flattened.
+
+    Raises:
+        FormatError: the record of DCP's names is invalid.
+        StateError: the record contains pickle, and `allow_pickle` is not set.
+    """
+    objects = {entry.name: entry.value for entry in manifest.objects}
+    tensors = [entry.name for entry in manifest.tensors]
+    if RECORD not in objects:
+        return _names_without_record(tensors, objects, allow_pickle=allow_pickle)
+    record = decode(objects.pop(RECORD), RECORD, allow_pickle=allow_pickle)
+    return _names_by_record(record, tensors, objects)
+
+
+def _names_by_record(
+    record: object, tensors: Collection[str], objects: Mapping[str, JsonValue]
+) -> DcpNames:
+    paths = {name: _checked_path(name, path) for name, path in _part(record, _PATHS).items()}
+    _check_lists(paths.values())
+    renamed = {name: str(saved) for name, saved in _part(record, _NAMES).items()}
+    separate, streams = _part(record, _VALUES), _part(record, _STREAMS)
+    dcp_name = {saved: name for name, saved in renamed.items()}
+    by_dcp_name = {dcp_name.get(name, name): name for name in tensors}
+    names = paths or dict.fromkeys((*by_dcp_name, *objects, *separate))
+    found_tensors: dict[str, str] = {}
+    values: dict[str, SavedValue] = {}
+    for name in names:
+        place = _locate(paths.get(name, (name,)), objects)
+        if name in separate:
+            values[name] = SavedValue(RECORD, (_VALUES, name))
+        elif name in by_dcp_name:
+            found_tensors[name] = by_dcp_name[name]
+        elif place is not None:
+            values[name] = place
+        else:
+            raise _invalid_record(f"the checkpoint lacks {name}")
+    for name, position in streams.items():
+        if name not in values or not isinstance(position, int) or position < 0:
+            raise _invalid_record(f"{name} is no stream")
+        values[name] = replace(values[name], stream_position=position)
+    return DcpNames(found_tensors, values, {name: paths.get(name, (name,)) for name in names})
+
+
+def _names_without_record(
+    tensors: Collection[str], objects: Mapping[str, JsonValue], *, allow_pickle: bool
+) -> DcpNames:
+    values: dict[str, SavedValue] = {}
+    optimizers: list[str] = []
+    for name, encoded in objects.items():
+        optimizer, _, last = name.rpartition(".")
+        if last == GROUPS and optimizer and isinstance(encoded, list):
+            optimizers.append(optimizer)
+            values |= _values_of_groups(name, encoded)
+        elif tensor_names_in_value(encoded):
+            values[name] = SavedValue(name)
+        else:
+            values |= _flattened_values(name, encoded, allow_pickle=allow_pickle)
+    named = {_with_state_key(name, optimizers): name for name in tensors}
+    return DcpNames(named, values, {name: (name,) for name in (*named, *values)})
+
+
+def _with_state_key(name: str, optimizers: Iterable[str]) -> str:
+    """Return `optimizer.state.<parameter>.<key>` for a tensor of an optimizer."""
+    for optimizer in optimizers:
+        if name.startswith(f"{optimizer}."):
+            return f"{optimizer}.{STATE}{name[len(optimizer) :]}"
+    return name
+
+
+def _values_of_groups(name: str, groups: list[JsonValue]) -> dict[str, SavedValue]:
+    """Return the values of an optimizer's param groups, as DCP flattens them."""
+    values: dict[str, SavedValue] = {}
+    for i, group in enumerate(groups):
+        if isinstance(group, dict) and isinstance(group.get("value"), dict):
+            values[f"{name}.{i}.params"] = SavedValue(name, (i, "members"))
+            for key in group["value"]:
+                values[f"{name}.{i}.{key}"] = SavedValue(name, (i, "value", key))
+    return values
+
+
+def _flattened_values(
+    name: str, encoded: JsonValue, *, allow_pickle: bool
+) -> dict[str, SavedValue]:
+    """Return the parts of a value by the names that DCP gives them."""
+    try:
+        value = decode(encoded, name, allow_pickle=allow_pickle)
+    except StateError:  # a load of the value reports the error
+        return {name: SavedValue(name)}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({name: value})
+    return {part: SavedValue(name, tuple(path[1:])) for part, path in planner.mappings.items()}
+
+
+_ABSENT = object()
+
+
+def _find(value: object, keys: Path) -> object:
+    """Return the part of a value that the keys lead to; `_ABSENT` if there is none."""
+    for key in keys:
+        if isinstance(value, list) and type(key) is int and 0 <= key < len(value):
+            value = value[key]
+        elif isinstance(value, dict):  # DCP turns all keys into text
+            texts = (key,) if key in value else [each for each in value if str(each) == key]
+            value = value[texts[0]] if texts else _ABSENT
+        else:
+            return _ABSENT
+    return value
+
+
+def _locate(path: Path, objects: Collection[str]) -> SavedValue | None:
+    """Return the place of the value at a path of the nested state; None if it has no object."""
+    for count in range(len(path), 0, -1):
+        name = ".".join(map(str, path[:count]))
+        if name in objects:
+            return SavedValue(name, path[count:])
+    return None
+
+
+def _part(record: object, key: str) -> dict[str, object]:
+    part = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(part, dict) or not all(isinstance(each, str) for each in part):
+        raise _invalid_record(f"it has no dict {key!r}")
+    return part
+
+
+def _checked_path(name: str, path: object) -> Path:
+    parts = path if isinstance(path, list) else []
+    if not parts or not all(type(part) is str or _is_index(part) for part in parts):
+        raise _invalid_record(f"the path of {name} is {str(path)[:60]}, not a list of keys")
+    return tuple(parts)
+
+
+def _is_index(part: object) -> bool:
+    return type(part) is int and 0 <= part < _LONGEST_LIST
+
+
+def _check_lists(paths: Iterable[Path]) -> None:
+    """Refuse indices that would make torch allocate long lists."""
+    length: dict[Path, int] = {}
+    for path in paths:
+        for i, part in enumerate(path):
+            if isinstance(part, int):
+                length[path[:i]] = max(length.get(path[:i], 0), part + 1)
+    if sum(length.values()) > _LONGEST_LIST:
+        raise _invalid_record(f"its lists have more than {_LONGEST_LIST} items")
+
+
+def _invalid_record(problem: str) -> FormatError:
+    return FormatError(
+        f"the value {RECORD!r} is invalid: {problem}: a faulty program wrote the checkpoint; load "
+        "another one"
+    )

@@ -1,0 +1,558 @@
+"""The drop-in for torch.distributed.checkpoint: its files, and what torch saves and loads by it."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from concurrent.futures import Future
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import shardwise as sw
+from shardwise.integrations import dcp
+from shardwise.integrations.dcp.names import RECORD
+from shardwise.testing import Gang
+from tests.formats.comparing import assert_same
+from tests.multirank.models import WORLDS, build, module_of, train
+from tests.multirank.test_matrix import contents
+from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+
+KINDS = {
+    1: ["plain"],
+    2: ["ddp", "fsdp1", "fsdp2", "tp"],
+    4: ["fsdp2_uneven", "hsdp", "fsdp_tp", "pipeline_fsdp"],
+}
+FLATTENED = ("tp", "fsdp_tp", "pipeline_fsdp")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def state_of(state: dict[str, Any], *, flatten: bool) -> dict[str, Any]:
+    """Return the state as torch's documentation saves it."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = get_state_dict(
+        module_of(state["model"]), state["optimizer"], options=options
+    )
+    rest = {"scheduler": state["scheduler"].state_dict(), "step": state["step"]}
+    return {"model": model, "optimizer": optimizer, **rest}
+
+
+def save_both(kinds: list[str], root: str) -> None:
+    """Train for two steps under each parallelism, and save with torch's writer and with ours."""
+    warnings.simplefilter("ignore")
+    for kind in kinds:
+        state = build(kind, 1)
+        train(state)
+        saved = state_of(state, flatten=kind in FLATTENED)
+        torch_dcp.save(saved, checkpoint_id=f"{root}/torch/{kind}")
+        torch_dcp.save(saved, storage_writer=dcp.StorageWriter(f"{root}/ours/{kind}"))
+
+
+@pytest.fixture(scope="module")
+def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of both writers under each parallelism."""
+    root = tmp_path_factory.mktemp("dcp")
+    for world, kinds in KINDS.items():
+        gang.run(save_both, kinds, str(root), world=world)
+    return root
+
+
+def everything(reader: torch_dcp.StorageReader) -> dict[str, Any]:
+    """Return the state that torch loads without a template, through a reader."""
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("kind", [kind for kinds in KINDS.values() for kind in kinds])
+def test_the_writer_saves_what_torchs_writer_saves(saved: Path, kind: str) -> None:
+    ours, theirs = saved / "ours" / kind, saved / "torch" / kind
+    checkpoint = sw.open(ours)
+    assert (checkpoint.manifest.format, checkpoint.world_size) == ("shardwise", WORLDS[kind])
+    assert checkpoint.verify().bytes_checked == sum(f.size for f in checkpoint.manifest.files)
+    found, expected = contents(ours), contents(theirs)
+    assert found.pop(RECORD)
+    assert found == expected
+    assert sum(name.endswith(".exp_avg") for name in found) == 4 * 6 + 2
+    assert_same(everything(dcp.StorageReader(ours)), everything(torch_dcp.FileSystemReader(theirs)))
+
+
+def load_natively(sources: dict[str, str], saved: str, root: str) -> None:
+    """Load with `sw.load` what the writer saved, and save it again with `sw.save`."""
+    for source, kind in sources.items():
+        state = build(kind, 2)
+        sw.load(f"{saved}/ours/{source}", state)
+        sw.save(f"{root}/{source}-{kind}", state)
+
+
+def load_by_dcp(sources: dict[str, str], saved: str, root: str) -> None:
+    """Load through torch what the writer saved, and save it again with `sw.save`."""
+    warnings.simplefilter("ignore")
+    for source, kind in sources.items():
+        state = build(kind, 2)
+        flatten = source in FLATTENED
+        target = state_of(state, flatten=flatten)
+        torch_dcp.load(target, storage_reader=dcp.StorageReader(f"{saved}/ours/{source}"))
+        set_state_dict(
+            module_of(state["model"]),
+            state["optimizer"],
+            model_state_dict=target["model"],
+            optim_state_dict=target["optimizer"],
+            options=StateDictOptions(flatten_optimizer_state_dict=flatten),
+        )
+        state["scheduler"].load_state_dict(target["scheduler"])
+        sw.save(f"{root}/{source}-{kind}", {**state, "step": target["step"]})
+
+
+RESHARDED = {
+    1: {"fsdp2_uneven": "plain", "tp": "plain"},
+    2: {"plain": "fsdp2", "fsdp_tp": "tp", "fsdp2": "pipeline"},
+    4: {"fsdp2": "hsdp", "ddp": "fsdp2_uneven", "tp": "fsdp_tp"},
+}
+
+
+@pytest.mark.parametrize("load", [load_natively, load_by_dcp])
+def test_other_parallelisms_load_it(gang: Gang, saved: Path, tmp_path: Path, load: Any) -> None:
+    """With `sw.load`, or through torch with the reader."""
+    for world, sources in RESHARDED.items():
+        if load is load_by_dcp:
+            sources = {s: k for s, k in sources.items() if k != "pipeline"}
+        gang.run(load, sources, str(saved), str(tmp_path), world=world)
+        for source, kind in sources.items():
+            expected = contents(saved / "ours" / source)
+            del expected[RECORD]
+            assert contents(tmp_path / f"{source}-{kind}") == expected, source
+
+
+def save_natively(root: str) -> None:
+    for kind in ("fsdp2", "tp"):
+        state = build(kind, 1)
+        train(state)
+        sw.save(f"{root}/native/step-00000007/{kind}", state)
+
+
+@pytest.mark.parametrize("source", ["native", "torch"])
+def test_the_reader_reads_checkpoints_of_others(
+    gang: Gang, saved: Path, tmp_path: Path, source: str
+) -> None:
+    """Those that `sw.save` wrote, and foreign ones; torch's own state dicts take their contents."""
+    state = build("plain", 1)
+    train(state)
+    if source == "native":
+        sw.save(tmp_path / "step-00000007", state)
+    place = tmp_path if source == "native" else saved / "torch" / "fsdp2"
+    expected = state_of(state, flatten=False)
+    other = build("plain", 2)
+    target = state_of(other, flatten=False)
+    dcp.load(target, checkpoint_id=place)
+    assert_same(target, expected)
+
+
+def values() -> dict[str, Any]:
+    return {
+        "text": "ä",
+        "none": None,
+        "float": [0.1, float("inf"), -0.0],
+        "big": 2**70,
+        "tuple": (1, (2, "x")),
+        "bytes": b"\x00\xff",
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+        "list": [{"a": 1}, [{"b": torch.ones(2)}, 5]],
+        "inside": (torch.arange(3), {"deep": torch.zeros(0, 2)}),
+        "dotted.key": {"x.y": 3},
+        "keys": {1: "one", "2": "two"},
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "bool": torch.tensor([True, False]),
+        "half": torch.randn(3, 5).half().t(),
+        "complex": torch.randn(2, dtype=torch.complex64),
+    }
+
+
+def test_values_come_back_as_torch_itself_returns_them(tmp_path: Path) -> None:
+    state = values()
+    state["complex"] = state["complex"].conj()
+    torch_dcp.save(state, checkpoint_id=tmp_path / "torch")
+    dcp.save(state, checkpoint_id=tmp_path / "ours")
+    targets = [values(), values()]
+    for target in targets:
+        target |= {"text": "", "float": [], "scalar": torch.zeros((), dtype=torch.float64)}
+        target["half"] = torch.zeros(3, 5).half().t()
+    torch_dcp.load(targets[0], checkpoint_id=tmp_path / "torch")
+    dcp.load(targets[1], checkpoint_id=tmp_path / "ours")
+    assert_same(targets[1], targets[0])
+    assert_same(
+        everything(dcp.StorageReader(tmp_path / "ours")),
+        everything(torch_dcp.FileSystemReader(tmp_path / "torch")),
+    )
+
+
+def test_streams(tmp_path: Path) -> None:
+    """Older versions of torchtitan save lists of losses as a BytesIO."""
+    stream = BytesIO(b"losses")
+    stream.seek(3)
+    dcp.save({"train": {"losses": stream, "step": 2}}, checkpoint_id=tmp_path / "a")
+    assert sw.open(tmp_path / "a")["train"] == {"losses": b"losses", "step": 2}
+    target = {"train": {"losses": BytesIO(), "step": 0}}
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    losses = target["train"]["losses"]
+    assert isinstance(losses, BytesIO)
+    assert (losses.tell(), losses.getvalue()) == (3, b"losses")
+
+
+def test_without_flattening(tmp_path: Path) -> None:
+    """A nested dict is one value, with its tensors stored as tensors."""
+    state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "t": torch.ones(2), "n": {"a": 1}}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "a", planner=planner)
+    assert sw.open(tmp_path / "a")["model.w"][1].tolist() == [3.0, 4.0, 5.0]
+    target = {"model": {}, "t": torch.zeros(2), "n": {}}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(target, checkpoint_id=tmp_path / "a", planner=planner)
+    assert_same(target, state)
+
+
+class Application:
+    """A Stateful, as torch's tutorial writes it."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * seed)
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+
+def test_stateful_objects(tmp_path: Path) -> None:
+    """Also below another key, and loaded natively by their parts."""
+    app, other = Application(1), Application(2)
+    dcp.save({"app": app}, checkpoint_id=tmp_path / "a")
+    dcp.load({"app": other}, checkpoint_id=tmp_path / "a")
+    assert_same(other.state_dict(), app.state_dict())
+    third = Application(3)
+    sw.load(tmp_path / "a", {"app": {"model": third.model, "optim": third.optimizer}})
+    assert_same(third.state_dict(), app.state_dict())
+
+
+def test_a_part_of_the_state_is_loaded(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2), "b": 3}, checkpoint_id=tmp_path / "a")
+    target = {"a": torch.zeros(2), "new": torch.zeros(1)}
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: new"):
+        dcp.load(target, checkpoint_id=tmp_path / "a")
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(target, checkpoint_id=tmp_path / "a", planner=planner)
+    assert_same(target, {"a": torch.ones(2), "new": torch.zeros(1)})
+
+
+def test_dtypes_are_converted(tmp_path: Path) -> None:
+    dcp.save({"a": torch.tensor([1.5, 2.0])}, checkpoint_id=tmp_path / "a")
+    target = {"a": torch.zeros(2, dtype=torch.bfloat16)}
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert_same(target["a"], torch.tensor([1.5, 2.0], dtype=torch.bfloat16))
+
+
+def error_in(raised: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    """Return the error of shardwise in an error of DCP."""
+    return next(iter(raised.value.failures.values()))[0]
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(50_000)}, checkpoint_id=tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[100_000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"a": torch.zeros(50_000)}, checkpoint_id=tmp_path / "a")
+    assert isinstance(error_in(raised), sw.CorruptionError)
+    assert "these bytes belong to" in str(error_in(raised))
+
+
+def test_step_and_metrics_are_stored(tmp_path: Path) -> None:
+    writer = dcp.StorageWriter(tmp_path / "x", step=7, metrics={"loss": 0.5})
+    dcp.save({"a": 1}, checkpoint_id=tmp_path / "a", storage_writer=writer)
+    checkpoint = sw.open(tmp_path / "a")
+    assert (checkpoint.step, checkpoint.metrics) == (7, {"loss": 0.5})
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_existing_checkpoint_is_replaced_unless_that_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    for number in (1.0, 2.0):
+        dcp.save({"a": torch.full((3,), number)}, checkpoint_id=place)
+        assert len(list(place.iterdir())) == 2
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save({"a": torch.zeros(3)}, storage_writer=dcp.StorageWriter(place, overwrite=False))
+    assert isinstance(error_in(raised), sw.CheckpointExistsError)
+    assert sw.open(place)["a" if "a" in sw.open(place) else "model.a"][0] == 2.0
+
+
+class Unknown:
+    """Has no plain form."""
+
+
+def test_what_has_no_plain_form_is_refused(tmp_path: Path) -> None:
+    dcp.save({"a": {"b": 1}}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save({"a": {"b": Unknown()}}, checkpoint_id=tmp_path / "a")
+    assert isinstance(error_in(raised), sw.StateError)
+    assert "a.b: " in str(error_in(raised))
+    assert sw.open(tmp_path / "a")["a"] == {"b": 1}  # the previous checkpoint is intact
+    writer = dcp.StorageWriter(tmp_path / "b", allow_pickle=True)
+    dcp.save({"a": {"b": Unknown()}}, storage_writer=writer)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"a": {"b": None}}, checkpoint_id=tmp_path / "b")
+    assert "pickle" in str(error_in(raised))
+    target: dict[str, Any] = {"a": {"b": None}}
+    reader = dcp.StorageReader(tmp_path / "b", allow_pickle=True)
+    dcp.load(target, storage_reader=reader)
+    assert isinstance(target["a"]["b"], Unknown)
+
+
+def test_options_without_a_meaning_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    state = {"a": torch.ones(1)}
+    for save in (dcp.save, dcp.async_save):
+        with pytest.raises(sw.StateError, match="use_collectives=False"):
+            save(state, checkpoint_id=place, use_collectives=False)
+        with pytest.raises(sw.StateError, match="it writes another format"):
+            save(state, storage_writer=torch_dcp.FileSystemWriter(place))  # type: ignore[arg-type]
+        with pytest.raises(sw.StateError, match="pass the path"):
+            save(state)
+    with pytest.raises(sw.StateError, match="use_collectives=False"):
+        torch_dcp.save(state, storage_writer=dcp.StorageWriter(place), use_collectives=False)
+    with pytest.raises(sw.StateError, match="it reads another format"):
+        dcp.load(state, storage_reader=torch_dcp.FileSystemReader(place))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="thread_count"):
+        dcp.StorageWriter(place, thread_count=2)  # type: ignore[call-arg]
+    assert not place.exists()
+
+
+def test_a_key_of_the_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="rename the key"):
+        dcp.save({RECORD: 1}, checkpoint_id=tmp_path / "a")
+
+
+def test_s3(moto: Server) -> None:  # noqa: F811
+    url = moto.new_url()
+    state = {"model": {"w": torch.arange(10.0)}, "step": 3}
+    dcp.save(state, checkpoint_id=url)
+    target = {"model": {"w": torch.zeros(10)}, "step": 0}
+    dcp.load(target, checkpoint_id=url)
+    assert_same(target, state)
+    assert len(sw.open(url).manifest.files) == 1
+
+
+def sharded(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.full((8, 3), value), mesh, [Shard(0)]), "n": value}
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Fails on rank 1 while it writes."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("broken on rank 1")
+        return super().resolve_data(write_item)
+
+
+def fail_to_save(place: str) -> None:
+    warnings.simplefilter("ignore")
+    dcp.save(sharded(1.0), checkpoint_id=place)
+    with pytest.raises(CheckpointException, match="broken on rank 1"):
+        dcp.save(sharded(2.0), checkpoint_id=place, planner=FailingPlanner())
+    target = sharded(0.0)
+    dcp.load(target, checkpoint_id=place)
+    assert target["n"] == 1.0
+    dist.barrier()
+    dcp.save(sharded(3.0), checkpoint_id=place)  # the lock of the failed save is gone
+    with pytest.raises(CheckpointException) as raised:  # each rank alone has half of the tensor
+        dcp.save(sharded(4.0), checkpoint_id=f"{place}-{dist.get_rank()}", no_dist=True)
+    assert isinstance(error_in(raised), sw.LayoutError)
+
+
+def test_a_save_that_fails_on_one_rank_changes_nothing(gang: Gang, tmp_path: Path) -> None:
+    gang.run(fail_to_save, str(tmp_path / "a"), world=2)
+    assert sw.open(tmp_path / "a")["n"] == 3.0
+    assert len(list((tmp_path / "a").iterdir())) == 3
+
+
+def save_with_cached_plans(place: str) -> None:
+    """As torchtitan does; a new writer for each save."""
+    warnings.simplefilter("ignore")
+    for number in (1.0, 2.0, 3.0):
+        planner = DefaultSavePlanner(enable_plan_caching=True, dedup_save_to_lowest_rank=True)
+        dcp.save(sharded(number), checkpoint_id=f"{place}/{number}", planner=planner)
+        dcp.save(sharded(number), checkpoint_id=f"{place}/last", planner=planner)
+    for step, number in {"1.0": 1.0, "2.0": 2.0, "last": 3.0}.items():
+        target = sharded(0.0)
+        dcp.load(target, checkpoint_id=f"{place}/{step}")
+        assert target["n"] == number
+        assert target["w"].to_local().unique().tolist() == [number]
+
+
+def test_planners_cache_plans(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_with_cached_plans, str(tmp_path), world=2)
+    assert len(list((tmp_path / "last").iterdir())) == 3
+
+
+def save_in_background(place: str) -> None:
+    """The state changes as soon as `async_save` returns, and other collectives run meanwhile."""
+    warnings.simplefilter("ignore")
+    state = build("fsdp2", 1)
+    futures = []
+    for number in range(3):
+        train(state, 1)
+        saved = state_of(state, flatten=False)
+        torch_dcp.save(saved, checkpoint_id=f"{place}/torch-{number}")
+        plain = {**saved, "plain": torch.full((4,), float(number)), "values": {"n": [number]}}
+        future = dcp.async_save(plain, checkpoint_id=f"{place}/{number}")
+        assert isinstance(future, Future)
+        plain["plain"].fill_(-1)
+        plain["values"]["n"][0] = -1
+        dist.all_reduce(torch.ones(3))
+        futures.append(future)
+    for future in futures:
+        future.result(timeout=60)
+
+
+def test_async_save_saves_the_state_of_the_call(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_in_background, str(tmp_path), world=2)
+    for number in range(3):
+        found, expected = contents(tmp_path / str(number)), contents(tmp_path / f"torch-{number}")
+        assert sw.open(tmp_path / str(number))["plain"][...].tolist() == [float(number)] * 4
+        assert found["values"] == {"n": [number]}
+        assert {name: found[name] for name in expected} == expected
+
+
+def save_flat_parameters(place: str) -> None:
+    warnings.simplefilter("ignore")
+    state = build("fsdp1", 1)
+    train(state)
+    saved = state_of(state, flatten=False)
+    torch_dcp.save(saved, checkpoint_id=f"{place}/torch")
+    future = dcp.async_save(saved, checkpoint_id=f"{place}/ours")
+    assert isinstance(future, Future)
+    train(state)
+    future.result(timeout=60)
+
+
+def test_async_save_of_fsdp1(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_flat_parameters, str(tmp_path), world=2)
+    found = contents(tmp_path / "ours")
+    del found[RECORD]
+    assert found == contents(tmp_path / "torch")
+
+
+def test_async_save_with_a_stager_returns_both_futures(tmp_path: Path) -> None:
+    state = {"a": {"w": torch.ones(4)}}
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    response = dcp.async_save(state, checkpoint_id=tmp_path / "a", async_stager=stager)
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result(timeout=60)
+    state["a"]["w"].zero_()
+    response.upload_completion.result(timeout=60)
+    stager.close()
+    assert sw.open(tmp_path / "a")["a.w"][0] == 1
+
+
+def test_a_background_save_that_fails_says_so(tmp_path: Path) -> None:
+    future = dcp.async_save({"a": Unknown()}, checkpoint_id=tmp_path / "a")
+    assert isinstance(future, Future)
+    with pytest.raises(CheckpointException) as raised:
+        future.result(timeout=60)
+    assert isinstance(error_in(raised), sw.StateError)
+    assert not (tmp_path / "a").exists()
+
+
+def save_in_process(place: str) -> None:
+    warnings.simplefilter("ignore")
+    response = dcp.async_save(
+        sharded(5.0),
+        checkpoint_id=place,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    assert isinstance(response, Future)
+    response.result(timeout=100)
+
+
+@pytest.mark.long
+def test_async_save_in_a_process(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_in_process, str(tmp_path / "a"), world=2, timeout=120)
+    assert sw.open(tmp_path / "a")["n"] == 5.0
+
+
+class Fixed:
+    """Saves a value as one object."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def test_a_hostile_record_is_refused(tmp_path: Path) -> None:
+    """It names lists so long that torch would fill the memory, or what does not exist."""
+    for number, record in enumerate(
+        (
+            {"paths": {"a": ["a", 10**9]}, "names": {}, "values": {}, "streams": {}},
+            {"paths": {"a": ["a"], "b": ["b"]}, "names": {}, "values": {}, "streams": {}},
+            {"paths": {"a": "a"}, "names": {}, "values": {}, "streams": {}},
+            {"paths": {}, "names": {}, "values": {}},
+            {"paths": {}, "names": {}, "values": {}, "streams": {"a": 1}},
+            [],
+        )
+    ):
+        place = tmp_path / str(number)
+        sw.save(place, {"a": torch.ones(1), RECORD: Fixed(record)})
+        with pytest.raises(CheckpointException, match=f"the value '{RECORD}' is invalid"):
+            dcp.load({"a": torch.zeros(1)}, checkpoint_id=place)
+
+
+def test_the_record_is_no_part_of_a_foreign_place(tmp_path: Path) -> None:
+    """A save never replaces a checkpoint of another format."""
+    torch_dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a")
+    assert isinstance(error_in(raised), sw.CheckpointExistsError)
+    shutil.rmtree(tmp_path / "a")
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a")
