@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -91,7 +94,7 @@ def async_save(
         state_dict, checkpoint_id, storage_writer, planner, no_dist, use_collectives: as for `save`.
         process_group: the ranks. Nothing else may use this group until the save has ended.
         async_checkpointer_type: save in a thread, or in a process.
-        async_stager: copies the state. Default: copy all tensors before the function returns.
+        async_stager: copies the state. Default: `HostCopyStager`.
 
     Returns:
         A future of the save; or an `AsyncSaveResponse`, if `async_stager` returns a future.
@@ -111,13 +114,53 @@ def async_save(
         planner=planner,
         process_group=process_group or own_group,
         async_checkpointer_type=async_checkpointer_type,
-        async_stager=async_stager,
+        async_stager=HostCopyStager() if async_stager is None else async_stager,
         no_dist=no_dist,
     )
     if own_group is not None:
         done = response if isinstance(response, Future) else response.upload_completion
         done.add_done_callback(lambda _: dist.destroy_process_group(own_group))
     return response
+
+
+class HostCopyStager(AsyncStager):
+    """Copies all tensors of a state to host memory before `async_save` returns.
+
+    Unlike torch's `DefaultStager`, it also copies states of FSDP1, which have `ShardedTensor`s.
+    """
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: StateDict) -> StateDict:
+        """Return a copy of the state. A tensor that the state has twice is copied once."""
+        copied: StateDict = _copy_to_host(state_dict, {})
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` has made the copy."""
+
+    def close(self) -> None:
+        """Do nothing: the copy is freed after the save."""
+
+
+def _copy_to_host(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return a copy of a value; `copies` has the copy of each tensor so far, by the tensor's id."""
+    if isinstance(value, torch.Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = _copy_tensor_to_host(value)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return {key: _copy_to_host(item, copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy_to_host(item, copies) for item in value)
+    return copy.deepcopy(value)
+
+
+def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, ShardedTensor):
+        tensor = tensor.detach()
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+    return copy.deepcopy(tensor) if tensor.device.type == "cpu" else tensor.to(device="cpu")
 
 
 def load(
