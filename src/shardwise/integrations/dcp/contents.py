@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from math import isfinite
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwise.adapters.tensors import check_dtype
 from shardwise.engine.options import SaveOptions
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
-from shardwise.integrations.dcp.names import FlatState, name_state
+from shardwise.integrations.dcp.names import FlatState, NamedState, name_state
 from shardwise.layout import Box
 from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
@@ -93,14 +93,7 @@ def make_manifest(
     values = [each for each in items if isinstance(each, WrittenValue)]
     pieces = [each for each in items if isinstance(each, WrittenPiece)]
     tensors = _tensors_of(metadata, pieces)
-    paths = metadata.planner_data or {}
-    state = FlatState(
-        tensors,
-        {each.name: each.value for each in values if not each.tensors},
-        {each.name: each.encoded for each in values if each.tensors},
-        {name: paths[name] for name in metadata.state_dict_metadata if name in paths},
-    )
-    named = name_state(state, allow_pickle=allow_pickle)
+    named = _name_contents(metadata, tensors, values, allow_pickle=allow_pickle)
     entries = {name: TensorEntry(named.tensor_names[name], *tensors[name]) for name in tensors}
     for value in values:
         entries |= {name: TensorEntry(name, dtype, shape) for name, dtype, shape in value.tensors}
@@ -126,6 +119,23 @@ def make_manifest(
             "all ranks that hold shards, and without no_dist"
         ) from error
     return manifest
+
+
+def _name_contents(
+    metadata: Metadata,
+    tensors: Collection[str],
+    values: Sequence[WrittenValue],
+    *,
+    allow_pickle: bool,
+) -> NamedState:
+    paths = metadata.planner_data or {}
+    state = FlatState(
+        tensors,
+        {each.name: each.value for each in values if not each.tensors},
+        {each.name: each.encoded for each in values if each.tensors},
+        {name: paths[name] for name in metadata.state_dict_metadata if name in paths},
+    )
+    return name_state(state, allow_pickle=allow_pickle)
 
 
 def _tensors_of(
