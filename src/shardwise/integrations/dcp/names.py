@@ -17,7 +17,7 @@ from shardwise.adapters.values import tensor_names_in_value
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.nested import LeafNames
 from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
-from shardwise.formats.readers.dcp.reader import fold_values
+from shardwise.formats.readers.dcp.reader import unflatten_values
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import check_name
 from shardwise.state.plain_values import JsonValue, decode, encode
@@ -79,12 +79,14 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
     whole = [state.path(name) for name in (*state.tensors, *state.encoded)]
     optimizers = find_optimizers((*whole, *values), values)
     group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
-    folded = {
-        path: value for path, value in fold_values(values, whole).items() if path not in group_paths
+    unflattened = {
+        path: value
+        for path, value in unflatten_values(values, whole).items()
+        if path not in group_paths
     }
-    names = LeafNames(optimizers, [state.path(name) for name in state.tensors], folded)
+    names = LeafNames(optimizers, [state.path(name) for name in state.tensors], unflattened)
     tensor_names = {name: names.name_of(state.path(name)) for name in state.tensors}
-    named_values = {names.name_of(path): value for path, value in folded.items()}
+    named_values = {names.name_of(path): value for path, value in unflattened.items()}
     objects = {
         name: encode(value, name, allow_pickle=allow_pickle) for name, value in named_values.items()
     }
