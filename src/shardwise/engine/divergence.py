@@ -45,7 +45,7 @@ class Divergence:
         return tuple(sorted(ranks[len(self.groups[0]) :])) if has_majority else ()
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.boxes[:MOST_BOXES_SHOWN]))
+        shown = ", ".join(str(box) for box in self.boxes[:MOST_BOXES_SHOWN] if box.shape)
         if len(self.boxes) > MOST_BOXES_SHOWN:
             shown += f" and {len(self.boxes) - MOST_BOXES_SHOWN} more boxes"
         if self.minority:
