@@ -179,8 +179,51 @@ def test_equal_replicas_are_never_reported(
     assert gang.run(save_harmless, root, str(shm), overlap, world=world) == [[]] * world
 
 
-def save_seeds(root: str, shm: str, options: dict[str, Any], saves: int) -> tuple[str, int, int]:
-    """Save tensors of another seed on rank 2; the error, the saves that returned, the warnings."""
+def train_with_ddp(
+    root: str, shm: str, on_divergence: dict[str, str] | str
+) -> tuple[list[str], str]:
+    """Train on other batches on each rank; the tensors that were found to differ, and an error."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    model = nn.parallel.DistributedDataParallel(layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    torch.manual_seed(dist.get_rank())
+    found: set[str] = set()
+    options: Any = {"on_divergence": on_divergence, "save_every": 1000}
+    with short_rounds(3):
+        try:
+            with sw.Checkpointer(root, memory=memory_of(shm, 1), **options) as cp:
+                for step in range(1, saves_per_round(dist.get_world_size()) + 3):
+                    model(torch.randn(4, 8)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    cp.save(step, state)
+                    found |= {each.tensor for each in cp.divergences}
+        except MismatchError as error:
+            return sorted(found), str(error)
+    return sorted(found), ""
+
+
+def test_in_a_training_with_ddp_only_statistics_of_batches_differ(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = str(tmp_path / "root")
+    statistics = ["model.1.running_mean", "model.1.running_var"]
+    assert gang.run(train_with_ddp, root, str(shm), "warn", world=2) == [(statistics, "")] * 2
+    rules = {"*.running_*": "ignore", "*": "raise"}
+    root = str(tmp_path / "again")
+    assert gang.run(train_with_ddp, root, str(shm), rules, world=2) == [([], "")] * 2
+
+
+def save_seeds(
+    root: str, shm: str, options: dict[str, Any], saves: int
+) -> tuple[str, int, int, int]:
+    """Save tensors of another seed on rank 2.
+
+    Returns:
+        The error, the saves that returned, the warnings, and the events of differences.
+    """
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -188,8 +231,10 @@ def save_seeds(root: str, shm: str, options: dict[str, Any], saves: int) -> tupl
     torch.manual_seed(dist.get_rank() // 2)
     state = {"a": torch.randn(400, 50), "b": {"running_mean": torch.randn(3000)}}
     error, returned = "", 0
+    events: list[str] = []
+    options |= {"on_event": lambda event: events.append(event.stage), "save_every": 1000}
     try:
-        with sw.Checkpointer(root, save_every=1000, memory=memory_of(shm, 1), **options) as cp:
+        with sw.Checkpointer(root, memory=memory_of(shm, 1), **options) as cp:
             for step in range(1, saves + 1):
                 cp.save(step, state)
                 returned += 1
@@ -197,7 +242,8 @@ def save_seeds(root: str, shm: str, options: dict[str, Any], saves: int) -> tupl
         error = str(raised)
     finally:
         logging.getLogger("shardwise").removeHandler(handler)
-    return error, returned, sum("replicas differ" in each for each in logged)
+    warned = sum("replicas differ" in each for each in logged)
+    return error, returned, warned, events.count("divergence")
 
 
 def test_an_error_is_raised_at_the_next_save_on_all_ranks(
@@ -206,8 +252,8 @@ def test_an_error_is_raised_at_the_next_save_on_all_ranks(
     options = {"on_divergence": "raise"}
     found = gang.run(save_seeds, str(tmp_path / "root"), str(shm), options, 9, world=3)
     assert found == [found[0]] * 3
-    error, returned, warned = found[0]
-    assert (returned, warned) == (1, 0)
+    error, *counts = found[0]
+    assert counts == [1, 0, 1]
     assert "replicas differ at step 1" in error
     assert ": rank 2 differs from ranks 0, 1" in error
 
@@ -215,7 +261,7 @@ def test_an_error_is_raised_at_the_next_save_on_all_ranks(
 def test_the_last_save_is_compared_at_the_end(gang: Gang, tmp_path: Path, shm: Path) -> None:
     options = {"on_divergence": {"*.running_*": "ignore", "*": "raise"}}
     found = gang.run(save_seeds, str(tmp_path / "root"), str(shm), options, 1, world=3)
-    error, returned, _ = found[0]
+    error, returned, _, _ = found[0]
     assert found == [found[0]] * 3
     assert returned == 1
     assert "  - a[" in error
@@ -228,15 +274,15 @@ def test_each_tensor_is_logged_once_in_a_round_on_rank_0(
     gang: Gang, tmp_path: Path, shm: Path
 ) -> None:
     found = gang.run(save_seeds, str(tmp_path / "root"), str(shm), {}, 12, world=3)
-    assert [(error, returned) for error, returned, _ in found] == [("", 12)] * 3
-    assert [warned for _, _, warned in found][1:] == [0, 0]
+    assert [(error, returned, events) for error, returned, _, events in found] == [("", 12, 12)] * 3
+    assert [warned for _, _, warned, _ in found][1:] == [0, 0]
     assert 1 <= found[0][2] <= 2, "both tensors, at one save or at two"
 
 
 def test_what_is_ignored_is_not_compared(gang: Gang, tmp_path: Path, shm: Path) -> None:
     options = {"on_divergence": "ignore"}
     found = gang.run(save_seeds, str(tmp_path / "root"), str(shm), options, 3, world=3)
-    assert found == [("", 3, 0)] * 3
+    assert found == [("", 3, 0, 0)] * 3
 
 
 def restore_and_flip(root: str, shm: str) -> tuple[int | None, int, list[Report]]:

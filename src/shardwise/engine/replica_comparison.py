@@ -50,8 +50,9 @@ from shardwise.store.store import Buffer
 CHECKSUM_TIMEOUT = 60.0  # seconds
 ADVICE = (
     "ranks that should hold the same bytes do not, because of a hardware error, a missed "
-    "all-reduce, different seeds, or kernels that are not deterministic; load an earlier step, or "
-    'pass on_divergence={"PATTERN": "ignore"} for tensors that may differ:'
+    "all-reduce, different seeds, buffers that each rank updates alone, or kernels that are not "
+    'deterministic; load an earlier step, or pass on_divergence={"PATTERN": "ignore"} for tensors '
+    "that may differ:"
 )
 log = logging.getLogger("shardwise")
 
