@@ -65,7 +65,7 @@ def piece() -> Iterator[str]:
         yield text("code", (701, y + 27), "other pieces")
         start, end = (258, 330), (104 + (2 * rank + 1) * CELL, y + 22)
         yield f'<path class="line" d="M {start[0]} {end[0]:g} L {start[1]} {end[1]:g}"/>'
-        for x, name in ((426, "data_at"), (766, "objects_at"), (856, "checksums_at")):
+        for x, name in ((426, "data_at"), (766, "objects_at"), (884, "checksums_at")):
             yield text("code", (x, y + 62), name)
     yield text(
         "text",
@@ -80,7 +80,7 @@ def plan() -> Iterator[str]:
         (24, 24), (440, 312), "The plan of a save", "four ranks, each shard on two of them"
     )
     for rank in range(4):
-        x, y = 56 + 208 * (rank % 2), 96 + 118 * (rank // 2)
+        x, y = 56 + 208 * (rank % 2), 92 + 112 * (rank // 2)
         first = 2 * (rank % 2)
         yield from grid((x, y), ROWS, COLUMNS, 18)
         yield cells((x, y), f"file{rank}", (first + rank // 2, 0, 1, 8), 18)
@@ -121,7 +121,7 @@ def snapshot() -> Iterator[str]:
     yield from labelled("file1", (320, 130), (84, 38), "checksums")
     yield from labelled("file1", (410, 130), (68, 38), "commit")
     yield from labelled("file2", (484, 196), (150, 38), "copies or parity")
-    yield from labelled("file1", (640, 262), (260, 38), "write data files, then manifest")
+    yield from labelled("file1", (640, 262), (260, 38), "data files, then manifest")
     for x, name in ((316, "staged"), (480, "committed"), (636, "protected"), (904, "persisted")):
         yield f'<path class="line" d="M {x} 46 V 316" stroke-dasharray="4 4"/>'
         yield text("code", (x, 338), name)
@@ -136,8 +136,8 @@ def tiers() -> Iterator[str]:
     places = (
         ("file3", "memory", "of this node", "survives the end", "of the training"),
         ("file2", "memory", "of other nodes", "survives the loss", "of some nodes"),
-        ("file0", "root", "a shared disk or a bucket", "survives the loss", "of all nodes"),
-        ("file1", "mirror", "a second disk or bucket", "survives the loss", "of the root"),
+        ("file0", "root", "a disk or a bucket", "survives the loss", "of all nodes"),
+        ("file1", "mirror", "another disk or bucket", "survives the loss", "of the root"),
     )
     for number, (style, name, where, *survives) in enumerate(places):
         x = 24 + 236 * number

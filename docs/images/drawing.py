@@ -10,10 +10,10 @@ STYLE = """
 text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
 .panel { fill: #ffffff; stroke: #d0d7de; }
 .sheet { fill: #f6f8fa; stroke: #d0d7de; }
-.title { fill: #1f2328; font-size: 16px; font-weight: 600; }
-.text { fill: #59636e; font-size: 13px; }
-.code { fill: #59636e; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
-.label { fill: #ffffff; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
+.title { fill: #1f2328; font-size: 18px; font-weight: 600; }
+.text { fill: #59636e; font-size: 15px; }
+.code { fill: #59636e; font-size: 13px; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
+.label { fill: #ffffff; font-size: 13px; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
 .line { stroke: #59636e; stroke-width: 1.5; fill: none; }
 .head { fill: #59636e; }
 .file0 { fill: #0b7285; }
