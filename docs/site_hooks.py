@@ -138,6 +138,25 @@ def show(value: Any) -> str:
     return f"<pre>{escape(repr(value))}</pre>"
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Replace patterns in the navigation by the pages that are not listed otherwise."""
+    listed = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    for section in config.nav or []:
+        for title, pages in section.items():
+            if isinstance(pages, list):
+                section[title] = [each for page in pages for each in expand(page, listed)]
+    return config
+
+
+def expand(page: Any, listed: set[str]) -> list[Any]:
+    """Return the unlisted pages that a pattern matches; return any other entry as it is."""
+    if not isinstance(page, str) or "*" not in page:
+        return [page]
+    docs = ROOT / "docs"
+    found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(page))
+    return [path for path in found if path not in listed]
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that pages link to, and two variants of each picture."""
     for path in sorted(linked_files()):
