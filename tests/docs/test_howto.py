@@ -33,6 +33,10 @@ from tests.docs.blocks import (
 )
 from tests.store.servers import Server, moto, s3_client  # noqa: F401 - a fixture
 
+RUN_BY_OTHER_TESTS = {
+    f"howto/{name}.md"
+    for name in ("deepspeed", "free-memory", "index", "kubernetes", "object-stores", "slurm")
+}
 HOWTO = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "howto").glob("*.md"))
 SECONDS_TO_SAVE = 30.0
 
@@ -43,16 +47,17 @@ def test_every_block_parses(page: str) -> None:
         check_syntax(block)
 
 
-@pytest.mark.parametrize("page", ["concepts.md", "howto/rl.md"])
+@pytest.mark.parametrize(
+    "page", ["agent.md", "concepts.md", *sorted({*HOWTO} - RUN_BY_OTHER_TESTS)]
+)
 def test_python_of_the_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    blocks = [block for block in blocks_of(page) if block.language == "python"]
-    assert len(blocks) >= 2
-    for block in blocks:
-        run_python(block, names, page)
+    names: dict[str, Any] = {"sw": sw}
+    for block in blocks_of(page):
+        if block.language == "python":
+            run_python(block, names, page)
 
 
 def run_script(arguments: list[str], gang_has_group: bool) -> str:
@@ -137,13 +142,15 @@ def run_commands(block: Block, how: str, gang: Gang) -> None:
 def test_the_page_of_deepspeed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    script, commands = (
+    script, commands, export = (
         block for block in blocks_of("howto/deepspeed.md") if block.language in ("python", "sh")
     )
     Path("train.py").write_text(script.text)
     for command, printed in commands.commands():
         assert command.pop(0) == "DS_ACCELERATOR=cpu"
         train_with_torchrun(command, printed)
+    run_python(export, {"sw": sw}, "howto/deepspeed.md")
+    assert sw.open("universal").step == 15
 
 
 @contextmanager
@@ -245,7 +252,7 @@ def test_the_page_of_object_stores_runs(
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
     s3_client(moto.endpoint).create_bucket(Bucket="bucket")
     names: dict[str, Any] = {}
-    for block in blocks_of("howto/object-stores.md"):
+    for block in [*blocks_of("howto/object-stores.md"), *blocks_of("storage.md")]:
         if block.language == "python":
             run_python(block, names, "howto/object-stores.md")
     assert sw.open("s3://bucket/runs/b").step == 1
