@@ -89,7 +89,7 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
         )
     state: dict[str, object] = {}
     state.update(_number("model", accelerator._models))
-    state.update(_number("optimizer", [_unwrap(each) for each in accelerator._optimizers]))
+    state.update(_number("optimizer", [unwrap_optimizer(each) for each in accelerator._optimizers]))
     state.update(_number("scheduler", accelerator._schedulers))
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
@@ -180,7 +180,7 @@ def _number(key: str, objects: Sequence[T]) -> Iterator[tuple[str, T]]:
         yield (key if index == 0 else f"{key}_{index}"), value
 
 
-def _unwrap(optimizer: object) -> object:
+def unwrap_optimizer(optimizer: object) -> object:
     """Return the optimizer that accelerate's wrapper contains, of torch or DeepSpeed."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 

@@ -1,0 +1,409 @@
+"""A transformers `Trainer` that saves and resumes with shardwise.
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    trainer = ShardwiseTrainer(model, arguments, train_dataset=dataset)
+    trainer.train(resume_from_checkpoint=True)
+
+Works with a single process, DDP, FSDP2 and DeepSpeed, and resumes on any number of ranks.
+docs/howto/trainer.md describes each option of the Trainer, and lists the overridden methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+try:
+    from accelerate.utils import broadcast_object_list
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise ImportError(
+        f"shardwise.integrations.transformers needs transformers and accelerate ({error}): "
+        "pip install transformers accelerate"
+    ) from error
+
+from shardwise import api
+from shardwise.checkpointer.checkpointer import Checkpointer
+from shardwise.errors import CheckpointNotFoundError, StateError
+from shardwise.integrations.accelerate import LoaderEpoch, unwrap_optimizer
+from shardwise.memory.trainer.save_handle import SaveHandle
+from shardwise.retention import Best, Choice, Keep
+from shardwise.state.rng import RngState
+
+__all__ = ["ShardwiseTrainer"]
+SUBDIRECTORY = "shardwise"
+TRAINER_STATE_FILE = "trainer_state.json"
+_TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+log = logging.getLogger("shardwise")
+
+
+class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read transformers
+    """A `Trainer` whose checkpoints shardwise saves in the background and loads anywhere.
+
+    The checkpoints are in `output_dir/shardwise`. To combine it with another class of trainer,
+    inherit from both, this one first: `class MyTrainer(ShardwiseTrainer, SFTTrainer): ...`.
+
+    Override `open_checkpointer` to set options of the `Checkpointer`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._run: _Run | None = None
+        super().__init__(*args, **kwargs)
+        self.add_callback(_ShardwiseCallback(self))
+
+    def open_checkpointer(self, root: str, keep: Keep) -> Checkpointer:
+        """Return the `Checkpointer` of a call of `train`, which closes it at the end.
+
+        Args:
+            root: `output_dir/shardwise`. You may choose another directory or URL.
+            keep: the rules that `save_total_limit` and `metric_for_best_model` stand for.
+        """
+        return Checkpointer(root, keep=keep)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train as `Trainer.train` does, with the checkpoints of shardwise.
+
+        Args:
+            resume_from_checkpoint: True for the newest intact checkpoint; "best" for the best one
+                by `metric_for_best_model`; the path of a `checkpoint-…` directory, also of the
+                original Trainer; or the path or URL of a checkpoint or root of shardwise.
+            args, kwargs: as for `Trainer.train`.
+
+        Raises:
+            StateError: an option is not supported; the message says which.
+            CheckpointNotFoundError: there is no checkpoint to resume from.
+            ShardwiseError: as for `Checkpointer.restore` and `Checkpointer.save`.
+        """
+        _refuse_options(self.args, kwargs.get("trial", args[0] if args else None))
+        root = os.path.join(self.args.output_dir, SUBDIRECTORY)
+        with (
+            self.open_checkpointer(root, keep_of(self.args)) as checkpointer,
+            tempfile.TemporaryDirectory() as folder,
+            _without_own_files(self.args) as saves_only_model,
+        ):
+            self._run = _Run(checkpointer, folder, saves_only_model)
+            try:
+                return super().train(self._find_checkpoint(resume_from_checkpoint), *args, **kwargs)
+            finally:
+                self._run = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as `Trainer.save_model` does, except in the checkpoints of `train`."""
+        if self._run is None or not _internal_call or output_dir is None:
+            super().save_model(output_dir, _internal_call=_internal_call)
+        elif self.args.should_save:
+            os.makedirs(output_dir, exist_ok=True)  # the Trainer writes its state there
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._run is None or self._run.folder != resume_from_checkpoint:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        run = self._run
+        if run is None or run.folder != resume_from_checkpoint:
+            return super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        run.load(self._training_state(run))
+        run.rng = None if run.saves_only_model else RngState().state_dict()
+        run.is_resuming = True
+        return prepared
+
+    def _load_best_model(self) -> None:
+        run, best = self._run, self.state.best_model_checkpoint
+        step = _step_of(best)
+        if run is None or step is None or _has_weights(best):
+            super()._load_best_model()
+            return
+        for handle in run.handles.values():
+            handle.result()
+        log.info("loading the best model, of step %d", step)
+        run.checkpointer.restore({"model": self._trained_model()}, step=step, only=["model.*"])
+
+    def _trained_model(self) -> Any:
+        return self.model_wrapped if self.is_deepspeed_enabled else self.model
+
+    def _training_state(self, run: _Run) -> dict[str, object]:
+        """Return the objects to save or load, apart from the Trainer's counters."""
+        state: dict[str, object] = {"model": self._trained_model()}
+        if run.saves_only_model:
+            return state
+        state["optimizer"] = unwrap_optimizer(self.optimizer)
+        state["scheduler"] = self.lr_scheduler
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler
+        state["rng"] = RngState()
+        return state
+
+    def save_training_state(self, metrics: Mapping[str, float]) -> None:
+        """Save the present step. All ranks call this; the Trainer calls it when a save is due.
+
+        Args:
+            metrics: the metrics of an evaluation at this step, if there was one.
+        """
+        run = self._run
+        if run is None:
+            return
+        counters: list[Any] = [dataclasses.asdict(self.state), dict(metrics)]
+        broadcast_object_list(counters)  # times in the log differ between ranks
+        step, best = self.state.global_step, best_of(self.args)
+        state = {
+            **self._training_state(run),
+            "trainer_state": _Held(json.loads(json.dumps(counters[0]))),
+            "samples_per_step": self.get_total_train_batch_size(self.args),
+        }
+        measured = {**({} if best is None else {best.metric: float("nan")}), **counters[1]}
+        handle = run.checkpointer.save(step, state, metrics=measured, overwrite=True, force=True)
+        kept = {step, self.state.best_global_step}
+        run.handles = {each: run.handles[each] for each in run.handles if each in kept}
+        if handle is not None:
+            run.handles[step] = handle
+
+    def _find_checkpoint(self, wanted: str | bool | None) -> str | None:
+        """Return the path to resume from, for the Trainer; prepare `self._run` to load from it."""
+        run = self._run
+        if run is None or wanted is None or wanted is False:
+            if run is not None and self.is_world_process_zero() and run.checkpointer.steps():
+                log.warning(
+                    "%s has checkpoints of an earlier training: to continue it, pass "
+                    "resume_from_checkpoint=True to train; otherwise choose another output_dir",
+                    self.args.output_dir,
+                )
+            return None
+        load = self._choose_loader(run, wanted)
+        if load is None:
+            own = get_last_checkpoint(self.args.output_dir) if wanted is True else str(wanted)
+            return None if own is None else str(own)
+        counters: dict[str, Any] = {"trainer_state": _Held(None), "samples_per_step": 0}
+        load(counters)
+        now, saved = self.get_total_train_batch_size(self.args), counters["samples_per_step"]
+        if now != saved and self.is_world_process_zero():
+            log.warning(
+                "a step now has %d samples and had %d, but the Trainer counts its position in the "
+                "data in steps: some samples of this epoch are repeated or left out. Choose "
+                "per_device_train_batch_size or gradient_accumulation_steps so that the number is "
+                "the same", now, saved,
+            )  # fmt: skip
+        with open(os.path.join(run.folder, TRAINER_STATE_FILE), "w", encoding="utf-8") as file:
+            json.dump(counters["trainer_state"].value, file)
+        run.load = load
+        return run.folder
+
+    def _choose_loader(self, run: _Run, wanted: str | bool) -> Callable[[Any], object] | None:
+        """Return a function that loads a state from shardwise; None if the Trainer has to load."""
+        step = _step_of(wanted)
+        if step is not None and _has_weights(str(wanted)):
+            return None
+        if wanted is True:
+            newest = get_last_checkpoint(self.args.output_dir)
+            if newest is not None and _has_weights(newest) and not _shared_steps(run.checkpointer):
+                return None
+            return _Restore(run.checkpointer, "newest")
+        if wanted == "best":
+            best = best_of(self.args)
+            if best is None:
+                raise StateError(
+                    'resume_from_checkpoint="best" needs TrainingArguments(metric_for_best_model=…)'
+                )
+            return _Restore(run.checkpointer, best)
+        if step is None:
+            return _Load(str(wanted))
+        folder = os.path.dirname(os.path.normpath(str(wanted)))
+        if os.path.realpath(folder) != os.path.realpath(self.args.output_dir):
+            return _Load(os.path.join(folder, SUBDIRECTORY), step)
+        return _Restore(run.checkpointer, step)
+
+
+@dataclass
+class _Run:
+    """What one call of `train` needs.
+
+    Attributes:
+        checkpointer: saves and restores.
+        folder: a directory with the state of the Trainer to resume from.
+        saves_only_model: the user's option `save_only_model`.
+        load: loads a state from the selected checkpoint.
+        rng: the random states to set before the first step; None to set none.
+        is_resuming: whether the first epoch after a resume has not begun yet.
+        metrics: the newest metrics, with the step of their evaluation.
+        handles: the newest saves, by step.
+    """
+
+    checkpointer: Checkpointer
+    folder: str
+    saves_only_model: bool
+    load: Callable[[Any], object] = print
+    rng: dict[str, Any] | None = None
+    is_resuming: bool = False
+    metrics: tuple[int, dict[str, float]] = (-1, {})
+    handles: dict[int, SaveHandle] = field(default_factory=dict)
+
+
+@dataclass
+class _Held:
+    """A value that is saved as a whole, and replaced by a load."""
+
+    value: Any
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass
+class _Restore:
+    """Loads a checkpoint of this run: first the counters, then the rest of the same step."""
+
+    checkpointer: Checkpointer
+    choice: Choice
+
+    def __call__(self, state: Any) -> None:
+        try:
+            step = self.checkpointer.restore(state, step=self.choice)
+        except CheckpointNotFoundError:
+            if not isinstance(self.choice, int):
+                raise
+            earlier = [each for each in _shared_steps(self.checkpointer) if each < self.choice]
+            if not earlier:
+                raise
+            log.warning(
+                "step %d was not saved completely: resuming from step %d", self.choice, earlier[-1]
+            )
+            step = self.checkpointer.restore(state, step=earlier[-1])
+        if step is None:
+            raise CheckpointNotFoundError(
+                "there is no checkpoint to resume from: call train without resume_from_checkpoint"
+            )
+        self.choice = step
+
+
+def _shared_steps(checkpointer: Checkpointer) -> list[int]:
+    """Return the committed steps as rank 0 sees them, because others may just be written."""
+    steps = [checkpointer.steps()]
+    broadcast_object_list(steps)
+    return steps[0]
+
+
+@dataclass
+class _Load:
+    """Loads a checkpoint of another run."""
+
+    path: str
+    step: Choice = "newest"
+
+    def __call__(self, state: Any) -> None:
+        api.load(self.path, state, step=self.step)
+
+
+class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
+    """Saves when the Trainer saves, and restores random states when it has skipped its data."""
+
+    def __init__(self, trainer: ShardwiseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any
+    ) -> None:
+        """Remember the metrics of the present step."""
+        if self.trainer._run is not None:
+            numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))}
+            step, earlier = self.trainer._run.metrics
+            earlier = earlier if step == state.global_step else {}
+            self.trainer._run.metrics = state.global_step, {**earlier, **numbers}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the present step."""
+        if self.trainer._run is not None:
+            step, metrics = self.trainer._run.metrics
+            self.trainer.save_training_state(metrics if step == state.global_step else {})
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Select the order of the data; set the random states before the loader draws a seed."""
+        run = self.trainer._run
+        if run is None or not run.is_resuming:
+            return
+        run.is_resuming = False
+        loader = kwargs.get("train_dataloader")
+        if loader is not None:
+            LoaderEpoch(loader).load_state_dict({"epoch": int(state.epoch)})
+        if run.rng is not None and (args.ignore_data_skip or state.epoch == int(state.epoch)):
+            RngState().load_state_dict(run.rng)
+            run.rng = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the random states after the data of this epoch were skipped."""
+        run = self.trainer._run
+        if run is not None and run.rng is not None:
+            RngState().load_state_dict(run.rng)
+            run.rng = None
+
+
+def best_of(args: Any) -> Best | None:
+    """Return how `TrainingArguments` rank checkpoints; None without `metric_for_best_model`."""
+    metric = args.metric_for_best_model
+    if metric is None:
+        return None
+    name = metric if metric.startswith("eval_") else f"eval_{metric}"
+    return Best(name, mode="max" if args.greater_is_better else "min")
+
+
+def keep_of(args: Any) -> Keep:
+    """Return the rules that keep as many checkpoints as `save_total_limit` allows, or fewer."""
+    limit, best = args.save_total_limit, best_of(args)
+    if limit is None or limit <= 0:
+        return Keep()
+    return Keep(last=limit) if best is None else Keep(last=max(1, limit - 1), best=best)
+
+
+@contextmanager
+def _without_own_files(args: Any) -> Iterator[bool]:
+    """Keep the Trainer from writing optimizers and random states; yield the user's choice."""
+    chosen = args.save_only_model
+    args.save_only_model = True
+    try:
+        yield chosen
+    finally:
+        args.save_only_model = chosen
+
+
+def _refuse_options(args: Any, trial: object) -> None:
+    if trial is not None:
+        raise StateError(
+            "ShardwiseTrainer does not support hyperparameter_search: use Trainer for the search"
+        )
+    if args.push_to_hub and args.hub_strategy != "end":
+        raise StateError(
+            f"hub_strategy={str(args.hub_strategy)!r} uploads the Trainer's own checkpoints, which "
+            'ShardwiseTrainer does not write: pass hub_strategy="end"'
+        )
+
+
+def _step_of(path: object) -> int | None:
+    """Return the step of a `checkpoint-…` directory; None if the path is something else."""
+    if not isinstance(path, str):
+        return None
+    match = _TRAINER_CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(path)))
+    return int(match[1]) if match else None
+
+
+def _has_weights(folder: str) -> bool:
+    """Return whether the original Trainer wrote this directory."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return any(name not in (TRAINER_STATE_FILE, SUBDIRECTORY) for name in names)

@@ -1,0 +1,312 @@
+"""Trainers that are killed: they go on with the losses of an uninterrupted training."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.testing import Gang
+from tests.memory.test_snapshots import shm
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+__all__ = ["shm"]
+GLOBAL_BATCH, EPOCH, STEPS, SAVE_EVERY, CRASH_AT = 8, 6, 14, 3, 11
+NEWEST = CRASH_AT // SAVE_EVERY * SAVE_EVERY
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a script with a Trainer.
+
+    Attributes:
+        output: the output_dir.
+        resume: the argument of `train`.
+        stock: use the Trainer of transformers itself.
+        crash: how every rank fails after step 11: "kill" or "raise".
+        dropout: the probability of dropout, which depends on the random generator of the rank.
+        hub: push to the Hub.
+        shm: where agents keep what they save in the background; None saves without agents.
+        options: further arguments of TrainingArguments.
+    """
+
+    output: Path
+    resume: Any = None
+    stock: bool = False
+    crash: str = ""
+    dropout: float = 0.1
+    shm: Path | None = None
+    parallelism: str = "plain"
+    hub: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def reset_accelerate() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for singleton in (AcceleratorState, GradientState, PartialState):
+        singleton._reset_state()
+
+
+def make_trainer(run: Run) -> Any:
+    """A trainer of a tiny GPT-2. The first token of a sample is its index."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    class Recording(Trainer if run.stock else ShardwiseTrainer):  # type: ignore[misc]
+        """Notes the loss and the samples of each step on all ranks, and fails."""
+
+        def open_checkpointer(self, root: str, keep: sw.Keep) -> sw.Checkpointer:
+            memory = run.shm and sw.Memory(snapshot_every=0, slots=1, dir=run.shm)
+            return sw.Checkpointer(root, keep=keep, memory=memory)
+
+        def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> torch.Tensor:
+            step = self.state.global_step + 1
+            if step == CRASH_AT + 1 and run.crash == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == CRASH_AT + 1 and run.crash == "raise":
+                raise RuntimeError("crash")
+            rows = self.accelerator.gather(inputs["input_ids"][:, 0])
+            loss = super().training_step(model, inputs, *args)
+            samples.setdefault(step, []).extend(rows.tolist())
+            losses[step] = losses.get(step, 0) + float(self.accelerator.gather(loss).mean())
+            return loss
+
+    samples: dict[int, list[int]] = {}
+    losses: dict[int, float] = {}
+    reset_accelerate()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), run.dropout)
+    config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
+    tokens = torch.randint(64, (GLOBAL_BATCH * EPOCH, 8))
+    tokens[:, 0] = torch.arange(GLOBAL_BATCH * EPOCH)
+    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    world = int(os.environ["WORLD_SIZE"])
+    arguments = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": GLOBAL_BATCH // world,
+        "save_steps": SAVE_EVERY,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **run.options,
+    }
+    trainer = Recording(
+        GPT2LMHeadModel(config),
+        TrainingArguments(output_dir=str(run.output), **arguments),
+        train_dataset=dataset,
+        eval_dataset=dataset[:8],
+    )
+    trainer.samples, trainer.losses = samples, losses
+    return trainer
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train to the end, or to the crash. Return what one rank has seen after this start."""
+    trainer = make_trainer(run)
+    trainer.args.push_to_hub = run.hub  # the constructor of Trainer would connect to the Hub
+    trainer.train(resume_from_checkpoint=run.resume)
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    return {
+        "losses": trainer.losses,
+        "samples": {step: sorted(rows) for step, rows in trainer.samples.items()},
+        "logged": {each["step"]: (each["loss"], each["learning_rate"]) for each in logged},
+        "weights": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "noise": torch.rand(2).tolist(),
+        "best": (trainer.state.best_global_step, trainer.state.best_metric),
+    }
+
+
+def crash(gang: Gang, run: Run, world: int) -> None:
+    outcomes = gang.run_outcomes(train, run, world=world)
+    kinds = {each.kind for each in outcomes}
+    assert kinds == {"died" if run.crash == "kill" else "error"}, outcomes[0].report
+
+
+def assert_tail(
+    whole: dict[str, Any], resumed: dict[str, Any], key: str, tolerance: float, newest: int = NEWEST
+) -> None:
+    """Steps after the newest save, against those of the uninterrupted training."""
+    tail = {step: value for step, value in whole[key].items() if step > newest}
+    assert [*resumed[key]] == [*tail]
+    for step, value in tail.items():
+        assert resumed[key][step] == pytest.approx(value, rel=tolerance, abs=0), (key, step)
+
+
+def assert_same_bits(whole: list[Any], resumed: list[Any], newest: int = NEWEST) -> None:
+    for before, after in zip(whole, resumed, strict=True):
+        assert_tail(before, after, "losses", 0, newest)
+        assert_tail(before, after, "samples", 0, newest)
+        assert after["noise"] == before["noise"]
+        assert after["logged"] == before["logged"]
+        for name, weight in before["weights"].items():
+            assert torch.equal(after["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("world", "how", "accumulation"), [(1, "raise", 1), (2, "raise", 2), (2, "kill", 1)]
+)
+def test_a_trainer_resumes_bit_for_bit_on_as_many_ranks(
+    gang: Gang, tmp_path: Path, shm: Path, world: int, how: str, accumulation: int
+) -> None:
+    options = {
+        "per_device_train_batch_size": GLOBAL_BATCH // world // accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+    home = shm if how == "kill" else None
+    run = Run(tmp_path / "run", resume=True, options=options, shm=home)
+    whole = gang.run(train, replace(run, output=tmp_path / "whole", resume=None), world=world)
+    crash(gang, replace(run, resume=None, crash=how), world)
+    assert_same_bits(whole, gang.run(train, run, world=world))
+    written = {path.name for path in (run.output / "checkpoint-9").iterdir()}
+    assert written == {"trainer_state.json"}
+    assert sw.open(run.output / "shardwise", step=9)["trainer_state"]["global_step"] == 9
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 2)])
+def test_a_trainer_resumes_with_the_same_samples_on_other_ranks(
+    gang: Gang, tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    run = Run(tmp_path / "run", dropout=0, resume=True)
+    whole, *_ = gang.run(train, Run(tmp_path / "whole", dropout=0), world=1)
+    crash(gang, replace(run, resume=None, crash="raise"), worlds[0])
+    for resumed in gang.run(train, run, world=worlds[1]):
+        assert_tail(whole, resumed, "samples", 0)
+        assert_tail(whole, resumed, "losses", 1e-4)
+
+
+EVALUATED: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": SAVE_EVERY,
+    "metric_for_best_model": "loss",
+    "learning_rate": 0.5,  # the loss is not best at the end
+}
+
+
+def saved_steps(run: Run) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run.output / "shardwise").glob("step-*"))
+
+
+def best_weights(run: Run) -> dict[str, Any]:
+    """Train, and return the weights at the end beside those of the best checkpoint."""
+    seen = train(run)
+    checkpoint = sw.open(run.output / "shardwise", step=sw.Best("eval_loss"))
+    return {**seen, "step": checkpoint.step, "saved": checkpoint.state_dict("model")}
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, 5), (1, 2), (2, 2), (3, 3)], ids=["none", "1", "2", "3"]
+)
+def test_the_limit_and_the_best_model_at_the_end(
+    gang: Gang, tmp_path: Path, limit: int | None, kept: int
+) -> None:
+    options = {**EVALUATED, "save_total_limit": limit, "load_best_model_at_end": True}
+    run = Run(tmp_path, options=options)
+    (seen,) = gang.run(best_weights, run, world=1)
+    step, _ = seen["best"]
+    assert (step, seen["step"]) == (step, step)
+    assert step < 12
+    for name, weight in seen["weights"].items():
+        assert torch.equal(weight, seen["saved"][name]), name
+    assert len(saved_steps(run)) == kept, saved_steps(run)
+    assert {step, 14} <= {*saved_steps(run)}
+
+
+def test_a_limit_without_a_metric(gang: Gang, tmp_path: Path) -> None:
+    run = Run(tmp_path, options={"save_total_limit": 2})
+    gang.run(train, run, world=1)
+    assert saved_steps(run) == [12, 14]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"), [("epoch", [6, 12, 14]), ("no", []), ("best", None)]
+)
+def test_strategies(gang: Gang, tmp_path: Path, strategy: str, steps: list[int] | None) -> None:
+    run = Run(tmp_path, options={**EVALUATED, "save_strategy": strategy})
+    (seen,) = gang.run(train, run, world=1)
+    if steps is None:
+        assert saved_steps(run)[-1] == seen["best"][0]
+    else:
+        assert saved_steps(run) == steps
+
+
+def test_resume_from_the_best_from_paths_and_from_the_stock_trainer(
+    gang: Gang, tmp_path: Path
+) -> None:
+    first = Run(tmp_path / "first", options=EVALUATED)
+    whole = gang.run(train, first, world=1)
+    best = whole[0]["best"][0]
+    crash(gang, replace(first, output=tmp_path / "crashed", crash="raise"), 1)
+    for name, start, newest in (
+        ("first", "best", best),
+        ("first", str(tmp_path / "first" / "checkpoint-9"), 9),
+        ("other", str(tmp_path / "first" / "checkpoint-6/"), 6),
+        ("third", str(tmp_path / "first" / "shardwise" / "step-00000012"), 12),
+        ("fourth", str(tmp_path / "crashed" / "shardwise"), NEWEST),
+    ):
+        run = replace(first, output=tmp_path / name, resume=start)
+        resumed = gang.run(train, run, world=1)
+        assert_same_bits(whole, resumed, newest)
+    stock = Run(tmp_path / "stock", stock=True, options=EVALUATED)
+    gang.run_outcomes(train, replace(stock, crash="raise"), world=1)
+    for start in (True, str(tmp_path / "stock" / "checkpoint-9")):
+        assert_same_bits(whole, gang.run(train, replace(stock, stock=False, resume=start), world=1))
+
+
+def test_an_incomplete_newest_save_is_passed_over(gang: Gang, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-9"))
+    whole = gang.run(train, Run(tmp_path / "whole"), world=1)
+    crash(gang, replace(run, resume=None, crash="raise"), 1)
+    (run.output / "shardwise" / "step-00000009" / "manifest.json").unlink()
+    assert_same_bits(whole, gang.run(train, run, world=1), 6)
+
+
+def test_only_the_model(gang: Gang, tmp_path: Path) -> None:
+    run = Run(tmp_path, resume=True, options={"save_only_model": True})
+    crash(gang, replace(run, resume=None, crash="raise"), 1)
+    names = [*sw.open(tmp_path / "shardwise", step=9)]
+    assert {name.partition(".")[0] for name in names} == {
+        *("model", "trainer_state", "samples_per_step"),
+    }
+    (resumed,) = gang.run(train, run, world=1)
+    assert [*resumed["losses"]] == [*range(10, 15)]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"resume": True}, "there is no checkpoint to resume from"),
+        ({"resume": "best"}, "needs TrainingArguments\\(metric_for_best_model"),
+        ({"resume": "checkpoint-4"}, "no checkpoint"),
+        ({"hub": True}, 'pass hub_strategy="end"'),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    gang: Gang, tmp_path: Path, run: dict[str, Any], message: str
+) -> None:
+    (outcome,) = gang.run_outcomes(train, Run(tmp_path / "run", **run), world=1)
+    assert isinstance(outcome.exception, sw.ShardwiseError), outcome.report
+    assert re.search(message, str(outcome.exception))
+
+
+def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "shardwise.integrations.transformers", raising=False)
+    with pytest.raises(ImportError, match="pip install transformers accelerate"):
+        importlib.import_module("shardwise.integrations.transformers")
