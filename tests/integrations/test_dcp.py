@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from concurrent.futures import Future
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,19 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.cli.app import app as cli
 from shardwise.integrations import dcp
-from shardwise.integrations.dcp.names import RECORD
+from shardwise.integrations.dcp.names import DCP_METADATA
 from shardwise.testing import Gang
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, module_of, train
@@ -92,7 +91,7 @@ def test_the_writer_saves_what_torchs_writer_saves(saved: Path, kind: str) -> No
     assert (checkpoint.manifest.format, checkpoint.world_size) == ("shardwise", WORLDS[kind])
     assert checkpoint.verify().bytes_checked == sum(f.size for f in checkpoint.manifest.files)
     found, expected = contents(ours), contents(theirs)
-    assert found.pop(RECORD)
+    assert found.pop(DCP_METADATA)
     assert found == expected
     assert sum(name.endswith(".exp_avg") for name in found) == 4 * 6 + 2
     assert_same(everything(dcp.StorageReader(ours)), everything(torch_dcp.FileSystemReader(theirs)))
@@ -141,7 +140,7 @@ def test_other_parallelisms_load_it(gang: Gang, saved: Path, tmp_path: Path, loa
         gang.run(load, sources, str(saved), str(tmp_path), world=world)
         for source, kind in sources.items():
             expected = contents(saved / "ours" / source)
-            del expected[RECORD]
+            del expected[DCP_METADATA]
             assert contents(tmp_path / f"{source}-{kind}") == expected, source
 
 
@@ -285,6 +284,45 @@ def test_dtypes_are_converted(tmp_path: Path) -> None:
     assert_same(target["a"], torch.tensor([1.5, 2.0], dtype=torch.bfloat16))
 
 
+class HalfPlanner(DefaultSavePlanner):
+    """Saves in half precision, as the documentation of SavePlanner shows."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.to(torch.float16) if isinstance(data, torch.Tensor) else data
+
+
+def test_planners_of_the_user(tmp_path: Path) -> None:
+    state = {"a": {"w": torch.tensor([1.5, 2.0]), "n": 1}}
+    dcp.save(state, checkpoint_id=tmp_path / "a", planner=HalfPlanner())
+    saved = sw.open(tmp_path / "a")["a.w"]
+    assert (saved.dtype, saved[...].tolist()) == (torch.float16, [1.5, 2.0])
+
+
+def test_commands_take_the_checkpoint(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    app = Application(1)
+    writer = dcp.StorageWriter(root / "step-00000003", step=3)
+    dcp.save({"model": app.model.state_dict()}, storage_writer=writer)
+    for command in (
+        ["ls", root],
+        ["verify", root / "step-00000003"],
+        ["inspect", root / "step-00000003", "model.weight"],
+        ["export", root / "step-00000003", tmp_path / "hf", "--to", "hf"],
+    ):
+        result = CliRunner().invoke(cli, [str(each) for each in command])
+        assert result.exit_code == 0, result.output
+    assert sw.Checkpointer(root).steps() == [3]
+    assert torch.equal(sw.open(tmp_path / "hf")["model.weight"][...], app.model.weight)
+
+
 def error_in(raised: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
     """Return the error of shardwise in an error of DCP."""
     return next(iter(raised.value.failures.values()))[0]
@@ -362,9 +400,9 @@ def test_options_without_a_meaning_are_refused(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-def test_a_key_of_the_record_is_refused(tmp_path: Path) -> None:
+def test_the_key_of_the_metadata_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="rename the key"):
-        dcp.save({RECORD: 1}, checkpoint_id=tmp_path / "a")
+        dcp.save({DCP_METADATA: 1}, checkpoint_id=tmp_path / "a")
 
 
 def test_s3(moto: Server) -> None:  # noqa: F811
@@ -431,92 +469,6 @@ def test_planners_cache_plans(gang: Gang, tmp_path: Path) -> None:
     assert len(list((tmp_path / "last").iterdir())) == 3
 
 
-def save_in_background(place: str) -> None:
-    """The state changes as soon as `async_save` returns, and other collectives run meanwhile."""
-    warnings.simplefilter("ignore")
-    state = build("fsdp2", 1)
-    futures = []
-    for number in range(3):
-        train(state, 1)
-        saved = state_of(state, flatten=False)
-        torch_dcp.save(saved, checkpoint_id=f"{place}/torch-{number}")
-        plain = {**saved, "plain": torch.full((4,), float(number)), "values": {"n": [number]}}
-        future = dcp.async_save(plain, checkpoint_id=f"{place}/{number}")
-        assert isinstance(future, Future)
-        plain["plain"].fill_(-1)
-        plain["values"]["n"][0] = -1
-        dist.all_reduce(torch.ones(3))
-        futures.append(future)
-    for future in futures:
-        future.result(timeout=60)
-
-
-def test_async_save_saves_the_state_of_the_call(gang: Gang, tmp_path: Path) -> None:
-    gang.run(save_in_background, str(tmp_path), world=2)
-    for number in range(3):
-        found, expected = contents(tmp_path / str(number)), contents(tmp_path / f"torch-{number}")
-        assert sw.open(tmp_path / str(number))["plain"][...].tolist() == [float(number)] * 4
-        assert found["values"] == {"n": [number]}
-        assert {name: found[name] for name in expected} == expected
-
-
-def save_flat_parameters(place: str) -> None:
-    warnings.simplefilter("ignore")
-    state = build("fsdp1", 1)
-    train(state)
-    saved = state_of(state, flatten=False)
-    torch_dcp.save(saved, checkpoint_id=f"{place}/torch")
-    future = dcp.async_save(saved, checkpoint_id=f"{place}/ours")
-    assert isinstance(future, Future)
-    train(state)
-    future.result(timeout=60)
-
-
-def test_async_save_of_fsdp1(gang: Gang, tmp_path: Path) -> None:
-    gang.run(save_flat_parameters, str(tmp_path), world=2)
-    found = contents(tmp_path / "ours")
-    del found[RECORD]
-    assert found == contents(tmp_path / "torch")
-
-
-def test_async_save_with_a_stager_returns_both_futures(tmp_path: Path) -> None:
-    state = {"a": {"w": torch.ones(4)}}
-    stager = DefaultStager(StagingOptions(False, False, True, False))
-    response = dcp.async_save(state, checkpoint_id=tmp_path / "a", async_stager=stager)
-    assert isinstance(response, AsyncSaveResponse)
-    response.staging_completion.result(timeout=60)
-    state["a"]["w"].zero_()
-    response.upload_completion.result(timeout=60)
-    stager.close()
-    assert sw.open(tmp_path / "a")["a.w"][0] == 1
-
-
-def test_a_background_save_that_fails_says_so(tmp_path: Path) -> None:
-    future = dcp.async_save({"a": Unknown()}, checkpoint_id=tmp_path / "a")
-    assert isinstance(future, Future)
-    with pytest.raises(CheckpointException) as raised:
-        future.result(timeout=60)
-    assert isinstance(error_in(raised), sw.StateError)
-    assert not (tmp_path / "a").exists()
-
-
-def save_in_process(place: str) -> None:
-    warnings.simplefilter("ignore")
-    response = dcp.async_save(
-        sharded(5.0),
-        checkpoint_id=place,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    )
-    assert isinstance(response, Future)
-    response.result(timeout=100)
-
-
-@pytest.mark.long
-def test_async_save_in_a_process(gang: Gang, tmp_path: Path) -> None:
-    gang.run(save_in_process, str(tmp_path / "a"), world=2, timeout=120)
-    assert sw.open(tmp_path / "a")["n"] == 5.0
-
-
 class Fixed:
     """Saves a value as one object."""
 
@@ -530,26 +482,25 @@ class Fixed:
         self.value = state
 
 
-def test_a_hostile_record_is_refused(tmp_path: Path) -> None:
+def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
     """It names lists so long that torch would fill the memory, or what does not exist."""
-    for number, record in enumerate(
+    for number, metadata in enumerate(
         (
-            {"paths": {"a": ["a", 10**9]}, "names": {}, "values": {}, "streams": {}},
-            {"paths": {"a": ["a"], "b": ["b"]}, "names": {}, "values": {}, "streams": {}},
-            {"paths": {"a": "a"}, "names": {}, "values": {}, "streams": {}},
+            {"paths": {"a": ["a", 10**9]}, "names": {}, "values": {}, "bytes_io": {}},
+            {"paths": {"a": ["a"], "b": ["b"]}, "names": {}, "values": {}, "bytes_io": {}},
+            {"paths": {"a": "a"}, "names": {}, "values": {}, "bytes_io": {}},
             {"paths": {}, "names": {}, "values": {}},
-            {"paths": {}, "names": {}, "values": {}, "streams": {"a": 1}},
+            {"paths": {}, "names": {}, "values": {}, "bytes_io": {"a": 1}},
             [],
         )
     ):
         place = tmp_path / str(number)
-        sw.save(place, {"a": torch.ones(1), RECORD: Fixed(record)})
-        with pytest.raises(CheckpointException, match=f"the value '{RECORD}' is invalid"):
+        sw.save(place, {"a": torch.ones(1), DCP_METADATA: Fixed(metadata)})
+        with pytest.raises(CheckpointException, match=f"the value '{DCP_METADATA}' is invalid"):
             dcp.load({"a": torch.zeros(1)}, checkpoint_id=place)
 
 
-def test_the_record_is_no_part_of_a_foreign_place(tmp_path: Path) -> None:
-    """A save never replaces a checkpoint of another format."""
+def test_a_foreign_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     torch_dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointException) as raised:
         dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a")

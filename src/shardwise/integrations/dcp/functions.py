@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -119,8 +120,13 @@ def async_save(
     )
     if own_group is not None:
         done = response if isinstance(response, Future) else response.upload_completion
-        done.add_done_callback(lambda _: dist.destroy_process_group(own_group))
+        done.add_done_callback(lambda _: _destroy(own_group))
     return response
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(AssertionError, ValueError):  # the program has destroyed all groups already
+        dist.destroy_process_group(group)
 
 
 class HostCopyStager(AsyncStager):

@@ -22,10 +22,10 @@ from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import check_name
 from shardwise.state.plain_values import JsonValue, decode, encode
 
-RECORD = "dcp_metadata"
-_PATHS, _NAMES, _VALUES, _STREAMS = "paths", "names", "values", "streams"
+DCP_METADATA = "dcp_metadata"
+_PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
 _LONGEST_LIST = 1 << 20
-"""The largest total length of the lists in a state that a record may describe."""
+"""The largest total length of all lists in a state, as the paths in a file describe it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class NamedState:
 
     Attributes:
         tensor_names: the name of each tensor, by its name of DCP.
-        objects: the encoded values by name, with the record.
+        objects: the encoded values by name, with `dcp_metadata`.
     """
 
     tensor_names: Mapping[str, str]
@@ -72,7 +72,9 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
     Raises:
         StateError: a value has no plain form, or a name is not allowed.
     """
-    streams = {name: v.tell() for name, v in state.values.items() if isinstance(v, BytesIO)}
+    bytes_io_positions = {
+        name: v.tell() for name, v in state.values.items() if isinstance(v, BytesIO)
+    }
     plain = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in state.values.items()}
     state = replace(state, values=plain)
     values = {state.path(name): value for name, value in plain.items()}
@@ -94,20 +96,22 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
     for optimizer in optimizers:
         name = f"{names.optimizer_name(optimizer)}.{GROUPS}"
         objects[name] = encode_param_groups(optimizer.groups, name)
-    record = _make_record(state, tensor_names, named_values, streams)
-    if RECORD in (*tensor_names.values(), *objects):
-        raise StateError(f"{RECORD!r}: shardwise stores DCP's names under this key: rename the key")
-    objects[RECORD] = encode(record, RECORD, allow_pickle=allow_pickle)
+    metadata = _make_metadata(state, tensor_names, named_values, bytes_io_positions)
+    if DCP_METADATA in (*tensor_names.values(), *objects):
+        raise StateError(
+            f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
+        )
+    objects[DCP_METADATA] = encode(metadata, DCP_METADATA, allow_pickle=allow_pickle)
     for name in (*tensor_names.values(), *objects):
         check_name(name)
     return NamedState(tensor_names, objects)
 
 
-def _make_record(
+def _make_metadata(
     state: FlatState,
     tensor_names: Mapping[str, str],
     named_values: Mapping[str, object],
-    streams: Mapping[str, int],
+    bytes_io_positions: Mapping[str, int],
 ) -> dict[str, object]:
     """Return what a load by DCP needs in addition to the names."""
     renamed = {name: saved for name, saved in tensor_names.items() if name != saved}
@@ -118,7 +122,7 @@ def _make_record(
             values[name] = value
     is_nested = any(path != (name,) for name, path in state.paths.items())
     paths = {name: list(path) for name, path in state.paths.items()} if is_nested else {}
-    return {_PATHS: paths, _NAMES: renamed, _VALUES: values, _STREAMS: dict(streams)}
+    return {_PATHS: paths, _NAMES: renamed, _VALUES: values, _BYTES_IO: dict(bytes_io_positions)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,12 @@ class SavedValue:
     Attributes:
         object_name: the object that contains the value.
         keys: the keys that lead to the value.
-        stream_position: for a value that was a `BytesIO`, its position.
+        bytes_io_position: for a value that was a `BytesIO`, its position.
     """
 
     object_name: str
     keys: Path = ()
-    stream_position: int | None = None
+    bytes_io_position: int | None = None
 
     def find(self, value: object) -> object:
         """Return the value, given the whole object.
@@ -144,13 +148,13 @@ class SavedValue:
         found = _find(value, self.keys)
         if found is _ABSENT:
             raise FormatError(
-                f"{self.object_name} lacks {'.'.join(map(str, self.keys))}, which {RECORD} names: "
-                "a faulty program wrote the checkpoint; load another one"
+                f"{self.object_name} lacks {'.'.join(map(str, self.keys))}, which {DCP_METADATA} "
+                "names: a faulty program wrote the checkpoint; load another one"
             )
-        if self.stream_position is None or not isinstance(found, bytes):
+        if self.bytes_io_position is None or not isinstance(found, bytes):
             return found
         stream = BytesIO(found)
-        stream.seek(self.stream_position)
+        stream.seek(self.bytes_io_position)
         return stream
 
 
@@ -176,24 +180,24 @@ def names_in_checkpoint(manifest: Manifest, *, allow_pickle: bool = False) -> Dc
     `get_optimizer_state_dict` gives them, and dicts of plain values are flattened.
 
     Raises:
-        FormatError: the record of DCP's names is invalid.
-        StateError: the record contains pickle, and `allow_pickle` is not set.
+        FormatError: the value `dcp_metadata` is invalid.
+        StateError: this value contains pickle, and `allow_pickle` is not set.
     """
     objects = {entry.name: entry.value for entry in manifest.objects}
     tensors = [entry.name for entry in manifest.tensors]
-    if RECORD not in objects:
-        return _names_without_record(tensors, objects, allow_pickle=allow_pickle)
-    record = decode(objects.pop(RECORD), RECORD, allow_pickle=allow_pickle)
-    return _names_by_record(record, tensors, objects)
+    if DCP_METADATA not in objects:
+        return _names_without_metadata(tensors, objects, allow_pickle=allow_pickle)
+    metadata = decode(objects.pop(DCP_METADATA), DCP_METADATA, allow_pickle=allow_pickle)
+    return _names_by_metadata(metadata, tensors, objects)
 
 
-def _names_by_record(
-    record: object, tensors: Collection[str], objects: Mapping[str, JsonValue]
+def _names_by_metadata(
+    metadata: object, tensors: Collection[str], objects: Mapping[str, JsonValue]
 ) -> DcpNames:
-    paths = {name: _checked_path(name, path) for name, path in _part(record, _PATHS).items()}
+    paths = {name: _checked_path(name, path) for name, path in _part(metadata, _PATHS).items()}
     _check_lists(paths.values())
-    renamed = {name: str(saved) for name, saved in _part(record, _NAMES).items()}
-    separate, streams = _part(record, _VALUES), _part(record, _STREAMS)
+    renamed = {name: str(saved) for name, saved in _part(metadata, _NAMES).items()}
+    separate, bytes_io_positions = _part(metadata, _VALUES), _part(metadata, _BYTES_IO)
     dcp_name = {saved: name for name, saved in renamed.items()}
     by_dcp_name = {dcp_name.get(name, name): name for name in tensors}
     names = paths or dict.fromkeys((*by_dcp_name, *objects, *separate))
@@ -202,21 +206,21 @@ def _names_by_record(
     for name in names:
         place = _locate(paths.get(name, (name,)), objects)
         if name in separate:
-            values[name] = SavedValue(RECORD, (_VALUES, name))
+            values[name] = SavedValue(DCP_METADATA, (_VALUES, name))
         elif name in by_dcp_name:
             found_tensors[name] = by_dcp_name[name]
         elif place is not None:
             values[name] = place
         else:
-            raise _invalid_record(f"the checkpoint lacks {name}")
-    for name, position in streams.items():
+            raise _invalid_metadata_error(f"the checkpoint lacks {name}")
+    for name, position in bytes_io_positions.items():
         if name not in values or not isinstance(position, int) or position < 0:
-            raise _invalid_record(f"{name} is no stream")
-        values[name] = replace(values[name], stream_position=position)
+            raise _invalid_metadata_error(f"{name} is no BytesIO")
+        values[name] = replace(values[name], bytes_io_position=position)
     return DcpNames(found_tensors, values, {name: paths.get(name, (name,)) for name in names})
 
 
-def _names_without_record(
+def _names_without_metadata(
     tensors: Collection[str], objects: Mapping[str, JsonValue], *, allow_pickle: bool
 ) -> DcpNames:
     values: dict[str, SavedValue] = {}
@@ -291,17 +295,17 @@ def _locate(path: Path, objects: Collection[str]) -> SavedValue | None:
     return None
 
 
-def _part(record: object, key: str) -> dict[str, object]:
-    part = record.get(key) if isinstance(record, dict) else None
+def _part(metadata: object, key: str) -> dict[str, object]:
+    part = metadata.get(key) if isinstance(metadata, dict) else None
     if not isinstance(part, dict) or not all(isinstance(each, str) for each in part):
-        raise _invalid_record(f"it has no dict {key!r}")
+        raise _invalid_metadata_error(f"it has no dict {key!r}")
     return part
 
 
 def _checked_path(name: str, path: object) -> Path:
     parts = path if isinstance(path, list) else []
     if not parts or not all(type(part) is str or _is_index(part) for part in parts):
-        raise _invalid_record(f"the path of {name} is {str(path)[:60]}, not a list of keys")
+        raise _invalid_metadata_error(f"the path of {name} is {str(path)[:60]}, not a list of keys")
     return tuple(parts)
 
 
@@ -317,11 +321,11 @@ def _check_lists(paths: Iterable[Path]) -> None:
             if isinstance(part, int):
                 length[path[:i]] = max(length.get(path[:i], 0), part + 1)
     if sum(length.values()) > _LONGEST_LIST:
-        raise _invalid_record(f"its lists have more than {_LONGEST_LIST} items")
+        raise _invalid_metadata_error(f"its lists have more than {_LONGEST_LIST} items")
 
 
-def _invalid_record(problem: str) -> FormatError:
+def _invalid_metadata_error(problem: str) -> FormatError:
     return FormatError(
-        f"the value {RECORD!r} is invalid: {problem}: a faulty program wrote the checkpoint; load "
-        "another one"
+        f"the value {DCP_METADATA!r} is invalid: {problem}: a faulty program wrote the checkpoint; "
+        "load another one"
     )

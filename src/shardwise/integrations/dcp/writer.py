@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.adapters.tensors import tensor_leaf, tensor_of_array
+from shardwise.adapters.tensors import check_dtype, tensor_leaf, tensor_of_array
 from shardwise.api import Place
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.options import SaveOptions
@@ -238,17 +238,13 @@ class _RunningSave:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor to write: its DCP name, global shape, box and data."""
+    """A tensor to write: its DCP name, its dtype (torch's name), global shape, box and data."""
 
     name: str
+    dtype: str
     shape: tuple[int, ...]
     box: Box
     data: torch.Tensor
-
-    @property
-    def dtype(self) -> str:
-        """Torch's name of the dtype."""
-        return str(self.data.dtype).removeprefix("torch.")
 
 
 def _write_items(
@@ -296,8 +292,9 @@ def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> list[_Part]:
             f"{name}: the planner resolved the chunk {box} to a tensor of shape "
             f"{list(data.shape)}: correct its resolve_data"
         )
-    leaf = tensor_leaf(name, data)
-    return [_Part(name, tuple(described.size), box, fragment.data) for fragment in leaf.fragments]
+    dtype, leaf = check_dtype(name, data.dtype), tensor_leaf(name, data)
+    shape = tuple(described.size)
+    return [_Part(name, dtype, shape, box, fragment.data) for fragment in leaf.fragments]
 
 
 def _resolve_value(
@@ -336,9 +333,9 @@ def _resolve_value(
         leaf = tensor_leaf(
             inside, tensor_of_array(inside, tensor) if isinstance(tensor, np.ndarray) else tensor
         )
-        dtype = str(leaf.dtype).removeprefix("torch.")
+        dtype = check_dtype(inside, leaf.dtype)
         described.append((inside, dtype, leaf.shape))
-        parts += [_Part(inside, leaf.shape, each.box, each.data) for each in leaf.fragments]
+        parts += [_Part(inside, dtype, leaf.shape, each.box, each.data) for each in leaf.fragments]
     return WrittenValue(name, encoded=encoded, tensors=tuple(described)), parts
 
 
