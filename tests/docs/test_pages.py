@@ -80,16 +80,6 @@ def test_the_page_of_data_loaders_runs(
     assert capsys.readouterr().out.splitlines() == said
 
 
-def test_the_page_of_dcp_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "howto" / "dcp.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(block, "docs/howto/dcp.md", "exec"), {})
-    assert capsys.readouterr().out.splitlines() == re.findall(r"^print.*  # (.*)$", block, re.M)
-
-
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)
