@@ -125,7 +125,7 @@ def test_an_upload_that_is_not_committed_leaves_nothing(moto: Server) -> None:  
         file.close()
     file = store.create(KEY, 20 * CHUNK)
     file.write_at(0, content(CHUNK))
-    with pytest.raises(StoreError, match=f"byte {CHUNK} of {20 * CHUNK} was never"):
+    with pytest.raises(StoreError, match=f"byte {CHUNK} of {20 * CHUNK} was not written"):
         file.commit()
     file.close()
     assert store.list() == []
