@@ -79,6 +79,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise ValueError(f"{caller}(last_batch={last_batch!r}): expected 'carry' or 'short'")
         self._check_every_rank_gets_samples()
         self._position = 0
+        self._batches = 0  # of the current epoch, trained on
         self._drawn = 0
         self._ahead = 0
         self._loads = 0
@@ -115,6 +116,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"advance() was called for the batch of samples {batch.start} to {batch.stop - 1}, "
                 "which was not read yet: call advance() once for each global batch"
             )
+        self._batches = self._batches + 1 if batch.stop < self._end_of_epoch(batch.start) else 0
         self._position = batch.stop
         self._ahead = 0
 
@@ -126,7 +128,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 loaded after the iteration began.
         """
         loads, position = self._loads, self._position
-        if self._ahead >= len(self):
+        if self._ahead >= self._remaining_batches():
             log.warning(
                 "ElasticBatchSampler: epoch %d begins again at sample %d, because advance() was "
                 "not called since: call it after each training step",
@@ -151,13 +153,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
             yield self._indices(share_of(batch, self.rank, self.world_size))
 
     def __len__(self) -> int:
-        """The number of batches from the first one not trained on to the end of the epoch."""
-        remaining = self._end_of_epoch(self._position) - self._position
-        return (remaining + self.global_batch - 1) // self.global_batch
+        """The number of batches of this epoch, including those that were trained on already.
+
+        After a restore in the middle of an epoch, an iteration yields fewer batches: the rest.
+        """
+        return self._batches + self._remaining_batches()
 
     def state_dict(self) -> dict[str, object]:
         """Return the position, and the settings that determine the order. Equal on all ranks."""
-        return {**self._order(), "samples": self._position}
+        return {**self._order(), "samples": self._position, "batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue after the samples that a state counts.
@@ -167,7 +171,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             StateError: the state belongs to another order of samples, or is invalid.
         """
-        samples = state.get("samples")
+        samples, batches = state.get("samples"), state.get("batches")
         changed = [
             f"{name}={state.get(name)!r}, here {value!r}"
             for name, value in self._order().items()
@@ -181,7 +185,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
             )
         if type(samples) is not int or samples < 0:
             raise StateError(f"the state of an ElasticBatchSampler has samples={samples!r}")
+        if type(batches) is not int or not 0 <= batches <= samples:
+            raise StateError(f"the state of an ElasticBatchSampler has batches={batches!r}")
         self._position = self._drawn = samples
+        self._batches = batches
         self._ahead = 0
         self._loads += 1
 
@@ -192,6 +199,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
+
+    def _remaining_batches(self) -> int:
+        """Return the number of batches from the first one not trained on to the epoch's end."""
+        remaining = self._end_of_epoch(self._position) - self._position
+        return (remaining + self.global_batch - 1) // self.global_batch
 
     def _end_of_epoch(self, position: int) -> int:
         return (position // self.length + 1) * self.length
