@@ -1,0 +1,232 @@
+"""Trainings of Lightning that are killed and resumed equal trainings that were not interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+import shardwise as sw
+from shardwise.data import ElasticBatchSampler
+from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
+from shardwise.retention import committed_steps
+from shardwise.store import LocalStore
+from tests.faults.memory.scenario import signal_agents
+from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, run
+
+PROGRAM = Path(__file__).with_name("lightning_program.py")
+TIMEOUT = 120
+
+
+@dataclass
+class Program:
+    """Runs the program below a directory."""
+
+    directory: Path
+    shm: Path
+
+    def train(self, name: str, *, log: str = "", **options: Any) -> None:
+        """Train in this process. The log is `log`, by default `name`."""
+        run(self._options(name, log, options))
+
+    def spawn(self, name: str, world: int, *, log: str = "", **options: Any) -> int:
+        """Train in other processes, and return the exit code."""
+        command = [sys.executable, "-W", "ignore"]
+        if world > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += [str(PROGRAM), json.dumps(self._options(name, log, options))]
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            timeout=TIMEOUT, check=False,
+        )  # fmt: skip
+        if done.returncode and "kill_at" not in options:
+            raise AssertionError(done.stderr[-4000:])
+        return done.returncode
+
+    def _options(self, name: str, log: str, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "root": str(self.directory / name),
+            "shm": str(self.shm / name),
+            "log": str(self.directory / f"{log or name}.log"),
+            **options,
+        }
+
+    def losses(self, log: str) -> list[tuple[int, float]]:
+        """Return the step and the loss of each line of a log."""
+        lines = (self.directory / f"{log}.log").read_text().splitlines()
+        return [(int(line.split()[0]), float(line.split()[1])) for line in lines]
+
+    def weights(self, log: str) -> dict[str, torch.Tensor]:
+        """Return the final weights."""
+        return torch.load(self.directory / f"{log}.log.weights", weights_only=True)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="shardwise-lightning-") as shm:
+        yield Program(tmp_path, Path(shm))
+        for home in Path(shm).iterdir():
+            signal_agents(home, 9)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[sw.Memory]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="shardwise-lightning-") as shm:
+        yield sw.Memory(dir=shm)
+        signal_agents(Path(shm), 9)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_killed_training_continues_bit_for_bit(program: Program) -> None:
+    """In the middle of an epoch, with dropout, a scheduler and an elastic sampler."""
+    program.train("whole")
+    assert program.spawn("killed", 1, kill_at=14) == -9
+    program.train("killed", log="resumed")
+    whole = program.losses("whole")
+    assert [step for step, _ in whole] == list(range(1, 31))
+    assert program.losses("killed") == whole[:14]
+    assert program.losses("resumed") == whole[12:]
+    assert equal(program.weights("resumed"), program.weights("whole"))
+    assert committed_steps(LocalStore(program.directory / "killed")) == [27, 30]
+
+
+def test_another_number_of_ranks_continues(program: Program) -> None:
+    program.train("whole", dropout=0.0)
+    assert program.spawn("killed", 2, kill_at=14, dropout=0.0) != 0
+    program.train("killed", log="resumed", dropout=0.0)
+    expected, found = program.losses("whole")[12:], program.losses("resumed")
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], 1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [2, 1])
+def test_sharded_modules_continue(program: Program, after: int) -> None:
+    """Under FSDP2, with Lightning's ModelParallelStrategy."""
+    options = {"dropout": 0.0, "fsdp": True}
+    program.spawn("whole", 2, **options)
+    assert program.spawn("killed", 2, kill_at=14, **options) != 0
+    program.spawn("killed", after, log="resumed", **options)
+    expected = program.losses("whole")[24::2]  # both ranks write to the log
+    found = program.losses("resumed")[::after]
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    if after == 2:
+        assert found == expected
+    else:
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], 1e-4)
+
+
+def test_the_plugin_serves_last_and_best(tmp_path: Path) -> None:
+    def train(root: str, epochs: int, ckpt_path: str | None = None) -> tuple[Net, Trainer]:
+        seed_everything(7)
+        keep = ModelCheckpoint(tmp_path / root, monitor="val_loss", save_last=True, save_top_k=1)
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, plugins=[ShardwiseCheckpointIO()], callbacks=[keep],
+        )  # fmt: skip
+        net, dataset = Net(dropout=0.0), make_dataset()
+        train_loader = DataLoader(dataset, batch_size=GLOBAL_BATCH)
+        trainer.fit(net, train_loader, DataLoader(dataset, batch_size=20), ckpt_path=ckpt_path)
+        return net, trainer
+
+    whole, _ = train("whole", 3)
+    train("parts", 2)
+    resumed, trainer = train("parts", 3, "last")
+    assert trainer.global_step == 30
+    assert equal(resumed.state_dict(), whole.state_dict())
+    last = tmp_path / "parts" / "last.ckpt"
+    assert sw.open(last).verify().bytes_checked > 0
+    best = trainer.validate(
+        Net(dropout=0.0), DataLoader(make_dataset(), batch_size=20), ckpt_path="best"
+    )
+    assert best[0]["val_loss"] == pytest.approx(trainer.checkpoint_callback.best_model_score)
+    assert len([each for each in (tmp_path / "parts").iterdir() if each.is_dir()]) == 2
+
+
+def train_with_callback(
+    root: Path, memory: sw.Memory | None, epochs: int = 2, **options: Any
+) -> tuple[Net, Trainer]:
+    seed_everything(7)
+    dataset = make_dataset()
+    sampler = ElasticBatchSampler(len(dataset), global_batch=GLOBAL_BATCH)
+    checkpoint = ShardwiseCheckpoint(root, data=sampler, memory=memory, **options)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=[checkpoint],
+        plugins=[ShardwiseCheckpointIO()],
+    )  # fmt: skip
+    net = Net()
+    trainer.fit(net, DataLoader(dataset, batch_sampler=sampler), DataLoader(dataset, batch_size=20))
+    return net, trainer
+
+
+def test_epochs_continue_and_the_best_is_found(tmp_path: Path) -> None:
+    whole, trainer = train_with_callback(tmp_path / "whole", None, 4, monitor="val_loss")
+    train_with_callback(tmp_path / "parts", None, 2, monitor="val_loss")
+    parts, again = train_with_callback(tmp_path / "parts", None, 4, monitor="val_loss")
+    assert again.global_step == trainer.global_step == 40
+    assert equal(parts.state_dict(), whole.state_dict())
+    data = DataLoader(make_dataset(), batch_size=20)
+    score = again.validate(Net(), data, ckpt_path="best", verbose=False)[0]["val_loss"]
+    callback = again.checkpoint_callback
+    assert isinstance(callback, ShardwiseCheckpoint)
+    step = int(callback.best_model_path.rpartition("-")[2])
+    metrics = sw.open(callback.best_model_path).metrics
+    assert score == pytest.approx(metrics["val_loss"])
+    assert again.global_step >= step
+
+
+def test_an_exception_leaves_the_save_to_the_agent(tmp_path: Path, memory: sw.Memory) -> None:
+    class FailingNet(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 7:
+                raise RuntimeError("injected")
+
+    whole, _ = train_with_callback(tmp_path / "whole", None, every_n_train_steps=5)
+    seed_everything(7)
+    sampler = ElasticBatchSampler(40, global_batch=GLOBAL_BATCH)
+    checkpoint = ShardwiseCheckpoint(
+        tmp_path / "run", every_n_train_steps=5, data=sampler, memory=memory
+    )
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=[checkpoint],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="injected"):
+        trainer.fit(FailingNet(), DataLoader(make_dataset(), batch_sampler=sampler))
+    assert checkpoint.checkpointer is None
+    resumed, trainer = train_with_callback(tmp_path / "run", memory, every_n_train_steps=5)
+    assert trainer.global_step == 20
+    assert equal(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_train_steps": 0}, "every_n_train_steps=0.*at least 1"),
+        ({"save_top_k": 0}, "save_top_k=0"),
+        ({"save_top_k": 3, "keep": sw.Keep(last=1)}, "either keep= or save_top_k="),
+        ({"resume": "best"}, "pass monitor="),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardwiseCheckpoint(tmp_path, **options)
