@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -448,6 +450,56 @@ def test_a_save_that_fails_on_one_rank_changes_nothing(gang: Gang, tmp_path: Pat
     gang.run(fail_to_save, str(tmp_path / "a"), world=2)
     assert sw.open(tmp_path / "a")["n"] == 3.0
     assert len(list((tmp_path / "a").iterdir())) == 3
+
+
+class KillingPlanner(DefaultSavePlanner):
+    """Kills rank 1 while it writes."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(write_item)
+
+
+def save_and_die(place: str) -> None:
+    warnings.simplefilter("ignore")
+    dcp.save(sharded(1.0), checkpoint_id=place)
+    dcp.save(sharded(2.0), checkpoint_id=place, planner=KillingPlanner())
+
+
+def save_once(place: str, number: float) -> None:
+    warnings.simplefilter("ignore")
+    dcp.save(sharded(number), checkpoint_id=place)
+
+
+def test_a_killed_rank_leaves_the_previous_checkpoint(gang: Gang, tmp_path: Path) -> None:
+    """The next save removes what the killed save left."""
+    outcomes = gang.run_outcomes(save_and_die, str(tmp_path / "a"), world=2)
+    assert outcomes[1].kind == "died"
+    assert outcomes[0].kind != "value"
+    checkpoint = sw.open(tmp_path / "a")
+    assert checkpoint["n"] == 1.0
+    assert checkpoint["w"][...].unique().tolist() == [1.0]
+    checkpoint.verify()
+    gang.run(save_once, str(tmp_path / "a"), 3.0, world=2)
+    assert sw.open(tmp_path / "a")["n"] == 3.0
+    assert len(list((tmp_path / "a").iterdir())) == 3
+
+
+def save_in_a_group(place: str) -> None:
+    """Only rank 1 saves and loads."""
+    warnings.simplefilter("ignore")
+    group = dist.new_group([1])
+    if dist.get_rank() == 1:
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=place, process_group=group)
+        target = {"a": torch.zeros(3)}
+        dcp.load(target, checkpoint_id=place, process_group=group)
+        assert_same(target["a"], torch.ones(3))
+
+
+def test_a_process_group(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_in_a_group, str(tmp_path / "a"), world=2)
+    assert sw.open(tmp_path / "a").world_size == 1
 
 
 def save_with_cached_plans(place: str) -> None:
