@@ -173,20 +173,29 @@ def script_of(page: str) -> str:
     return script
 
 
+def train_until_signal(script: str, step: int, number: int) -> tuple[int, int | None]:
+    """Run a script that gets a signal before it saves a step; return its last and first step."""
+    dist.destroy_process_group()  # the script makes its own
+    names: dict[str, Any] = {}
+    with signal_before_step(step, number):
+        exec(compile(script, "train.py", "exec"), names)
+    checkpointer = names["checkpointer"]
+    dist.destroy_process_group()
+    return checkpointer.latest(), checkpointer.last_restore and checkpointer.last_restore.step
+
+
 def test_the_script_for_slurm_requeues_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("scontrol").write_text('#!/bin/sh\necho "$@" >> called\n')
     Path("scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    for step in (3, 5):
-        with signal_before_step(step, signal.SIGUSR1):
-            names: dict[str, Any] = {}
-            exec(compile(script_of("howto/slurm.md"), "howto/slurm.md", "exec"), names)
-        assert names["checkpointer"].steps()[-1] == step
-    assert names["checkpointer"].last_restore.step == 3
+    script = script_of("howto/slurm.md")
+    for step, first in ((3, None), (5, 3)):
+        ends = gang.run(train_until_signal, script, step, signal.SIGUSR1, world=2, timeout=100)
+        assert ends == [(step, first)] * 2
     assert Path("called").read_text() == "requeue 4711\n" * 2
 
 
@@ -200,9 +209,10 @@ def test_the_job_for_slurm_has_its_options_before_its_commands() -> None:
 
 
 def test_the_script_for_kubernetes_saves_when_it_is_evicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as torchrun sets it")
     script = script_of("howto/kubernetes.md")
     for old, new in (
         ('"/snapshots"', repr(str(tmp_path))),
@@ -212,12 +222,9 @@ def test_the_script_for_kubernetes_saves_when_it_is_evicted(
     ):
         assert script.count(old) == 1
         script = script.replace(old, new)
-    for step in (3, 5):
-        with signal_before_step(step, signal.SIGTERM):
-            names: dict[str, Any] = {}
-            exec(compile(script, "howto/kubernetes.md", "exec"), names)
-        assert names["checkpointer"].steps()[-1] == step
-    assert names["checkpointer"].last_restore.step == 3
+    for step, first in ((3, None), (5, 3)):
+        ends = gang.run(train_until_signal, script, step, signal.SIGTERM, world=2, timeout=100)
+        assert ends == [(step, first)] * 2
 
 
 def test_the_job_for_kubernetes_fits_together() -> None:
@@ -231,6 +238,7 @@ def test_the_job_for_kubernetes_fits_together() -> None:
     for container in containers:
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
         assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/snapshots"}
+    assert spec["restartPolicy"] == "OnFailure"  # otherwise the snapshots end with the training
     assert spec["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     command = spec["containers"][0]["command"]
