@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -250,29 +251,23 @@ class _Part:
 def _write_items(
     plan: SavePlan, planner: SavePlanner, running: _RunningSave, *, allow_pickle: bool
 ) -> list[WriteResult]:
-    parts: list[_Part] = []
-    values: list[WrittenValue] = []
+    """Write the items of a plan, and return a result for each."""
+    resolved: list[tuple[WriteItem, WrittenValue | None, list[_Part]]] = []
     for item in plan.items:
         check_name(item.index.fqn)
         if item.type == WriteItemType.BYTE_IO:
             value, inside = _resolve_value(item, planner, allow_pickle=allow_pickle)
-            values.append(value)
-            parts += inside
+            resolved.append((item, value, inside))
         else:
-            parts += _resolve_tensor(item, planner)
-    pieces = _write_parts(parts, plan.storage_data, running)
-    by_box = {(piece.tensor, piece.box.offset): piece for piece in pieces}
-    value_of = {value.name: value for value in values}
+            resolved.append((item, None, _resolve_tensor(item, planner)))
+    all_parts = [part for _, _, parts in resolved for part in parts]
+    pieces = iter(_write_parts(all_parts, plan.storage_data, running))
     results = []
-    for item in plan.items:
-        written: Written = None
-        if item.type == WriteItemType.BYTE_IO:
-            value = value_of[item.index.fqn]
-            inside_names = {name for name, _, _ in value.tensors}
-            own = tuple(piece for piece in pieces if piece.tensor in inside_names)
-            written = replace(value, pieces=own) if own else value
-        elif item.tensor_data is not None:
-            written = by_box.get((item.index.fqn, tuple(item.tensor_data.chunk.offsets)))
+    for item, saved_value, parts in resolved:
+        own = tuple(islice(pieces, len(parts)))
+        written: Written = next(iter(own), None)
+        if saved_value is not None:
+            written = replace(saved_value, pieces=own)
         results.append(WriteResult(item.index, _nbytes(item), written))
     return results
 
@@ -340,11 +335,15 @@ def _resolve_value(
 
 
 def _write_parts(parts: Sequence[_Part], rank: int, running: _RunningSave) -> list[WrittenPiece]:
-    """Write the data file of this rank, and return its pieces. Without parts, there is no file."""
+    """Write the data file of this rank, and return the piece of each part, in the same order.
+
+    Without parts, there is no file.
+    """
     if not parts:
         return []
     # Wider types come first, so that every piece is aligned to its own type.
-    ordered = sorted(parts, key=lambda part: -part.data.element_size())
+    order = sorted(range(len(parts)), key=lambda i: -parts[i].data.element_size())
+    ordered = [parts[i] for i in order]
     for part in ordered:
         check_memory(part.name, part.data)
     start = np.cumsum([0, *(part.data.numel() * part.data.element_size() for part in ordered)])
@@ -378,9 +377,10 @@ def _write_parts(parts: Sequence[_Part], rank: int, running: _RunningSave) -> li
         layout.checksums_at,
         checksums_crc32,
     )
+    start_of = dict(zip(order, start.tolist(), strict=False))
     return [
-        WrittenPiece(part.name, part.dtype, part.shape, part.box, begin, entry)
-        for part, begin in zip(ordered, start.tolist(), strict=False)
+        WrittenPiece(part.name, part.dtype, part.shape, part.box, start_of[i], entry)
+        for i, part in enumerate(parts)
     ]
 
 
