@@ -173,15 +173,23 @@ def script_of(page: str) -> str:
     return script
 
 
-def train_until_signal(script: str, step: int, number: int) -> tuple[int, int | None]:
-    """Run a script that gets a signal before it saves a step; return its last and first step."""
+def train_until_signal(script: str, step: int, number: int) -> tuple[int, int | None, str]:
+    """Run a script that gets a signal before it saves a step.
+
+    Returns its last step, its first step, and the reason of its exit, if it is not a success.
+    """
     dist.destroy_process_group()  # the script makes its own
     names: dict[str, Any] = {}
-    with signal_before_step(step, number):
-        exec(compile(script, "train.py", "exec"), names)
+    reason = ""
+    try:
+        with signal_before_step(step, number):
+            exec(compile(script, "train.py", "exec"), names)
+    except SystemExit as end:
+        reason = str(end.code)
     checkpointer = names["checkpointer"]
     dist.destroy_process_group()
-    return checkpointer.latest(), checkpointer.last_restore and checkpointer.last_restore.step
+    report = checkpointer.last_restore
+    return checkpointer.latest(), report and report.step, reason
 
 
 def test_the_script_for_slurm_requeues_and_resumes(
@@ -195,7 +203,7 @@ def test_the_script_for_slurm_requeues_and_resumes(
     script = script_of("howto/slurm.md")
     for step, first in ((3, None), (5, 3)):
         ends = gang.run(train_until_signal, script, step, signal.SIGUSR1, world=2, timeout=100)
-        assert ends == [(step, first)] * 2
+        assert ends == [(step, first, "")] * 2
     assert Path("called").read_text() == "requeue 4711\n" * 2
 
 
@@ -224,7 +232,7 @@ def test_the_script_for_kubernetes_saves_when_it_is_evicted(
         script = script.replace(old, new)
     for step, first in ((3, None), (5, 3)):
         ends = gang.run(train_until_signal, script, step, signal.SIGTERM, world=2, timeout=100)
-        assert ends == [(step, first)] * 2
+        assert ends == [(step, first, "evicted")] * 2
 
 
 def test_the_job_for_kubernetes_fits_together() -> None:
