@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler
 from shardwise.testing import Gang
+from tests.integrations.parallelism import plugins_of, reset_accelerate, select_fsdp
 
 pytest.importorskip("accelerate")
 
@@ -73,17 +74,19 @@ class Seen:
 def make_accelerator(run: Run) -> Any:
     """An accelerator of the gang's ranks, as under `accelerate launch --cpu`."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DataLoaderConfiguration
 
-    for singleton in (AcceleratorState, GradientState, PartialState):
-        singleton._reset_state()
+    reset_accelerate()
+    plugins = plugins_of(run.parallelism, "Linear")
     loading = DataLoaderConfiguration(
         split_batches=True,
         use_seedable_sampler=True,
         use_stateful_dataloader=run.data == "stateful",
     )
-    return Accelerator(cpu=True, dataloader_config=loading)
+    accelerator = Accelerator(**plugins, dataloader_config=loading)
+    if run.parallelism == "fsdp2":
+        select_fsdp(accelerator, plugins["fsdp_plugin"])
+    return accelerator
 
 
 def make_loader(run: Run) -> tuple[Any, ElasticBatchSampler | None]:
@@ -148,14 +151,22 @@ def train(run: Run) -> dict[str, Any]:
         "seen": seen.samples.tolist(),
         "calls": seen.calls,
         "rate": optimizer.param_groups[0]["lr"],
-        "weights": {n: p.detach().clone() for n, p in model.named_parameters()},
+        "weights": weights_of(model),
         "noise": torch.rand(2).tolist(),
     }
 
 
-def resume_after_crash(gang: Gang, run: Run, worlds: tuple[int, int], crash: str) -> Any:
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of the weights."""
+    parts = ((name, getattr(p, "_local_tensor", p)) for name, p in model.named_parameters())
+    return {name: part.detach().clone() for name, part in parts}
+
+
+def resume_after_crash(
+    gang: Gang, first: Run, run: Run, worlds: tuple[int, int], crash: str = "raise"
+) -> Any:
     """Let a training fail on some ranks, and resume it on others. Return what each has seen."""
-    outcomes = gang.run_outcomes(train, replace(run, crash=crash), world=worlds[0])
+    outcomes = gang.run_outcomes(train, replace(first, crash=crash), world=worlds[0])
     kinds = {each.kind for each in outcomes}
     assert kinds == {"died" if crash == "kill" else "error"}, outcomes[0].report
     return gang.run(train, run, world=worlds[1])
@@ -178,7 +189,10 @@ def test_a_training_resumes_bit_for_bit_on_as_many_ranks(
 ) -> None:
     whole = gang.run(train, Run(tmp_path / "whole", data=data), world=world)
     run = Run(tmp_path / "run", data=data)
-    resumed = resume_after_crash(gang, run, (world, world), crash)
+    assert_same_bits(whole, resume_after_crash(gang, run, run, (world, world), crash))
+
+
+def assert_same_bits(whole: list[Any], resumed: list[Any]) -> None:
     for before, after in zip(whole, resumed, strict=True):
         for key in ("losses", "batches"):
             assert_tail(before, after, key, 0)
@@ -195,11 +209,35 @@ def test_a_training_resumes_with_the_same_samples_on_other_ranks(
 ) -> None:
     whole, *_ = gang.run(train, Run(tmp_path / "whole", data=data, dropout=0), world=1)
     run = Run(tmp_path / "run", data=data, dropout=0)
-    for resumed in resume_after_crash(gang, run, worlds, "raise"):
+    for resumed in resume_after_crash(gang, run, run, worlds):
         assert_tail(whole, resumed, "batches", 0)
         assert_tail(whole, resumed, "losses", 1e-4)
         for key in ("seen", "calls", "rate"):
             assert resumed[key] == whole[key], key
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp2"])
+def test_sharded_models_resume_bit_for_bit(gang: Gang, tmp_path: Path, parallelism: str) -> None:
+    whole = gang.run(train, Run(tmp_path / "whole", parallelism=parallelism), world=2)
+    run = Run(tmp_path / "run", parallelism=parallelism)
+    assert_same_bits(whole, resume_after_crash(gang, run, run, (2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("parallelisms", "worlds"),
+    [
+        (("fsdp2", "plain"), (2, 1)),
+        (("plain", "fsdp2"), (1, 2)),
+    ],
+)
+def test_a_training_resumes_under_another_parallelism(
+    gang: Gang, tmp_path: Path, parallelisms: tuple[str, str], worlds: tuple[int, int]
+) -> None:
+    whole, *_ = gang.run(train, Run(tmp_path / "whole", dropout=0), world=1)
+    before, after = (Run(tmp_path / "run", dropout=0, parallelism=each) for each in parallelisms)
+    for resumed in resume_after_crash(gang, before, after, worlds):
+        assert_tail(whole, resumed, "batches", 0)
+        assert_tail(whole, resumed, "losses", 1e-4)
 
 
 def test_a_stateful_loader_refuses_other_ranks(gang: Gang, tmp_path: Path) -> None:

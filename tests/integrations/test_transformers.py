@@ -17,6 +17,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.integrations.parallelism import (
+    plugins_of,
+    reset_accelerate,
+    select_fsdp,
+)
 from tests.memory.test_snapshots import shm
 
 pytest.importorskip("accelerate")
@@ -53,13 +58,6 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def reset_accelerate() -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for singleton in (AcceleratorState, GradientState, PartialState):
-        singleton._reset_state()
-
-
 def make_trainer(run: Run) -> Any:
     """A trainer of a tiny GPT-2. The first token of a sample is its index."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -72,6 +70,13 @@ def make_trainer(run: Run) -> Any:
         def open_checkpointer(self, root: str, keep: sw.Keep) -> sw.Checkpointer:
             memory = run.shm and sw.Memory(snapshot_every=0, slots=1, dir=run.shm)
             return sw.Checkpointer(root, keep=keep, memory=memory)
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if run.parallelism == "fsdp2":
+                plugin = plugins_of("fsdp2", "GPT2Block")["fsdp_plugin"]
+                select_fsdp(self.accelerator, plugin)
+                self.is_fsdp_enabled = True
 
         def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> torch.Tensor:
             step = self.state.global_step + 1
@@ -91,7 +96,7 @@ def make_trainer(run: Run) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), run.dropout)
-    config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
     tokens = torch.randint(64, (GLOBAL_BATCH * EPOCH, 8))
     tokens[:, 0] = torch.arange(GLOBAL_BATCH * EPOCH)
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
@@ -108,7 +113,7 @@ def make_trainer(run: Run) -> Any:
         **run.options,
     }
     trainer = Recording(
-        GPT2LMHeadModel(config),
+        model,
         TrainingArguments(output_dir=str(run.output), **arguments),
         train_dataset=dataset,
         eval_dataset=dataset[:8],
@@ -127,10 +132,16 @@ def train(run: Run) -> dict[str, Any]:
         "losses": trainer.losses,
         "samples": {step: sorted(rows) for step, rows in trainer.samples.items()},
         "logged": {each["step"]: (each["loss"], each["learning_rate"]) for each in logged},
-        "weights": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "weights": weights_of(trainer.model),
         "noise": torch.rand(2).tolist(),
         "best": (trainer.state.best_global_step, trainer.state.best_metric),
     }
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of the weights."""
+    parts = ((name, getattr(p, "_local_tensor", p)) for name, p in model.named_parameters())
+    return {name: part.detach().clone() for name, part in parts}
 
 
 def crash(gang: Gang, run: Run, world: int) -> None:
@@ -187,6 +198,32 @@ def test_a_trainer_resumes_with_the_same_samples_on_other_ranks(
     whole, *_ = gang.run(train, Run(tmp_path / "whole", dropout=0), world=1)
     crash(gang, replace(run, resume=None, crash="raise"), worlds[0])
     for resumed in gang.run(train, run, world=worlds[1]):
+        assert_tail(whole, resumed, "samples", 0)
+        assert_tail(whole, resumed, "losses", 1e-4)
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp2"])
+def test_sharded_models_resume_bit_for_bit(gang: Gang, tmp_path: Path, parallelism: str) -> None:
+    run = Run(tmp_path / "run", resume=True, parallelism=parallelism)
+    whole = gang.run(train, replace(run, output=tmp_path / "whole", resume=None), world=2)
+    crash(gang, replace(run, resume=None, crash="raise"), 2)
+    assert_same_bits(whole, gang.run(train, run, world=2))
+
+
+@pytest.mark.parametrize(
+    ("parallelisms", "worlds"),
+    [
+        (("fsdp2", "plain"), (2, 1)),
+        (("plain", "fsdp2"), (1, 2)),
+    ],
+)
+def test_a_trainer_resumes_under_another_parallelism(
+    gang: Gang, tmp_path: Path, parallelisms: tuple[str, str], worlds: tuple[int, int]
+) -> None:
+    whole, *_ = gang.run(train, Run(tmp_path / "whole", dropout=0), world=1)
+    before, after = (Run(tmp_path / "run", dropout=0, parallelism=each) for each in parallelisms)
+    crash(gang, replace(before, crash="raise"), worlds[0])
+    for resumed in gang.run(train, replace(after, resume=True), world=worlds[1]):
         assert_tail(whole, resumed, "samples", 0)
         assert_tail(whole, resumed, "losses", 1e-4)
 
