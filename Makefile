@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers soak clean
+.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,15 @@ azurite:
 	@test -x node_modules/.bin/azurite-blob || ! command -v npm >/dev/null || \
 		npm install --no-save --no-package-lock --no-audit --no-fund --prefix . \
 			azurite@$(AZURITE) || echo "azurite was not installed: the tests of Azure are skipped"
+
+# Its packages need an older fsspec than the tests do, so torchtitan gets a separate environment.
+torchtitan: $(READY) ## install torchtitan, which the tests of its drop-in need; they skip without it
+	$(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/python -m pip install --quiet --constraint constraints.txt torch
+	grep -v '^fsspec' constraints.txt > .venv-torchtitan/constraints.txt
+	.venv-torchtitan/bin/python -m pip install --quiet --editable . torchtitan==0.3.0 \
+		--constraint .venv-torchtitan/constraints.txt
+	.venv-torchtitan/bin/python -m pip install --quiet --no-deps triton
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check
@@ -67,7 +76,7 @@ soak: $(READY) ## inject random failures and check every restore: ARGS="--minute
 	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv and all build and cache files
-	rm -rf $(VENV) node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-torchtitan node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Install torch first, alone: the requirements of other packages must not choose its version.
