@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan soak clean
+.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan nvrx soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,13 @@ torchtitan: $(READY) ## install torchtitan, which the tests of its drop-in need;
 	.venv-torchtitan/bin/python -m pip install --quiet --editable . torchtitan==0.3.0 \
 		--constraint .venv-torchtitan/constraints.txt
 	.venv-torchtitan/bin/python -m pip install --quiet --no-deps triton
+
+nvrx: $(READY) ## install NVIDIA's wrapper for restarts, which a test needs; it skips without it
+	$(PYTHON) -m venv .venv-nvrx
+	.venv-nvrx/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-nvrx/bin/python -m pip install --quiet --constraint constraints.txt --editable .
+	.venv-nvrx/bin/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
+	.venv-nvrx/bin/python -m pip install --quiet pyyaml defusedxml psutil nvidia-ml-py
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check
@@ -76,7 +83,7 @@ soak: $(READY) ## inject random failures and check every restore: ARGS="--minute
 	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv and all build and cache files
-	rm -rf $(VENV) .venv-torchtitan node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-torchtitan .venv-nvrx node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Install torch first, alone: the requirements of other packages must not choose its version.

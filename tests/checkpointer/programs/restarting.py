@@ -2,8 +2,8 @@
 
     torchrun … restarting.py HOW DIRECTORY
 
-HOW says who restarts the training: `nobody`; `torchrun`, with new processes; or `function`, which
-calls the training again in the same processes.
+HOW says who restarts the training: `nobody`; `torchrun`, with new processes; `function`, which
+calls the training again in the same processes; or `nvrx`, NVIDIA's wrapper that does the same.
 """
 
 from __future__ import annotations
@@ -88,10 +88,23 @@ def call_again(directory: Path) -> None:
     dist.destroy_process_group()
 
 
+def call_with_nvrx(directory: Path) -> None:
+    """Let NVIDIA's wrapper call the training again. The wrapper also destroys the process group."""
+    from nvidia_resiliency_ext import inprocess
+
+    def call(wrapper: inprocess.CallWrapper = None) -> None:  # the wrapper fills it in
+        train(directory, wrapper.iteration, fails=True)
+
+    call.__annotations__["wrapper"] = inprocess.CallWrapper  # the wrapper reads the type
+    inprocess.Wrapper(store_kwargs={"port": int(os.environ["NVRX_PORT"])})(call)()
+
+
 if __name__ == "__main__":
     how, place = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    if how == "function":
+    if how == "nvrx":
+        call_with_nvrx(place)
+    elif how == "function":
         call_again(place)
     else:
         train(place, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), fails=how == "torchrun")
