@@ -167,8 +167,10 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if handle is None:
             return False
         self._handle = handle
-        self.save_future = self._waiter.submit(handle.result)
-        return last_step or is_first or curr_step % config.interval == 0
+        is_durable = last_step or is_first or curr_step % config.interval == 0
+        if is_durable:
+            self.save_future = self._waiter.submit(handle.result)
+        return is_durable
 
     def _state_to_save(self) -> dict[str, Any]:
         loader = {} if self._dataloader is None else self._dataloader.state_dict()
@@ -207,7 +209,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             if self._checkpointer is not None:
                 self._checkpointer.close(wait=not is_failing)
         finally:
-            self._waiter.shutdown(wait=False)
+            self._waiter.shutdown(wait=False, cancel_futures=True)
 
     # Loading
 
