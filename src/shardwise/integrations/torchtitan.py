@@ -162,7 +162,10 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return True
         is_first = curr_step == 1 and config.enable_first_step_checkpoint
         handle = self._checkpointer.save(
-            curr_step, self._state_to_save(), force=last_step or is_first
+            curr_step,
+            self._state_to_save(),
+            force=last_step or is_first,
+            overwrite=config.load_step != -1,  # the run went back, and reaches steps again
         )
         if handle is None:
             return False
