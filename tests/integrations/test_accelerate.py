@@ -15,15 +15,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler
 from shardwise.testing import Gang
-from tests.integrations.parallelism import plugins_of, reset_accelerate, select_fsdp
+from tests.breadth import mostly_long
+from tests.integrations.parallelism import (
+    gang,
+    needs_frameworks,
+    plugins_of,
+    reset_accelerate,
+    select_fsdp,
+)
 
-pytest.importorskip("accelerate")
+__all__ = ["gang"]
+pytestmark = needs_frameworks
 
 STEPS, SAVE_EVERY, CRASH_AT = 14, 3, 11
 GLOBAL_BATCH, EPOCH = 8, 6  # an epoch has 6 steps
@@ -77,7 +86,7 @@ def make_accelerator(run: Run) -> Any:
     from accelerate.utils import DataLoaderConfiguration
 
     reset_accelerate()
-    plugins = plugins_of(run.parallelism, "Linear")
+    plugins = plugins_of(run.parallelism, GLOBAL_BATCH // dist.get_world_size(), "Linear")
     loading = DataLoaderConfiguration(
         split_batches=True,
         use_seedable_sampler=True,
@@ -182,7 +191,12 @@ def assert_tail(whole: dict[str, Any], resumed: dict[str, Any], key: str, tolera
 
 @pytest.mark.parametrize(
     ("data", "world", "crash"),
-    [("skip", 1, "raise"), ("skip", 2, "kill"), ("stateful", 2, "raise"), ("elastic", 2, "raise")],
+    [
+        pytest.param("skip", 1, "raise", marks=pytest.mark.long),
+        ("skip", 2, "kill"),
+        ("stateful", 2, "raise"),
+        pytest.param("elastic", 2, "raise", marks=pytest.mark.long),
+    ],
 )
 def test_a_training_resumes_bit_for_bit_on_as_many_ranks(
     gang: Gang, tmp_path: Path, data: str, world: int, crash: str
@@ -203,7 +217,7 @@ def assert_same_bits(whole: list[Any], resumed: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("data", ["skip", "elastic"])
-@pytest.mark.parametrize("worlds", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2), marks=pytest.mark.long)])
 def test_a_training_resumes_with_the_same_samples_on_other_ranks(
     gang: Gang, tmp_path: Path, data: str, worlds: tuple[int, int]
 ) -> None:
@@ -216,7 +230,9 @@ def test_a_training_resumes_with_the_same_samples_on_other_ranks(
             assert resumed[key] == whole[key], key
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp2"])
+@pytest.mark.parametrize(
+    "parallelism", mostly_long(["fsdp2", "zero1", "zero3"], ["fsdp2", "zero3"])
+)
 def test_sharded_models_resume_bit_for_bit(gang: Gang, tmp_path: Path, parallelism: str) -> None:
     whole = gang.run(train, Run(tmp_path / "whole", parallelism=parallelism), world=2)
     run = Run(tmp_path / "run", parallelism=parallelism)
@@ -226,8 +242,10 @@ def test_sharded_models_resume_bit_for_bit(gang: Gang, tmp_path: Path, paralleli
 @pytest.mark.parametrize(
     ("parallelisms", "worlds"),
     [
-        (("fsdp2", "plain"), (2, 1)),
-        (("plain", "fsdp2"), (1, 2)),
+        pytest.param(("fsdp2", "plain"), (2, 1), marks=pytest.mark.long),
+        pytest.param(("plain", "zero3"), (1, 2), marks=pytest.mark.long),
+        (("zero1", "fsdp2"), (2, 2)),
+        pytest.param(("zero3", "plain"), (2, 1), marks=pytest.mark.long),
     ],
 )
 def test_a_training_resumes_under_another_parallelism(

@@ -17,17 +17,20 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.integrations.parallelism import (
+    deepspeed_config,
+    gang,
+    needs_frameworks,
     plugins_of,
+    prepare_deepspeed,
     reset_accelerate,
     select_fsdp,
 )
 from tests.memory.test_snapshots import shm
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
-__all__ = ["shm"]
+__all__ = ["gang", "shm"]
+pytestmark = needs_frameworks
 GLOBAL_BATCH, EPOCH, STEPS, SAVE_EVERY, CRASH_AT = 8, 6, 14, 3, 11
 NEWEST = CRASH_AT // SAVE_EVERY * SAVE_EVERY
 
@@ -74,7 +77,7 @@ def make_trainer(run: Run) -> Any:
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             if run.parallelism == "fsdp2":
-                plugin = plugins_of("fsdp2", "GPT2Block")["fsdp_plugin"]
+                plugin = plugins_of("fsdp2", 0, "GPT2Block")["fsdp_plugin"]
                 select_fsdp(self.accelerator, plugin)
                 self.is_fsdp_enabled = True
 
@@ -96,9 +99,9 @@ def make_trainer(run: Run) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), run.dropout)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
     tokens = torch.randint(64, (GLOBAL_BATCH * EPOCH, 8))
     tokens[:, 0] = torch.arange(GLOBAL_BATCH * EPOCH)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
     world = int(os.environ["WORLD_SIZE"])
     arguments = {
@@ -112,6 +115,11 @@ def make_trainer(run: Run) -> Any:
         "use_cpu": True,
         **run.options,
     }
+    if run.parallelism.startswith("zero"):
+        prepare_deepspeed()
+        config = deepspeed_config(run.parallelism, arguments["per_device_train_batch_size"])
+        configured = {"use_configured_state": True}
+        arguments |= {"use_cpu": False, "deepspeed": config, "accelerator_config": configured}
     trainer = Recording(
         model,
         TrainingArguments(output_dir=str(run.output), **arguments),
@@ -171,7 +179,12 @@ def assert_same_bits(whole: list[Any], resumed: list[Any], newest: int = NEWEST)
 
 
 @pytest.mark.parametrize(
-    ("world", "how", "accumulation"), [(1, "raise", 1), (2, "raise", 2), (2, "kill", 1)]
+    ("world", "how", "accumulation"),
+    [
+        pytest.param(1, "raise", 1, marks=pytest.mark.long),
+        pytest.param(2, "raise", 2, marks=pytest.mark.long),
+        (2, "kill", 1),
+    ],
 )
 def test_a_trainer_resumes_bit_for_bit_on_as_many_ranks(
     gang: Gang, tmp_path: Path, shm: Path, world: int, how: str, accumulation: int
@@ -190,7 +203,7 @@ def test_a_trainer_resumes_bit_for_bit_on_as_many_ranks(
     assert sw.open(run.output / "shardwise", step=9)["trainer_state"]["global_step"] == 9
 
 
-@pytest.mark.parametrize("worlds", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2), marks=pytest.mark.long)])
 def test_a_trainer_resumes_with_the_same_samples_on_other_ranks(
     gang: Gang, tmp_path: Path, worlds: tuple[int, int]
 ) -> None:
@@ -202,7 +215,7 @@ def test_a_trainer_resumes_with_the_same_samples_on_other_ranks(
         assert_tail(whole, resumed, "losses", 1e-4)
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp2"])
+@pytest.mark.parametrize("parallelism", mostly_long(["fsdp2", "zero1", "zero3"], ["zero3"]))
 def test_sharded_models_resume_bit_for_bit(gang: Gang, tmp_path: Path, parallelism: str) -> None:
     run = Run(tmp_path / "run", resume=True, parallelism=parallelism)
     whole = gang.run(train, replace(run, output=tmp_path / "whole", resume=None), world=2)
@@ -213,8 +226,10 @@ def test_sharded_models_resume_bit_for_bit(gang: Gang, tmp_path: Path, paralleli
 @pytest.mark.parametrize(
     ("parallelisms", "worlds"),
     [
-        (("fsdp2", "plain"), (2, 1)),
-        (("plain", "fsdp2"), (1, 2)),
+        pytest.param(("fsdp2", "plain"), (2, 1), marks=pytest.mark.long),
+        pytest.param(("plain", "zero3"), (1, 2), marks=pytest.mark.long),
+        (("zero1", "fsdp2"), (2, 2)),
+        pytest.param(("zero3", "plain"), (2, 1), marks=pytest.mark.long),
     ],
 )
 def test_a_trainer_resumes_under_another_parallelism(
