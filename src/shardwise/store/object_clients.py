@@ -101,6 +101,35 @@ def _first_process() -> int:
     return os.getpid()
 
 
+def find_settings(url: StoreUrl) -> dict[str, str]:
+    """Return what the environment of this process adds to a URL, as options of the URL.
+
+    Another process with the same URL but another environment would use another server or account.
+    Credentials are not returned.
+
+    Raises:
+        StoreError: the profile does not exist.
+    """
+    if url.scheme == "az":
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        return {"account": account} if account and "account" not in url.options else {}
+    session = _boto3_session(url) if url.scheme == "s3" else None
+    if session is None:
+        return {}
+    found = {}
+    endpoint = _boto3_client(url).meta.endpoint_url
+    if "endpoint" not in url.options and not _is_aws(endpoint):
+        found["endpoint"] = endpoint
+    if "profile" not in url.options and session.profile_name != "default":
+        found["profile"] = session.profile_name
+    return found
+
+
+def _is_aws(endpoint: str) -> bool:
+    host = urllib.parse.urlsplit(endpoint).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
 def _open_client(url: StoreUrl) -> ObjectStore:
     try:
         import obstore.store
@@ -151,8 +180,7 @@ def _open_s3(url: StoreUrl) -> ObjectStore:
     config: dict[str, Any] = {"skip_signature": url.is_set("anonymous")}
     client = _boto3_client(url)
     if client is not None:
-        host = urllib.parse.urlsplit(client.meta.endpoint_url).hostname or ""
-        if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        if not _is_aws(client.meta.endpoint_url):
             endpoint = client.meta.endpoint_url
         region = region or client.meta.region_name
         if not url.is_set("anonymous"):

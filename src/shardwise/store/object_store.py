@@ -15,7 +15,13 @@ from shardwise.errors import StoreError
 from shardwise.store import leases
 from shardwise.store.conditional_put import create_object, probe_conditional_put, read_if_exists
 from shardwise.store.names import check_name, check_name_to_write
-from shardwise.store.object_clients import COMMON_OPTIONS, OPTIONS, Client, longest_request
+from shardwise.store.object_clients import (
+    COMMON_OPTIONS,
+    OPTIONS,
+    Client,
+    find_settings,
+    longest_request,
+)
 from shardwise.store.object_errors import http_status, translate_errors
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
@@ -86,6 +92,12 @@ class ObjectStore:
 
     def __str__(self) -> str:
         return str(self.url)
+
+    def with_settings(self) -> ObjectStore:
+        """Return this store with what `find_settings` finds as options of its URL."""
+        found = find_settings(self.url)
+        url = replace(self.url, options={**self.url.options, **found})
+        return ObjectStore(url, times=self._times) if found else self
 
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""

@@ -13,13 +13,22 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
 
 
 def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
-    """Return the store at a place. A relative path is made absolute.
+    """Return the store at a place, with a name that means the same in every process of this node.
+
+    A relative path is made absolute. The URL of an object store gets the endpoint, profile or
+    account that this process finds in its environment.
 
     Raises:
         StoreError: as for `open_store`.
     """
     store = open_store(place)
-    return store.at_path(store.path.absolute()) if type(store) is LocalStore else store
+    if type(store) is LocalStore:
+        return store.at_path(store.path.absolute())
+    if scheme_of(str(store)) not in OBJECT_SCHEMES:
+        return store
+    from shardwise.store.object_store import ObjectStore
+
+    return store.with_settings() if isinstance(store, ObjectStore) else store
 
 
 def can_be_reopened(store: Store) -> bool:

@@ -127,6 +127,30 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
     assert_restores(url, 2)
 
 
+def test_an_agent_uploads_to_the_endpoint_of_the_training(
+    moto: Server,  # noqa: F811
+    tmp_path: Path,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another run, without the endpoint in its environment, has started the agent."""
+    state = {"t": torch.arange(1000)}
+    memory = sw.Memory(dir=str(shm))
+    with sw.Checkpointer(tmp_path / "run", memory=memory) as first:
+        first.save(1, state)
+        url = moto.new_url()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
+        bare = url.partition("?")[0]
+        with sw.Checkpointer(bare, memory=memory) as second:
+            handle = second.save(1, state)
+            assert handle is not None
+            handle.result(60.0)
+    assert any(key.startswith("step-00000001/") for key in moto.keys(url))
+    loaded = {"t": torch.zeros(1000, dtype=torch.int64)}
+    sw.load(bare, loaded)
+    assert torch.equal(loaded["t"], state["t"])
+
+
 def test_the_first_save_does_not_wait_for_the_storage(
     moto: Server,  # noqa: F811
     proxy: FaultProxy,
