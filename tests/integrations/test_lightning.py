@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import shardwise as sw
@@ -162,7 +162,14 @@ def test_the_plugin_serves_last_and_best(tmp_path: Path) -> None:
 
 
 def train_with_callback(
-    root: Path, memory: sw.Memory | None, epochs: int = 2, **options: Any
+    root: Path,
+    memory: sw.Memory | None,
+    epochs: int = 2,
+    callbacks: Sequence[Callback] = (),
+    *,
+    net: type[Net] = Net,
+    accumulate: int = 1,
+    **options: Any,
 ) -> tuple[Net, Trainer]:
     seed_everything(7)
     dataset = make_dataset()
@@ -170,12 +177,17 @@ def train_with_callback(
     checkpoint = ShardwiseCheckpoint(root, data=sampler, memory=memory, **options)
     trainer = Trainer(
         accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, callbacks=[checkpoint],
-        plugins=[ShardwiseCheckpointIO()],
+        enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[*callbacks, checkpoint], plugins=[ShardwiseCheckpointIO()],
+        accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    net = Net()
-    trainer.fit(net, DataLoader(dataset, batch_sampler=sampler), DataLoader(dataset, batch_size=20))
-    return net, trainer
+    module = net()
+    loader, validation = (
+        DataLoader(dataset, batch_sampler=sampler),
+        DataLoader(dataset, batch_size=20),
+    )
+    trainer.fit(module, loader, validation)
+    return module, trainer
 
 
 def test_epochs_continue_and_the_best_is_found(tmp_path: Path) -> None:
@@ -230,3 +242,88 @@ def test_an_exception_leaves_the_save_to_the_agent(tmp_path: Path, memory: sw.Me
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardwiseCheckpoint(tmp_path, **options)
+
+
+class InterruptionError(Exception):
+    """Ends a training early."""
+
+
+class Interrupt(Callback):
+    """Interrupts the training before a batch, counted over all epochs."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.batch -= 1
+        if self.batch == 0:
+            raise InterruptionError
+
+
+def test_no_step_is_saved_within_an_accumulation_of_gradients(tmp_path: Path) -> None:
+    """Such a checkpoint would lack the gradients so far."""
+
+    def train(root: str, *callbacks: Callback) -> Net:
+        return train_with_callback(
+            tmp_path / root, None, 1, callbacks, accumulate=4, every_n_train_steps=1, save_top_k=-1
+        )[0]
+
+    whole = train("whole")
+    assert committed_steps(LocalStore(tmp_path / "whole")) == [1, 2, 3]
+    with pytest.raises(InterruptionError):
+        train("parts", Interrupt(3))
+    assert equal(train("parts").state_dict(), whole.state_dict())
+
+
+class PlateauNet(Net):
+    """A training that diverges, so that its scheduler reduces the learning rate each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+def test_a_scheduler_that_reacts_to_a_metric_misses_no_epoch(tmp_path: Path) -> None:
+    whole, _ = train_with_callback(tmp_path / "whole", None, 4, net=PlateauNet)
+    train_with_callback(tmp_path / "parts", None, 2, net=PlateauNet)
+    parts, trainer = train_with_callback(tmp_path / "parts", None, 4, net=PlateauNet)
+    assert trainer.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"] == 4
+    assert equal(parts.state_dict(), whole.state_dict())
+
+
+def test_a_run_that_goes_back_replaces_later_checkpoints(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1}
+    whole, _ = train_with_callback(tmp_path, None, 1, **options)
+    before = sw.open(tmp_path, step=9).manifest.save_id
+    again, _ = train_with_callback(tmp_path, None, 1, resume=3, **options)
+    assert committed_steps(LocalStore(tmp_path)) == [3, 6, 9]
+    assert sw.open(tmp_path, step=9).manifest.save_id != before
+    assert equal(again.state_dict(), whole.state_dict())
+
+
+def test_a_metric_that_is_never_logged_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_with_callback(tmp_path, None, 2, monitor="vol_loss")
+    messages = [each.message for each in caplog.records if "vol_loss" in each.message]
+    assert len(messages) == 1
+    assert "logged so far: ['val_loss']" in messages[0]
+
+
+def test_the_last_step_of_an_epoch_has_the_metrics_of_its_validation(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"monitor": "val_loss", "every_n_train_steps": 5, "every_n_epochs": 1}
+    train_with_callback(tmp_path / "both", None, 1, **options)
+    train_with_callback(tmp_path / "epochs", None, 1, monitor="val_loss")
+    metrics = sw.open(tmp_path / "both", step=10).metrics
+    assert metrics == sw.open(tmp_path / "epochs", step=10).metrics
+    assert metrics["val_loss"] is not None
+
+
+def test_a_hook_that_needs_the_weights_is_refused(tmp_path: Path) -> None:
+    class Averaging(Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            checkpoint["average"] = checkpoint["state_dict"]
+
+    with pytest.raises(sw.StateError, match=r"Averaging.*'state_dict'.*ShardwiseCheckpointIO"):
+        train_with_callback(tmp_path, None, 1, [Averaging()])

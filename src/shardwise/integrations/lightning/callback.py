@@ -1,34 +1,27 @@
-"""Checkpoints of PyTorch Lightning: a callback for whole runs, and a plugin for single files."""
+"""`ShardwiseCheckpoint`, a callback that saves and resumes whole runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-try:
-    import lightning
-    from lightning.fabric.plugins import TorchCheckpointIO
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-except ImportError as error:
-    raise ImportError(
-        "shardwise.integrations.lightning needs Lightning: pip install 'lightning>=2.5'"
-    ) from error
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.engine.group import SoloGroup
 from shardwise.errors import CheckpointNotFoundError, StateError
+from shardwise.integrations.lightning.trainer_values import TrainerValues
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.retention import Best, Choice, Keep, choose_step, remove_checkpoint
+from shardwise.retention import Best, Choice, Keep, choose_step
 from shardwise.state.rng import RngState
 from shardwise.store import open_store
 
-_OPTIMIZERS, _REST = "optimizer_states", "lightning"
-_TENSORS = ("state_dict", _OPTIMIZERS)
+log = logging.getLogger("shardwise")
 
 
 class TrainedData(Protocol):
@@ -112,10 +105,9 @@ class ShardwiseCheckpoint(Checkpoint):
         self._monitor, self._mode = monitor, mode
         self._resume = resume
         self._data, self._extra = data, dict(extra or {})
-        best = None if monitor is None else Best(monitor, mode=mode, n=max(save_top_k, 1))
-        keep = Keep(last=1, best=best) if best else Keep(last=save_top_k)
-        self._options = {"keep": Keep() if save_top_k == -1 else keep, **options}
-        self._saved_step: int | None = None
+        self._options = {"keep": _keep_of(save_top_k, self._best() if monitor else None), **options}
+        self._saved_step = 0
+        self._warned_of_monitor = False
         self._random: dict[str, Any] | None = None
         self.checkpointer: Checkpointer | None = None
         self.last_handle: SaveHandle | None = None
@@ -146,8 +138,8 @@ class ShardwiseCheckpoint(Checkpoint):
         if self._resume is None or trainer.ckpt_path is not None:
             return
         choice: Choice | Literal["best"] = "newest" if self._resume == "last" else self._resume
-        self._saved_step = self.checkpointer.restore(self._state(trainer), step=choice)
-        if self._saved_step is not None and not trainer.is_last_batch:
+        restored = self.checkpointer.restore(self._state(trainer), step=choice)
+        if restored is not None and not trainer.is_last_batch:
             self._random = RngState().capture()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,6 +148,7 @@ class ShardwiseCheckpoint(Checkpoint):
         Lightning has begun an iteration over the data since, which draws a random number. Without
         the interruption, it has drawn this number before the checkpoint.
         """
+        self._saved_step = trainer.global_step  # save only after a further step
         if self._random is not None:
             RngState().restore(self._random)
             self._random = None
@@ -166,12 +159,15 @@ class ShardwiseCheckpoint(Checkpoint):
         """Count the batch, and save after every `every_n_train_steps` steps."""
         if self._data is not None:
             self._data.advance()
+        if trainer.is_last_batch and self._saves_epoch(trainer):
+            return  # on_train_epoch_end saves, with the metrics of the validation
         if self._every_n_train_steps and trainer.global_step % self._every_n_train_steps == 0:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save after every `every_n_epochs` epochs."""
-        if self._every_n_epochs and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+        self._warn_of_missing_metric(trainer)
+        if self._saves_epoch(trainer):
             self._save(trainer)
 
     def on_exception(
@@ -197,14 +193,35 @@ class ShardwiseCheckpoint(Checkpoint):
         if self._monitor is not None:
             found = trainer.callback_metrics.get(self._monitor)
             metrics = {self._monitor: float("nan") if found is None else float(found)}
-        self.last_handle = self.checkpointer.save(step, self._state(trainer), metrics=metrics)
+        # A training that went back to an earlier step replaces later checkpoints.
+        went_back = self._resume not in ("last", None) or trainer.ckpt_path is not None
+        self.last_handle = self.checkpointer.save(
+            step, self._state(trainer), metrics=metrics, overwrite=went_back
+        )
+
+    def _saves_epoch(self, trainer: Trainer) -> bool:
+        every = self._every_n_epochs
+        return every is not None and (trainer.current_epoch + 1) % every == 0
+
+    def _warn_of_missing_metric(self, trainer: Trainer) -> None:
+        if self._monitor in (None, *trainer.callback_metrics) or self._warned_of_monitor:
+            return
+        self._warned_of_monitor = True
+        if trainer.is_global_zero:
+            log.warning(
+                "ShardwiseCheckpoint(monitor=%r): no such metric was logged until the end of epoch "
+                "%d, so no checkpoint counts as the best; logged so far: %s. Call self.log(%r, …) "
+                "in the LightningModule, or correct the name",
+                self._monitor, trainer.current_epoch, sorted(trainer.callback_metrics),
+                self._monitor,
+            )  # fmt: skip
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         is_fsdp1 = isinstance(trainer.strategy, FSDPStrategy)
         state: dict[str, Any] = {
             "model": trainer.model if is_fsdp1 else trainer.lightning_module,
             "optimizers": {str(i): each for i, each in enumerate(trainer.optimizers)},
-            "trainer": _TrainerValues(trainer),
+            "trainer": TrainerValues(trainer),
             "random": RngState(),
         }
         if self._data is not None:
@@ -228,145 +245,9 @@ class ShardwiseCheckpoint(Checkpoint):
             return ""
 
 
-class _TrainerValues:
-    """The state of a Trainer without weights and optimizers. A per-rank value of the state."""
-
-    def __init__(self, trainer: Any) -> None:  # mypy misses attributes that connectors set
-        self._trainer = trainer
-
-    def capture(self) -> dict[str, Any]:
-        """Return the values, as Lightning has them in its own checkpoints."""
-        trainer, module = self._trainer, self._trainer.lightning_module
-        values: dict[str, Any] = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "pytorch-lightning_version": lightning.__version__,
-            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-            "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
-            "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
-        }
-        for part in self._parts():
-            if state := part.state_dict():
-                values[type(part).__qualname__] = state
-        for each in trainer.callbacks:
-            each.on_save_checkpoint(trainer, module, values)
-        module.on_save_checkpoint(values)
-        return values
-
-    def restore(self, values: dict[str, Any]) -> None:
-        """Set the values.
-
-        Raises:
-            StateError: the training has another number of schedulers.
-        """
-        trainer, module = self._trainer, self._trainer.lightning_module
-        schedulers = trainer.lr_scheduler_configs
-        if len(values["lr_schedulers"]) != len(schedulers):
-            raise StateError(
-                f"the checkpoint has {len(values['lr_schedulers'])} learning rate schedulers, and "
-                f"the LightningModule has {len(schedulers)}: configure the same ones"
-            )
-        module.on_load_checkpoint(values)
-        for each in trainer.callbacks:
-            each.on_load_checkpoint(trainer, module, values)
-            if (state := values["callbacks"].get(each.state_key)) is not None:
-                each.load_state_dict(state)
-        for part in self._parts():
-            if (state := values.get(type(part).__qualname__)) is not None:
-                part.load_state_dict(state)
-        trainer.fit_loop.load_state_dict(values["loops"]["fit_loop"])
-        for config, state in zip(schedulers, values["lr_schedulers"], strict=True):
-            config.scheduler.load_state_dict(state)
-
-    def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
-        """Return the values of this rank; those of rank 0 if the number of ranks has changed.
-
-        Raises:
-            StateError: the number of ranks has changed, and the data loaders have states.
-        """
-        if len(values) == world:
-            return values[rank]
-        if values[0]["loops"]["fit_loop"]["state_dict"].get("combined_loader"):
-            raise StateError(
-                f"{len(values)} ranks have saved, and {world} load, but each rank saved the state "
-                "of its own data loader, which cannot be divided anew: load with the same number "
-                "of ranks, or use a loader of shardwise.data, and pass it as "
-                "ShardwiseCheckpoint(data=…)"
-            )
-        return values[0]
-
-    def _parts(self) -> Iterator[Any]:
-        yield self._trainer.precision_plugin
-        if self._trainer.datamodule is not None:
-            yield self._trainer.datamodule
-
-
-class ShardwiseCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's checkpoints as checkpoints of shardwise, with checksums.
-
-    Lightning's `ModelCheckpoint` decides what to save and to keep. It saves the whole state from
-    rank 0, so this plugin is for a single device and for DDP. Paths of files that Lightning wrote
-    without this plugin, and of checkpoints of `ShardwiseCheckpoint`, can be loaded too; the latter
-    only for their weights, as `validate`, `test` and `predict` need.
-
-    Example:
-
-        trainer = Trainer(plugins=[ShardwiseCheckpointIO()], callbacks=[ModelCheckpoint(...)])
-        trainer.fit(model, data, ckpt_path="last")
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Save a checkpoint. It is durable on return.
-
-        Args:
-            checkpoint: Lightning's dict of weights, optimizers and other states.
-            path: the directory to create, or its URL.
-            storage_options: not supported.
-
-        Raises:
-            TypeError: `storage_options` is given.
-            StateError: a value has no plain form, for example in `hparams`. The error names it.
-        """
-        if storage_options is not None:
-            raise TypeError(
-                "ShardwiseCheckpointIO takes no storage_options: write options into the path, as "
-                "in s3://bucket/run?region=eu-central-1"
-            )
-        rest = {key: value for key, value in checkpoint.items() if key not in _TENSORS}
-        state = {key: checkpoint[key] for key in _TENSORS if key in checkpoint}
-        # Values in a list keep their keys. Names of a dict's items are joined by dots.
-        api.save(str(path), {**state, _REST: [rest]}, overwrite=True, group=SoloGroup())
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load a checkpoint of this plugin, of `ShardwiseCheckpoint`, or of Lightning.
-
-        Args:
-            path: its path or URL.
-            map_location: as for `torch.load`; only used for files that Lightning wrote. Other
-                tensors are loaded to the CPU.
-            weights_only: as for `torch.load`; only used for files that Lightning wrote.
-
-        Raises:
-            CorruptionError: bytes differ from the saved bytes.
-        """
-        if Path(path).is_file():
-            return super().load_checkpoint(path, map_location, weights_only)
-        opened = api.open(str(path))
-        if _REST not in opened:
-            version = {"pytorch-lightning_version": lightning.__version__}
-            return {"state_dict": opened.state_dict("model"), **version}
-        rest: dict[str, Any] = opened[_REST][0]
-        if _OPTIMIZERS in opened:
-            rest[_OPTIMIZERS] = opened[_OPTIMIZERS]
-        return {**rest, "state_dict": opened.state_dict("state_dict")}
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint. Do nothing if there is none."""
-        if Path(path).is_file():
-            super().remove_checkpoint(path)
-        else:
-            remove_checkpoint(open_store(str(path)))
+def _keep_of(save_top_k: int, best: Best | None) -> Keep:
+    if save_top_k == -1:
+        return Keep()
+    if best is None:
+        return Keep(last=save_top_k)
+    return Keep(last=1, best=replace(best, n=save_top_k))

@@ -1,0 +1,126 @@
+"""The state of a Trainer of Lightning, without weights and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning
+
+from shardwise.errors import StateError
+from shardwise.integrations.lightning.plugin import TENSORS
+
+_PLATEAUS = "shardwise_metrics_for_plateaus"
+
+
+class TrainerValues:
+    """The state of a Trainer without weights and optimizers. A per-rank value of the state."""
+
+    def __init__(self, trainer: Any) -> None:  # mypy misses attributes that connectors set
+        self._trainer = trainer
+
+    def capture(self) -> dict[str, Any]:
+        """Return the values, as Lightning has them in its own checkpoints."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        values: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
+            "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+        }
+        for part in self._parts():
+            if state := part.state_dict():
+                values[type(part).__qualname__] = state
+        if metrics := self._metrics_for_plateaus():
+            values[_PLATEAUS] = metrics
+        for each in trainer.callbacks:
+            with _explained(each):
+                each.on_save_checkpoint(trainer, module, values)
+        with _explained(module):
+            module.on_save_checkpoint(values)
+        return values
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Set the values.
+
+        Raises:
+            StateError: the training has another number of schedulers.
+        """
+        trainer, module = self._trainer, self._trainer.lightning_module
+        schedulers = trainer.lr_scheduler_configs
+        if len(values["lr_schedulers"]) != len(schedulers):
+            raise StateError(
+                f"the checkpoint has {len(values['lr_schedulers'])} learning rate schedulers, and "
+                f"the LightningModule has {len(schedulers)}: configure the same ones"
+            )
+        module.on_load_checkpoint(values)
+        for each in trainer.callbacks:
+            each.on_load_checkpoint(trainer, module, values)
+            if (state := values["callbacks"].get(each.state_key)) is not None:
+                each.load_state_dict(state)
+        for part in self._parts():
+            if (state := values.get(type(part).__qualname__)) is not None:
+                part.load_state_dict(state)
+        trainer.fit_loop.load_state_dict(values["loops"]["fit_loop"])
+        for config, state in zip(schedulers, values["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        for index, metric in values.get(_PLATEAUS, {}).items():
+            module.lr_scheduler_step(schedulers[int(index)].scheduler, metric)
+
+    def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
+        """Return the values of this rank; those of rank 0 if the number of ranks has changed.
+
+        Raises:
+            StateError: the number of ranks has changed, and the data loaders have states.
+        """
+        if len(values) == world:
+            return values[rank]
+        if values[0]["loops"]["fit_loop"]["state_dict"].get("combined_loader"):
+            raise StateError(
+                f"{len(values)} ranks have saved, and {world} load, but each rank saved the state "
+                "of its own data loader, which cannot be divided anew: load with the same number "
+                "of ranks, or use a loader of shardwise.data, and pass it as "
+                "ShardwiseCheckpoint(data=…)"
+            )
+        return values[0]
+
+    def _metrics_for_plateaus(self) -> dict[str, float]:
+        """Return the metrics for schedulers that Lightning will step after this save, by number.
+
+        At the end of an epoch, Lightning steps schedulers such as ReduceLROnPlateau after the save,
+        and does not repeat this when it resumes.
+        """
+        trainer = self._trainer
+        if not trainer.is_last_batch:
+            return {}
+        return {
+            str(index): float(trainer.callback_metrics[config.monitor])
+            for index, config in enumerate(trainer.lr_scheduler_configs)
+            if config.reduce_on_plateau
+            and config.interval == "epoch"
+            and (trainer.current_epoch + 1) % config.frequency == 0
+            and config.monitor in trainer.callback_metrics
+        }
+
+    def _parts(self) -> Iterator[Any]:
+        yield self._trainer.precision_plugin
+        if self._trainer.datamodule is not None:
+            yield self._trainer.datamodule
+
+
+@contextmanager
+def _explained(owner: object) -> Iterator[None]:
+    """Say what to do if a hook `on_save_checkpoint` needs the weights or the optimizers."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args[:1] not in [(name,) for name in TENSORS]:
+            raise
+        raise StateError(
+            f"{type(owner).__name__}.on_save_checkpoint reads {error.args[0]!r}, but the dict of "
+            "ShardwiseCheckpoint has neither weights nor optimizers: change the hook, or use "
+            "ModelCheckpoint with the plugin ShardwiseCheckpointIO"
+        ) from error
