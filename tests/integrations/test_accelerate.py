@@ -350,6 +350,34 @@ def test_several_models_come_back_also_from_a_directory_of_accelerate(
     gang.run(resume_several, Run(tmp_path), world=1)
 
 
+def load_too_early(run: Run) -> None:
+    """Load before the objects are prepared, and save in the middle of an accumulation."""
+    from shardwise.integrations.accelerate import load_state, save_state
+
+    accelerator, _ = two_of_each(run, seed=1)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    with sw.Checkpointer(run.root, memory=None) as checkpointer:
+        save_state(accelerator, checkpointer, 1)
+        assert messages == []
+        accelerator.gradient_state._set_sync_gradients(False)
+        save_state(accelerator, checkpointer, 2)
+        assert "step 2 is saved in the middle of an accumulation" in messages.pop()
+        accelerator = make_accelerator(run)
+        with pytest.raises(sw.StateError, match=r"model, model_1, optimizer.*after prepare"):
+            load_state(accelerator, checkpointer)
+        accelerator.prepare(Net(0))
+        assert load_state(accelerator, checkpointer, only=["model.*"]) == 2
+
+
+def test_objects_that_are_not_prepared_and_lost_gradients_are_reported(
+    gang: Gang, tmp_path: Path
+) -> None:
+    gang.run(load_too_early, Run(tmp_path), world=1)
+
+
 def test_a_missing_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "shardwise.integrations.accelerate", raising=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 try:
     from accelerate import Accelerator
@@ -41,6 +41,7 @@ _REFUSED_BACKENDS = {
     "docs/guide.md, Megatron-Core), and pass the state to Checkpointer.save",
     DistributedType.XLA: "use accelerator.save_state",
 }
+_OBJECTS = "objects"
 log = logging.getLogger("shardwise")
 T = TypeVar("T")
 
@@ -76,8 +77,8 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
     The keys are those of the files of `Accelerator.save_state`: `model`, `optimizer`, `scheduler`,
     `loader`, then `model_1` and so on; `scaler`; `custom_checkpoint_0` and so on for objects of
     `register_for_checkpointing`. In addition, `rng` has the random generators of each rank, and
-    `accelerator` the counter of gradient accumulation, the number of ranks, and whether a prepared
-    loader is in the middle of an epoch.
+    `accelerator` the counter of gradient accumulation, the number of ranks, whether a prepared
+    loader is in the middle of an epoch, and the keys of all objects.
 
     Raises:
         StateError: the accelerator uses Megatron-LM or XLA.
@@ -101,8 +102,10 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
             )
     for index, custom in enumerate(accelerator._custom_objects):
         state[f"custom_checkpoint_{index}"] = custom
+    # A scaler is no such object: its value adapts itself, and only some parallelisms have one.
+    objects = [key for key in state if key != "scaler"]
     state["rng"] = RngState()
-    state["accelerator"] = _read_counters(accelerator)
+    state["accelerator"] = {**_read_counters(accelerator), _OBJECTS: ",".join(objects)}
     return state
 
 
@@ -131,7 +134,15 @@ def save_state(
         ShardwiseError: as for `Checkpointer.save`.
     """
     state = collect_state(accelerator)
-    return checkpointer.save(step, state, metrics=metrics, overwrite=overwrite, force=force)
+    handle = checkpointer.save(step, state, metrics=metrics, overwrite=overwrite, force=force)
+    if handle is not None and not accelerator.sync_gradients and accelerator.is_main_process:
+        log.warning(
+            "step %d is saved in the middle of an accumulation of gradients, which are not saved: "
+            "a run that resumes from this step lacks the gradients of the batches so far. Call "
+            "save_state only if accelerator.sync_gradients is True",
+            step,
+        )
+    return handle
 
 
 def load_state(
@@ -156,15 +167,24 @@ def load_state(
         The step to continue from, or None if the run has no checkpoint yet.
 
     Raises:
-        StateError: the accelerator uses Megatron-LM or XLA; or a `StatefulDataLoader` was saved on
+        StateError: the accelerator uses Megatron-LM or XLA; or lacks objects that were saved, and
+            neither `strict=False` nor `only` is given; or a `StatefulDataLoader` was saved on
             another number of ranks.
         ShardwiseError: as for `Checkpointer.restore`.
     """
-    counters = _read_counters(accelerator)
-    state = {**collect_state(accelerator), "accelerator": counters}
+    state = collect_state(accelerator)
+    counters: dict[str, Any] = {**_read_counters(accelerator), _OBJECTS: ""}
+    state["accelerator"] = counters
     restored = checkpointer.restore(state, step=step, strict=strict, only=only, skip=skip)
     if checkpointer.last_restore is None:
         return restored
+    saved = counters[_OBJECTS].split(",") if counters[_OBJECTS] else []
+    if strict and not only and (lacking := [key for key in saved if key not in state]):
+        raise StateError(
+            f"the checkpoint of step {restored} has {', '.join(lacking)}, and the Accelerator has "
+            "no such objects: call load_state after prepare and register_for_checkpointing; or, "
+            "to leave them out, pass strict=False or only="
+        )
     accelerator.step = counters["step"]
     if counters["in_epoch"] and accelerator._models:
         _restore_rng_before_training(accelerator._models[0])
