@@ -219,7 +219,7 @@ def go_on(
             raise RuntimeError(f"step {step} was skipped instead of waiting for a slot")
         begun.append((step, handle))
         time.sleep(chance.random() * 0.02)
-        handle.staged(30.0)
+        handle.staged(45.0)  # longer than `Memory(wait=…)`
         begun = [each for each in begun if not all(tell(*each, journal))]
 
 
