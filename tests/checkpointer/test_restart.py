@@ -61,19 +61,17 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, s
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [
         "function",
-        pytest.param("torchrun", marks=pytest.mark.long),
+        "torchrun",
         pytest.param(
             "nvrx",
-            marks=[
-                pytest.mark.long,
-                pytest.mark.skipif(
-                    not NVRX_PYTHON.exists(), reason="`make nvrx` installs what this test needs"
-                ),
-            ],
+            marks=pytest.mark.skipif(
+                not NVRX_PYTHON.exists(), reason="`make nvrx` installs what this test needs"
+            ),
         ),
     ],
 )

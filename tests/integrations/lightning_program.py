@@ -105,7 +105,7 @@ def run(options: dict[str, Any]) -> None:
         strategy=strategy,
         max_epochs=options.get("epochs", 3),
         callbacks=[
-            Log(Path(options["log"]), options.get("kill_at") if rank == 0 else None),
+            Log(Path(options["log"]), options.get("kill_at")),
             checkpoint,
         ],
         use_distributed_sampler=False,
