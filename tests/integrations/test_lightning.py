@@ -285,11 +285,16 @@ class PlateauNet(Net):
 
 
 def test_a_scheduler_that_reacts_to_a_metric_misses_no_epoch(tmp_path: Path) -> None:
-    whole, _ = train_with_callback(tmp_path / "whole", None, 4, net=PlateauNet)
-    train_with_callback(tmp_path / "parts", None, 2, net=PlateauNet)
-    parts, trainer = train_with_callback(tmp_path / "parts", None, 4, net=PlateauNet)
-    assert trainer.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"] == 4
-    assert equal(parts.state_dict(), whole.state_dict())
+    """After a resume at the end of an epoch, and in the middle of one."""
+    every = {"every_n_epochs": 1, "every_n_train_steps": 4}
+    whole, _ = train_with_callback(tmp_path / "whole", None, 4, net=PlateauNet, **every)
+    for batch in (22, 27):
+        root = tmp_path / str(batch)
+        with pytest.raises(InterruptionError):
+            train_with_callback(root, None, 4, [Interrupt(batch)], net=PlateauNet, **every)
+        parts, trainer = train_with_callback(root, None, 4, net=PlateauNet, **every)
+        assert trainer.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"] == 4
+        assert equal(parts.state_dict(), whole.state_dict())
 
 
 def test_a_run_that_goes_back_replaces_later_checkpoints(tmp_path: Path) -> None:

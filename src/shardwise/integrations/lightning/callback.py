@@ -166,6 +166,8 @@ class ShardwiseCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save after every `every_n_epochs` epochs."""
+        # Otherwise, Lightning would not step ReduceLROnPlateau in the first epoch after a resume.
+        trainer.fit_loop.restarting = False
         self._warn_of_missing_metric(trainer)
         if self._saves_epoch(trainer):
             self._save(trainer)
