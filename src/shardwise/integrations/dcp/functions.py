@@ -95,7 +95,7 @@ def async_save(
         state_dict, checkpoint_id, storage_writer, planner, no_dist, use_collectives: as for `save`.
         process_group: the ranks. Nothing else may use this group until the save has ended.
         async_checkpointer_type: save in a thread, or in a process.
-        async_stager: copies the state. Default: `HostCopyStager`.
+        async_stager: copies the state. By default, all tensors are copied to host memory.
 
     Returns:
         A future of the save; or an `AsyncSaveResponse`, if `async_stager` returns a future.
