@@ -73,6 +73,8 @@ class Log(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.kill_at:
+            if trainer.world_size > 1:
+                torch.distributed.barrier()  # or one rank waits for the other, not yet killed
             os.kill(os.getpid(), signal.SIGKILL)
 
 

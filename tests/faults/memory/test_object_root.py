@@ -174,10 +174,8 @@ def test_the_first_save_does_not_wait_for_the_storage(
 @pytest.mark.parametrize(
     "at",
     [
-        0,
-        7,
         11,
-        *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 16) if i not in (7, 11)),
+        *(pytest.param(i, marks=pytest.mark.long) for i in range(16) if i != 11),
     ],
 )
 @pytest.mark.timeout(180)
