@@ -51,10 +51,10 @@ class Place:
     def direct(self, step: int) -> str:
         return self.server.url(f"{self.path}/step-{step:08d}", part_mib="5")
 
-    def faulty(self, step: int) -> str:
+    def faulty(self, step: int, timeout: int = TIMEOUT) -> str:
         path = f"{self.path}/step-{step:08d}"
         return self.server.behind(self.proxy.url).url(
-            path, part_mib="5", timeout=str(TIMEOUT), retry="10"
+            path, part_mib="5", timeout=str(timeout), retry="10"
         )
 
     def leftovers(self, step: int) -> list[str]:
@@ -184,7 +184,7 @@ def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> No
     place.proxy.inject(lost)
 
     def publish(number: int) -> bool:
-        store = open_store(place.faulty(1))
+        store = open_store(place.faulty(1, timeout=30))
         try:
             store.publish("manifest.json", b"manifest of %d" % number, replace=False)
         except FileExistsError:
@@ -196,6 +196,16 @@ def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> No
     assert sum(published) == 1
     winner = b"manifest of %d" % published.index(True)
     assert open_store(place.direct(1)).read("manifest.json", limit=100) == winner
+
+
+@pytest.mark.parametrize("kind", ["lost", "reset", "500"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_failed_probe_is_repeated(place: Place, kind: str, index: int) -> None:
+    place.proxy.inject(replace(KINDS[kind], index=index, methods=("PUT",), path="probe.exclusive"))
+    open_store(place.faulty(1, timeout=30)).publish("manifest.json", b"content", replace=False)
+    assert any(request.fault for request in place.proxy.requests)
+    assert open_store(place.direct(1)).read("manifest.json", limit=100) == b"content"
+    assert place.server.keys(place.direct(1)) == ["manifest.json"]
 
 
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(8.0, marks=pytest.mark.long)])

@@ -46,10 +46,7 @@ def create_object(
         if found is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place) from failure
         sleep(PAUSE_SECONDS * 2**attempt)
-    raise StoreUnavailableError(
-        f"{place}: cannot tell whether the object was written: {PUBLISH_ATTEMPTS} times, the put "
-        f"failed and the object was not there ({failure}); check the storage, and try again"
-    ) from failure
+    raise _unknown_outcome(place, failure) from failure
 
 
 def read_if_exists(client: Client, path: str, place: str, *, limit: int) -> bytes | None:
@@ -68,43 +65,59 @@ def read_if_exists(client: Client, path: str, place: str, *, limit: int) -> byte
         return None
 
 
-def probe_conditional_put(client: Client, folder: str, place: str) -> None:
+def probe_conditional_put(
+    client: Client, folder: str, place: str, sleep: Callable[[float], None]
+) -> None:
     """Refuse a server that ignores the conditions of puts. Each client is probed once.
+
+    The probe creates an object, and tries to create it again. Puts whose outcome is unknown are
+    repeated.
 
     Args:
         client: the client of the bucket.
         folder: the prefix to write a small object to.
         place: the URL of the prefix, for messages.
+        sleep: the function that waits between attempts.
 
     Raises:
         StoreError: the server created an object twice.
         PermissionError: this process may not write here.
+        StoreUnavailableError: the server did not say whether a put succeeded.
     """
     import obstore
 
     if client.obeys_conditions:
         return
     # Named like a lease: listings hide it, and it is deleted later if this process dies.
-    name = f"probe.exclusive-{secrets.token_hex(8)}.lease"
-    path = f"{folder}/{name}" if folder else name
+    nonce = secrets.token_hex(8)
+    name = f"probe.exclusive-{nonce}.lease"
+    path, url = f"{folder}/{name}" if folder else name, f"{place}/{name}"
     try:
-        with translate_errors("write", f"{place}/{name}"):
-            obstore.put(client.open(), path, b"1", mode="create", use_multipart=False)
-        try:
-            with translate_errors("write", f"{place}/{name}"):
-                obstore.put(client.open(), path, b"2", mode="create", use_multipart=False)
-        except FileExistsError:
-            client.obeys_conditions = True
-            return
+        create_object(client, path, f"{nonce}-1".encode(), url, sleep)
+        client.obeys_conditions = _is_creation_refused(client, path, nonce, url, sleep)
     finally:
-        with suppress(OSError), translate_errors("delete", f"{place}/{name}"):
+        with suppress(OSError), translate_errors("delete", url):
             obstore.delete(client.open(), path)
-    raise StoreError(
-        f"{place}: this server ignores the condition 'only if the object does not exist', so that "
-        "two jobs could overwrite each other's checkpoints without noticing. Use a server with "
-        "conditional puts; or, if only one job ever writes below this URL, add single_writer=true "
-        "to its options"
-    )
+    if not client.obeys_conditions:
+        raise StoreError(
+            f"{place}: this server ignores the condition 'only if the object does not exist', so "
+            "that two jobs could overwrite each other's checkpoints without noticing. Use a server "
+            "with conditional puts; or, if only one job ever writes below this URL, add "
+            "single_writer=true to its options"
+        )
+
+
+def _is_creation_refused(
+    client: Client, path: str, nonce: str, url: str, sleep: Callable[[float], None]
+) -> bool:
+    """Try to create an object that exists, until the server says whether it did."""
+    for attempt in range(PUBLISH_ATTEMPTS):
+        failure = _try_to_create(client, path, f"{nonce}-2".encode(), url)
+        if failure is None or isinstance(failure, FileExistsError):
+            return failure is not None
+        read_if_exists(client, path, url, limit=0)  # fails if the server does not answer at all
+        sleep(PAUSE_SECONDS * 2**attempt)
+    raise _unknown_outcome(url, failure) from failure
 
 
 def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSError | None:
@@ -125,3 +138,10 @@ def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSErro
             raise
         return error
     return None
+
+
+def _unknown_outcome(place: str, failure: OSError | None) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"{place}: cannot tell whether the object was written: {PUBLISH_ATTEMPTS} puts failed "
+        f"({failure}); check the storage, and try again"
+    )

@@ -201,8 +201,9 @@ class ObjectStore:
         path, place = self._path_to_write(key), self._place(key)
         self._refuse_read_only(key)
         if not replace and not self.url.is_set("single_writer"):
-            probe_conditional_put(self._client, self.url.path, self._place())
-            create_object(self._client, path, data, place, self._times.sleep)
+            sleep = self._times.sleep
+            probe_conditional_put(self._client, self.url.path, self._place(), sleep)
+            create_object(self._client, path, data, place, sleep)
             return
         if not replace and read_if_exists(self._client, path, place, limit=0) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place)
