@@ -14,6 +14,8 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes. Without bytecode, each would compile the whole library again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan nvrx soak clean

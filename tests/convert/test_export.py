@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from shardwise.engine.group import SoloGroup
 from shardwise.manifest.checksums import crc32
 from shardwise.opening import open_any
 from shardwise.store import LocalStore
+from shardwise.testing import Gang
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import mostly_long
 
@@ -58,10 +59,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    sw.save(tmp_path / "source", {**state(), "epoch": 3}, step=5, metrics={"loss": 2.5})
-    return tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that the tests only read."""
+    place = tmp_path_factory.mktemp("export") / "source"
+    sw.save(place, {**state(), "epoch": 3}, step=5, metrics={"loss": 2.5})
+    return place
 
 
 def test_a_model_becomes_what_safetensors_reads(source: Path, tmp_path: Path) -> None:
@@ -97,7 +100,9 @@ def test_large_models_are_split_and_have_an_index(source: Path, tmp_path: Path) 
 
 
 def test_what_is_native_stays_so_in_other_files(source: Path, tmp_path: Path) -> None:
-    report = sw.export(source, tmp_path / "new", to="native", max_file=50_000, max_memory=16 << 20)
+    report = sw.export(
+        source, tmp_path / "new", to="native", max_file=1_000_000, max_memory=16 << 20
+    )
     assert report.files > 5
     before, after = sw.open(source), sw.open(tmp_path / "new")
     assert set(after) == set(before)
@@ -194,32 +199,30 @@ def test_what_is_damaged_on_the_way_is_noticed(
         sw.export(source, tmp_path / "hf")
 
 
-KILLED = """
-import os, signal, sys
-import shardwise as sw
-from shardwise.convert import write as writer
-seen = 0
-write = writer._write_pages
-def dying(*args, **options):
-    global seen
-    seen += 1
-    if seen == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*args, **options)
-writer._write_pages = dying
-sw.export(sys.argv[1], sys.argv[2], to="native", max_file=2_000_000, max_memory=16 << 20)
-"""
+def export_and_die(source: Path, target: Path, number: int) -> None:
+    """Export a checkpoint; kill this process at a write of pages, counted from 1, 0 for none."""
+    seen, write_pages = itertools.count(1), write._write_pages
+
+    def dying(*args: Any, **options: Any) -> Any:
+        if next(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_pages(*args, **options)
+
+    with patch.object(write, "_write_pages", dying):
+        sw.export(source, target, to="native", max_file=2_000_000, max_memory=16 << 20)
 
 
-@pytest.mark.parametrize("write", mostly_long([1, 4], [4]))
-def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, write: int) -> None:
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "new")]
-    done = subprocess.run([*command, str(write)], check=False)
-    assert done.returncode == -signal.SIGKILL
+@pytest.mark.parametrize("number", mostly_long([1, 4], [4]))
+def test_a_kill_leaves_nothing_that_looks_whole(
+    gang: Gang, source: Path, tmp_path: Path, number: int
+) -> None:
+    new = tmp_path / "new"
+    (outcome,) = gang.run_outcomes(export_and_die, source, new, number, world=1)
+    assert outcome.kind == "died", outcome.report
     with pytest.raises(sw.CheckpointNotFoundError):
-        sw.open(tmp_path / "new")
-    subprocess.run([*command, "0"], check=True)
-    assert sw.open(tmp_path / "new").verify().bytes_checked > 0
+        sw.open(new)
+    gang.run(export_and_die, source, new, 0, world=1)
+    assert sw.open(new).verify().bytes_checked > 0
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""Trains a small model with Lightning: `lightning_program.py '{"root": …}'`, alone or by torchrun.
+"""Trains a small model with Lightning, in one process or on the ranks of a gang.
 
-It appends a line for each optimizer step to the log of its rank: the step and the loss.
+`run` appends a line for each optimizer step to the log of its rank: the step and the loss.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +119,3 @@ def run(options: dict[str, Any]) -> None:
     trainer.fit(model, train, validate)
     if rank == 0 and not fsdp:
         torch.save(model.state_dict(), options["log"] + ".weights")
-
-
-if __name__ == "__main__":
-    run(json.loads(sys.argv[1]))

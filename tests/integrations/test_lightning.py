@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +22,11 @@ from shardwise.data import ElasticBatchSampler
 from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
+from shardwise.testing import Gang
 from tests.faults.memory.scenario import signal_agents
 from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, run
 
-PROGRAM = Path(__file__).with_name("lightning_program.py")
-TIMEOUT = 120
+TIMEOUT = 120.0
 
 
 @dataclass
@@ -39,24 +35,18 @@ class Program:
 
     directory: Path
     shm: Path
+    gang: Gang
 
     def train(self, name: str, *, log: str = "", **options: Any) -> None:
         """Train in this process. The log is `log`, by default `name`."""
         run(self._options(name, log, options))
 
-    def spawn(self, name: str, world: int, *, log: str = "", **options: Any) -> int:
-        """Train in other processes, and return the exit code."""
-        command = [sys.executable, "-W", "ignore"]
-        if world > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        command += [str(PROGRAM), json.dumps(self._options(name, log, options))]
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=TIMEOUT, check=False,
-        )  # fmt: skip
-        if done.returncode and "kill_at" not in options:
-            raise AssertionError(done.stderr[-4000:])
-        return done.returncode
+    def train_on(self, world: int, name: str, *, log: str = "", **options: Any) -> None:
+        """Train on other processes. With `kill_at`, check that they were killed."""
+        options = self._options(name, log, options)
+        outcomes = self.gang.run_outcomes(run, options, world=world, timeout=TIMEOUT)
+        for outcome in outcomes:
+            assert outcome.kind == ("died" if "kill_at" in options else "value"), outcome.report
 
     def _options(self, name: str, log: str, options: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -77,9 +67,9 @@ class Program:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
+def program(gang: Gang, tmp_path: Path) -> Iterator[Program]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="shardwise-lightning-") as shm:
-        yield Program(tmp_path, Path(shm))
+        yield Program(tmp_path, Path(shm), gang)
         for home in Path(shm).iterdir():
             signal_agents(home, 9)
 
@@ -98,7 +88,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_a_killed_training_continues_bit_for_bit(program: Program) -> None:
     """In the middle of an epoch, with dropout, a scheduler and an elastic sampler."""
     program.train("whole")
-    assert program.spawn("killed", 1, kill_at=14) == -9
+    program.train_on(1, "killed", kill_at=14)
     program.train("killed", log="resumed")
     whole = program.losses("whole")
     assert [step for step, _ in whole] == list(range(1, 31))
@@ -110,7 +100,7 @@ def test_a_killed_training_continues_bit_for_bit(program: Program) -> None:
 
 def test_another_number_of_ranks_continues(program: Program) -> None:
     program.train("whole", dropout=0.0)
-    assert program.spawn("killed", 2, kill_at=14, dropout=0.0) != 0
+    program.train_on(2, "killed", kill_at=14, dropout=0.0)
     program.train("killed", log="resumed", dropout=0.0)
     expected, found = program.losses("whole")[12:], program.losses("resumed")
     assert [step for step, _ in found] == [step for step, _ in expected]
@@ -122,9 +112,9 @@ def test_another_number_of_ranks_continues(program: Program) -> None:
 def test_sharded_modules_continue(program: Program, after: int) -> None:
     """Under FSDP2, with Lightning's ModelParallelStrategy."""
     options = {"dropout": 0.0, "fsdp": True}
-    program.spawn("whole", 2, **options)
-    assert program.spawn("killed", 2, kill_at=14, **options) != 0
-    program.spawn("killed", after, log="resumed", **options)
+    program.train_on(2, "whole", **options)
+    program.train_on(2, "killed", kill_at=14, **options)
+    program.train_on(after, "killed", log="resumed", **options)
     expected = program.losses("whole")[24::2]  # both ranks write to the log
     found = program.losses("resumed")[::after]
     assert [step for step, _ in found] == [step for step, _ in expected]

@@ -118,7 +118,9 @@ def test_damage_is_an_error_on_every_rank(gang: Gang, saved: str, tmp_path: Path
 
 def test_a_rank_that_dies_is_noticed_by_those_who_wait_for_it(gang: Gang, saved: str) -> None:
     start = time.monotonic()
-    outcomes = gang.run_outcomes(die_while_reading, saved, 16, 1, world=4, timeout=60.0)
+    outcomes = gang.run_outcomes(
+        die_while_reading, saved, 16, 1, world=4, timeout=60.0, group_timeout=4.0
+    )
     assert time.monotonic() - start < 30
     assert outcomes[1].kind == "died"
     assert {outcomes[rank].kind for rank in (0, 2, 3)} == {"error"}
