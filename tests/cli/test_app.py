@@ -19,7 +19,7 @@ from tests.cli.states import save_steps
 
 COMMANDS = (
     *("ls", "inspect", "verify", "diff", "export", "average", "merge-lora", "rm"),
-    "plan-interval",
+    *("plan-interval", "plan-memory"),
 )
 PROBE = """
 import sys

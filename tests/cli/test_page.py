@@ -57,6 +57,7 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
         "merge-lora": [(tmp_path / "base", tmp_path / "adapter", tmp_path / "new", "--alpha", "1")],
         "rm": [(root, "--step", "200", "--yes")],
         "plan-interval": [tuple(interval.split())],
+        "plan-memory": [("--parameters", "8.03e9", "--nodes", "4", "--parity", "1")],
     }
     page = described()
     assert page.keys() == commands.keys()

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -36,7 +37,10 @@ from tests.store.servers import Server, moto, s3_client  # noqa: F401 - a fixtur
 
 RUN_BY_OTHER_TESTS = {
     f"howto/{name}.md"
-    for name in ("deepspeed", "free-memory", "index", "kubernetes", "object-stores", "slurm")
+    for name in (
+        *("deepspeed", "free-memory", "gpus", "index", "kubernetes", "memory-size"),
+        *("object-stores", "slurm"),
+    )
 }
 HOWTO = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "howto").glob("*.md"))
 SECONDS_TO_SAVE = 30.0
@@ -293,7 +297,63 @@ def test_the_page_of_memory_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for block in blocks_of("howto/free-memory.md"):
         for command, _ in block.commands() if block.language == "sh" else ():
             run_shardwise([*command, "--dir", str(node)])
-        if block.language == "python":
-            text = block.text.replace("Memory(", f"Memory(dir={str(node)!r}, ")
-            run_python(Block("python", "", text), {}, "howto/free-memory.md")
     assert not list(node.rglob("*.safetensors"))
+
+
+def test_the_page_of_the_size_of_memory_has_the_numbers_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "howto/memory-size.md"
+    shown = next(block.text for block in blocks_of(page) if block.text.startswith("$ "))
+    command, _, printed = shown.partition("\n")
+    lines = [line.rstrip() for line in run_shardwise(command[2:].split()).splitlines()]
+    assert lines == printed.splitlines()
+    rows = re.findall(
+        r"^\| `.*\| (.*?) \| (\S+ GiB|–) \| (\S+ GiB) \|$", (DOCS / page).read_text(), re.M
+    )
+    assert len(rows) == 4
+    for options, *sizes in rows:
+        for nodes, size in zip(("1", "4"), sizes, strict=True):
+            command = f"shardwise plan-memory --parameters 8030261248 --nodes {nodes} "
+            output = run_shardwise((command + options.strip("`")).split())
+            assert size == "–" or re.search(rf"^each node needs +{size} *$", output, re.M), command
+    for block in blocks_of(page):
+        if block.language == "python":
+            text = block.text.replace("Memory(", f"Memory(dir={str(tmp_path)!r}, ")
+            run_python(Block("python", "", text), {}, page)
+
+
+def test_the_script_for_gpus_resumes_on_one_process(
+    gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs, with gloo."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(script_of("howto/gpus.md"))
+    for world, step in ((2, 0), (1, 3)):
+        arguments = ["train.py", f"--steps={step + 3}"]
+        outcomes = gang.run(run_script, arguments, True, world=world, timeout=100)
+        assert outcomes[0] == f"starts at step {step}\n"
+
+
+@pytest.mark.long
+def test_the_script_for_gpus_goes_on_bit_for_bit_after_a_kill(
+    gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(script_of("howto/gpus.md"))
+    options = ["train.py", "--steps=15", "--root"]
+    killed = gang.run_outcomes(run_until_killed, [*options, "parts"], 13, world=2, timeout=100)
+    assert [outcome.kind for outcome in killed] == ["died"] * 2
+    resumed = gang.run(run_script, [*options, "parts"], True, world=2, timeout=100)
+    assert resumed[0] == "starts at step 10\n"
+    gang.run(run_script, [*options, "whole"], True, world=2, timeout=100)
+    whole, parts = (sw.open(root, step=15).tensors() for root in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name][...], parts[name][...]) for name in whole)
+
+
+def run_until_killed(arguments: list[str], step: int) -> None:
+    """Run train.py, and kill this process before the save of a step."""
+    with signal_before_step(step, signal.SIGKILL):
+        run_script(arguments, True)

@@ -16,6 +16,7 @@ from shardwise.cli.diff import diff
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
+from shardwise.cli.plan_memory import plan_memory
 from shardwise.cli.rm import rm
 from shardwise.cli.terminal import print_error
 from shardwise.cli.verify import verify
@@ -62,7 +63,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, export, average, merge_lora, rm, plan_interval):
+plans = (plan_interval, plan_memory)
+for command in (ls, inspect, verify, diff, export, average, merge_lora, rm, *plans):
     app.command()(command)
 app.add_typer(agent, name="agent")
 

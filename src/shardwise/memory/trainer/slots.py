@@ -156,7 +156,7 @@ class Slots:
                 missing, and what to do.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        size = _round_to_pages(nbytes + HEADROOM)
+        size = slot_size(nbytes)
         names = self._free_names()
         names += [self._new_name() for _ in range(self._missing_count())]
         small = [name for name in names if self._usable_size(name) < nbytes]
@@ -318,6 +318,11 @@ class Slots:
             "fewer slots or another directory with Memory(slots=…, dir=…), or save without "
             "snapshots in memory with memory=None"
         )
+
+
+def slot_size(nbytes: int) -> int:
+    """Return the bytes that `Slots.prepare` allocates to a slot for a file of `nbytes` bytes."""
+    return _round_to_pages(nbytes + HEADROOM)
 
 
 def _round_to_pages(size: int) -> int:
