@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -13,7 +14,7 @@ import pytest
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
 from shardwise.store import LocalStore, Store, open_store
-from shardwise.store.local_files import is_cached
+from shardwise.store.local_files import STALE_ATTEMPTS, is_cached
 from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
 
@@ -60,6 +61,11 @@ def test_places_are_paths_urls_or_stores(tmp_path: Path) -> None:
 
 
 def test_files_stay_in_the_page_cache_only_on_request(tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    written.write_bytes(b"1" * 8192)
+    with written.open("rb") as file:
+        if not is_cached(file.fileno(), 0, 8192):
+            pytest.skip("this system does not say what the page cache contains")
     for name in ("direct", "cached"):
         option = "?page_cache=true" if name == "cached" else ""
         store = open_store(f"file://{tmp_path}/{name}{option}").at("run")
@@ -140,18 +146,69 @@ def test_a_failed_publication_leaves_nothing_beside(tmp_path: Path) -> None:
         assert store.list() == []
 
 
+@pytest.mark.parametrize("keeps_open_files", [False, True], ids=["local", "nfs"])
 def test_a_lock_that_was_deleted_before_it_was_locked_is_not_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_open_files: bool
 ) -> None:
     lock = fcntl.flock
 
     def deleted_first(fd: int, operation: int) -> None:
-        (tmp_path / "lock").unlink()
+        if keeps_open_files:
+            (tmp_path / "lock").rename(tmp_path / ".nfs0000000000a1b2c300000001")
+        else:
+            (tmp_path / "lock").unlink()
         lock(fd, operation)
 
     monkeypatch.setattr("shardwise.store.local.fcntl.flock", deleted_first)
     with LocalStore(tmp_path).hold("lock", shared=False) as held:
         assert not held
+
+
+def test_a_lock_of_a_deleted_file_of_another_client_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(fd: int, operation: int) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("shardwise.store.local.fcntl.flock", lock)
+    with LocalStore(tmp_path).hold("lock", shared=False) as held:
+        assert not held
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of NFS remembers the name of the file that was there before."""
+    store, failures, fstat = LocalStore(tmp_path), [2], os.fstat
+    store.publish("manifest.json", b"content", replace=False)
+
+    def stale_first(fd: int) -> os.stat_result:
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return fstat(fd)
+
+    monkeypatch.setattr("shardwise.store.local_files.os.fstat", stale_first)
+    assert store.read("manifest.json", limit=100) == b"content"
+    failures[0] = STALE_ATTEMPTS
+    with pytest.raises(OSError, match="Stale"):
+        store.read("manifest.json", limit=100)
+
+
+def test_a_file_that_another_client_deleted_while_it_was_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    write_file(store, KEY, content(5000))
+    reader = store.open(KEY)
+
+    def stale(*_: object) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("shardwise.store.local_files.os.preadv", stale)
+    with pytest.raises(FileNotFoundError, match=rf"deleted or replaced.*{KEY}"):
+        reader.read_at(0, aligned_buffer(5000))
+    reader.close()
 
 
 def test_a_link_that_was_made_although_its_answer_was_lost_is_a_success(

@@ -19,6 +19,7 @@ from shardwise.store.local_files import (
     LocalReader,
     LocalWriter,
     is_node_local,
+    repeat_if_stale,
     sync_directory,
 )
 from shardwise.store.names import check_name, check_name_to_write
@@ -111,7 +112,7 @@ class LocalStore:
 
     def open_below(self, path: str, size: int | None = None) -> LocalReader:
         """Open a regular file. Links are followed, for example in caches of published models."""
-        return LocalReader((self.path / path).resolve(), self._page_cache)
+        return repeat_if_stale(lambda: LocalReader((self.path / path).resolve(), self._page_cache))
 
     def create(self, key: str, size: int) -> LocalWriter:
         """Create a file of `size` bytes."""
@@ -127,7 +128,8 @@ class LocalStore:
 
     def open(self, key: str) -> LocalReader:
         """Open a regular file. Symbolic links are refused."""
-        return LocalReader(self._path_to_read(key), self._page_cache)
+        path = self._path_to_read(key)
+        return repeat_if_stale(lambda: LocalReader(path, self._page_cache))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
@@ -151,7 +153,10 @@ class LocalStore:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        reader = self.open(key)
+        return repeat_if_stale(lambda: self._read(key, limit))
+
+    def _read(self, key: str, limit: int) -> bytes:
+        reader = LocalReader(self._path_to_read(key), page_cache=True)
         try:
             if reader.size > limit:
                 raise StoreError(
@@ -233,15 +238,7 @@ class LocalStore:
             yield False
             return
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            held = (
-                os.fstat(fd).st_nlink > 0
-            )  # otherwise another process deleted it before it was locked
-        except OSError as error:
-            # A file system without locks raises other errors. Then the file counts as locked.
-            held = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-        try:
-            yield held
+            yield _try_lock(fd, shared=shared) and _is_at(self._path_to_write(key), fd)
         finally:
             os.close(fd)
 
@@ -278,6 +275,32 @@ def _link(source: Path, target: Path) -> None:
     except FileExistsError:
         if os.stat(source).st_nlink < 2:
             raise
+
+
+def _try_lock(fd: int, *, shared: bool) -> bool:
+    """Lock an open file with `flock`, unless another process has locked it.
+
+    A file system without locks raises other errors. Then the file counts as locked.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.ESTALE)
+    return True
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Return whether a path names an open file, and not a new file, or none.
+
+    NFS renames an open file that is deleted, so the number of its links does not tell.
+    """
+    try:
+        opened, named = os.fstat(fd), os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return False
+    return opened.st_nlink > 0 and os.path.samestat(opened, named)
 
 
 def _status_of(path: Path) -> FileStatus:

@@ -7,13 +7,16 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
+STALE_ATTEMPTS = 10
 NODE_LOCAL_FILE_SYSTEMS = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay"}
 )
@@ -91,9 +94,9 @@ class LocalReader:
 
     def __init__(self, path: Path, page_cache: bool = False) -> None:
         self._path = path
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            self._fd = os.open(path, flags)
+            self._fd = os.open(path, flags | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise StoreError(
@@ -101,20 +104,30 @@ class LocalReader:
                 ) from error
             raise
         self._direct: int | None = None
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
+        try:
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{path} is not a regular file, as files of checkpoints are")
+        except OSError:
             os.close(self._fd)
-            raise StoreError(f"{path} is not a regular file, as files of checkpoints are")
+            raise
         self.size = found.st_size
         if not page_cache:
-            with suppress(OSError):
-                self._direct = os.open(path, flags | os.O_DIRECT)
+            with suppress(OSError):  # by descriptor, because the path may name another file by now
+                self._direct = os.open(f"/proc/self/fd/{self._fd}", flags | os.O_DIRECT)
 
     def read_at(self, offset: int, out: Buffer) -> int:
         done = 0
         view = out.data
         while done < len(view):
-            count = self._read(view[done:], offset + done)
+            try:
+                count = self._read(view[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                raise FileNotFoundError(
+                    errno.ENOENT, "deleted or replaced while it was read", str(self._path)
+                ) from error
             if count == 0:
                 break
             done += count
@@ -139,6 +152,27 @@ class LocalReader:
         os.close(self._fd)
         if self._direct is not None:
             os.close(self._direct)
+
+
+_T = TypeVar("_T")
+
+
+def repeat_if_stale(act: Callable[[], _T]) -> _T:
+    """Repeat an action that opens a file while NFS finds one that has been deleted or replaced.
+
+    A client of NFS remembers names. If another process has replaced the file, the name leads to the
+    deleted one, until the client asks the server again.
+
+    Raises:
+        OSError: of `act`; ESTALE after ten attempts.
+    """
+    for _ in range(STALE_ATTEMPTS - 1):
+        try:
+            return act()
+        except OSError as error:  # noqa: PERF203 - few attempts
+            if error.errno != errno.ESTALE:
+                raise
+    return act()
 
 
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later

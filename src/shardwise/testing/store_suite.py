@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -259,6 +260,7 @@ class StoreSuite:
             assert np.array_equal(buffer, content(7000, 1))
             file.close()
         store.at("a").delete("mid")
+        time.sleep(0.02)  # the clock of a file system may advance every 10 ms only
         write_file(store.at("a"), "mid", content(1))
         assert store.walk(10)["a/mid"].version != found["a/mid"].version
         assert store.walk(10)["top"] == found["top"]
