@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan nvrx soak clean
+.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ nvrx: $(READY) ## install NVIDIA's wrapper for restarts, which a test needs; it 
 	.venv-nvrx/bin/python -m pip install --quiet --constraint constraints.txt --editable .
 	.venv-nvrx/bin/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
 	.venv-nvrx/bin/python -m pip install --quiet pyyaml defusedxml psutil nvidia-ml-py
+
+# User Mode Linux runs the kernel's server and two clients in one process. Other tests of files run on
+# the first client.
+nfs: $(READY) ## run tests on NFS; needs user-mode-linux, nfs-kernel-server and nfs-common of Debian
+	tests/nfs/run.sh $(RUN) -m "" tests/nfs tests/store/test_local.py tests/test_retention.py \
+		tests/faults/test_kill.py tests/faults/test_jobs.py tests/faults/test_damage.py $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check

@@ -18,6 +18,7 @@ from shardwise.store.local_files import (
     ALIGNMENT,
     LocalReader,
     LocalWriter,
+    forget_names,
     is_node_local,
     repeat_if_stale,
     sync_directory,
@@ -112,7 +113,8 @@ class LocalStore:
 
     def open_below(self, path: str, size: int | None = None) -> LocalReader:
         """Open a regular file. Links are followed, for example in caches of published models."""
-        return repeat_if_stale(lambda: LocalReader((self.path / path).resolve(), self._page_cache))
+        file = self.path / path
+        return repeat_if_stale(file.parent, lambda: LocalReader(file.resolve(), self._page_cache))
 
     def create(self, key: str, size: int) -> LocalWriter:
         """Create a file of `size` bytes."""
@@ -129,7 +131,7 @@ class LocalStore:
     def open(self, key: str) -> LocalReader:
         """Open a regular file. Symbolic links are refused."""
         path = self._path_to_read(key)
-        return repeat_if_stale(lambda: LocalReader(path, self._page_cache))
+        return repeat_if_stale(path.parent, lambda: LocalReader(path, self._page_cache))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
@@ -153,7 +155,7 @@ class LocalStore:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        return repeat_if_stale(lambda: self._read(key, limit))
+        return repeat_if_stale(self.path, lambda: self._read(key, limit))
 
     def _read(self, key: str, limit: int) -> bytes:
         reader = LocalReader(self._path_to_read(key), page_cache=True)
@@ -294,6 +296,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
     NFS renames an open file that is deleted, so the number of its links does not tell.
     """
+    forget_names(path.parent)
     try:
         opened, named = os.fstat(fd), os.stat(path, follow_symlinks=False)
     except OSError as error:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -157,22 +158,33 @@ class LocalReader:
 _T = TypeVar("_T")
 
 
-def repeat_if_stale(act: Callable[[], _T]) -> _T:
-    """Repeat an action that opens a file while NFS finds one that has been deleted or replaced.
+def repeat_if_stale(directory: Path, act: Callable[[], _T]) -> _T:
+    """Repeat an action that opens a file while its name leads to a deleted file.
 
-    A client of NFS remembers names. If another process has replaced the file, the name leads to the
-    deleted one, until the client asks the server again.
+    A client of NFS remembers for a while which file a name had, although another client has deleted
+    or replaced the file.
 
     Raises:
-        OSError: of `act`; ESTALE after ten attempts.
+        OSError: of `act`; ESTALE after several attempts within a second.
     """
-    for _ in range(STALE_ATTEMPTS - 1):
+    for attempt in range(STALE_ATTEMPTS - 1):
         try:
             return act()
-        except OSError as error:  # noqa: PERF203 - few attempts
+        except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
+        time.sleep(0.001 * 2**attempt)
+        forget_names(directory)
     return act()
+
+
+def forget_names(directory: Path) -> None:
+    """Let a client of NFS ask the server which files a directory contains.
+
+    A client does so when the directory is opened, but not when a file in it is opened by name.
+    """
+    with suppress(FileNotFoundError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later
