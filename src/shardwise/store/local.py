@@ -85,6 +85,8 @@ class LocalStore:
 
     def exists(self) -> bool:
         """Return whether the path exists. Links are followed."""
+        if not self.path.exists():
+            forget_names(self.path.parent)
         return self.path.exists()
 
     def is_file(self) -> bool:
@@ -204,7 +206,13 @@ class LocalStore:
 
     def stores_with(self, key: str) -> set[str]:
         """Return the names of the directories that contain this file."""
-        return {name for name in self.list() if os.path.lexists(self.path / name / key)}
+        return {name for name in self.list() if self._contains(self.path / name, key)}
+
+    @staticmethod
+    def _contains(directory: Path, key: str) -> bool:
+        if not os.path.lexists(directory / key):
+            forget_names(directory)
+        return os.path.lexists(directory / key)
 
     def is_writable(self) -> bool:
         """Return whether this user may create files in the directory, or create the directory."""

@@ -159,21 +159,25 @@ _T = TypeVar("_T")
 
 
 def repeat_if_stale(directory: Path, act: Callable[[], _T]) -> _T:
-    """Repeat an action that opens a file while its name leads to a deleted file.
+    """Repeat an action that opens a file while a client of NFS remembers old names.
 
-    A client of NFS remembers for a while which file a name had, although another client has deleted
-    or replaced the file.
+    A client remembers for a while which file a name had, or that there was none, although another
+    client has created, replaced or deleted the file.
 
     Raises:
+        FileNotFoundError: of `act`, also in the second attempt.
         OSError: of `act`; ESTALE after several attempts within a second.
     """
     for attempt in range(STALE_ATTEMPTS - 1):
         try:
             return act()
+        except FileNotFoundError:
+            if attempt:
+                raise
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-        time.sleep(0.001 * 2**attempt)
+            time.sleep(0.001 * 2**attempt)
         forget_names(directory)
     return act()
 
@@ -183,8 +187,12 @@ def forget_names(directory: Path) -> None:
 
     A client does so when the directory is opened, but not when a file in it is opened by name.
     """
-    with suppress(FileNotFoundError):
-        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    for each in (directory, *directory.parents):
+        try:
+            os.close(os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # the name of the directory may be new, too
+        return
 
 
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later
