@@ -75,6 +75,8 @@ def test_links_lead_to_files_and_sections(page: Path) -> None:
         found = page.parent / path if path else page
         assert found.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors_of(found), f"{page.name}: {target}"
+    for name in re.findall(r"\]\[([\w-]+)\]", text):
+        assert re.search(rf"^\[{name}\]: https://", text, re.M), f"{page.name}: [{name}]"
 
 
 def test_the_reference_has_every_public_name() -> None:
