@@ -26,8 +26,7 @@ from shardwise.opening import (
     OpenOptions,
     find_step_directory,
     open_any,
-    refuse_file,
-    refuse_foreign,
+    refuse_as_destination,
 )
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
@@ -83,7 +82,7 @@ def save(
         StateError, ValueError: an option is invalid.
         MismatchError: values, shapes, dtypes or the place differ between ranks.
         LayoutError: the shards of a tensor overlap or leave gaps.
-        CheckpointExistsError: `place` already has a checkpoint.
+        CheckpointExistsError: `place` already has a checkpoint, or is the root of a run.
         StoreError, OSError: the storage failed on this rank.
         RankError: another rank failed.
     """
@@ -95,8 +94,7 @@ def save(
         local = local_state_of(state, allow_pickle=allow_pickle)
         store = open_store(place)
         if ranks.rank == 0:
-            refuse_foreign(store)
-            refuse_file(store)
+            refuse_as_destination(store)
         return SaveRequest(state=local, store=store, arena=arena, options=options)
 
     with pause_gc(), resolved_group(group) as ranks:

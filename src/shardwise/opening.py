@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -219,7 +219,16 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened
 
 def foreign_formats(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
-    if not _may_be_foreign(store):
+    return _formats_at(store, _names_at(store))
+
+
+def _formats_at(store: Store, names: Sequence[str] | None) -> str:
+    """Return the names of the foreign formats at a place with these names below.
+
+    Args:
+        names: the result of `_names_at`.
+    """
+    if not _are_foreign(names):
         return ""
     try:
         return " and ".join(reader.name for reader in find_readers(FileTree(store)))
@@ -228,30 +237,52 @@ def foreign_formats(store: Store) -> str:
 
 
 def _may_be_foreign(store: Store) -> bool:
-    """Return whether a place may have a foreign checkpoint.
+    """Return whether a place may have a foreign checkpoint."""
+    return _are_foreign(_names_at(store))
+
+
+def _are_foreign(names: Sequence[str] | None) -> bool:
+    """Return whether a place with these names below may have a foreign checkpoint.
 
     The result is False if there is nothing, or a root or an unfinished save of shardwise.
     """
-    if store.is_file():
-        return True
-    try:
-        names = store.list()
-    except NotADirectoryError:
+    if names is None:
         return True
     ours = any(is_file_of_save(name) or step_of_directory(name) is not None for name in names)
     return bool(names) and not ours
 
 
-def refuse_foreign(store: Store) -> None:
-    """Refuse to save into the directory of a foreign checkpoint.
+def _names_at(store: Store) -> list[str] | None:
+    """Return the names below a place; None for a file."""
+    if store.is_file():
+        return None
+    try:
+        return store.list()
+    except NotADirectoryError:
+        return None
+
+
+def refuse_as_destination(store: Store) -> None:
+    """Refuse to save one checkpoint to a foreign checkpoint, a file, or the root of a run.
 
     Raises:
-        CheckpointExistsError: the place has a foreign checkpoint.
+        CheckpointExistsError: the place has a foreign checkpoint, or checkpoints of a run.
+        StateError: the path is a file.
     """
-    if formats := foreign_formats(store):
+    names = _names_at(store)
+    if formats := _formats_at(store, names):
         raise CheckpointExistsError(
             f"{store} has a checkpoint of {formats}, which a save never replaces: save into "
             "another directory"
+        )
+    if names is None:
+        refuse_file(store)
+    steps = [step for step in map(step_of_directory, names or ()) if step is not None]
+    if steps:
+        raise CheckpointExistsError(
+            f"{store} is the root of a run, with a directory for each step (such as "
+            f"{step_directory(max(steps))}): a checkpoint directly in the root would hide them. "
+            "Save with a Checkpointer of this root, or into another directory"
         )
 
 
@@ -265,14 +296,26 @@ def refuse_file(store: Store) -> None:
         raise StateError(f"{store} is a file: expected a directory, which need not exist")
 
 
-def refuse_as_root(store: Store) -> None:
-    """Refuse to use a checkpoint as the root of a run, also a foreign checkpoint.
+def refuse_as_root(store: Store, names: Sequence[str], *, may_be_foreign: bool) -> None:
+    """Refuse to use a checkpoint as the root of a run.
+
+    Args:
+        names: the names below the place.
+        may_be_foreign: do not refuse a foreign checkpoint.
 
     Raises:
         CheckpointExistsError: the place is a checkpoint.
     """
-    is_shardwise = MANIFEST in store.list()
-    formats = "shardwise" if is_shardwise else foreign_formats(store)
+    if MANIFEST in names and any(step_of_directory(name) is not None for name in names):
+        raise CheckpointExistsError(
+            f"{store} is the root of a run, but a save went directly into the root: it has "
+            f"{MANIFEST} beside the directories of steps. Move {MANIFEST} and all r*.safetensors "
+            "from the root into a new directory, which is then a checkpoint, or delete them"
+        )
+    if MANIFEST in names:
+        formats = "shardwise"
+    else:
+        formats = "" if may_be_foreign else _formats_at(store, names)
     if formats:
         raise CheckpointExistsError(
             f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise as sw
+from shardwise.integrations.dcp import StorageWriter
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import shm
@@ -59,6 +62,25 @@ def test_the_call_says_what_is_expected(
     sw.save(tmp_path / "c", {"t": 1})
     with pytest.raises(error, match=said):
         call(tmp_path)
+
+
+def test_no_save_goes_directly_into_the_root_of_a_run(tmp_path: Path) -> None:
+    """Such a save would hide the checkpoints of the run. Earlier versions accepted it."""
+    root, state = tmp_path / "run", {"t": torch.arange(5)}
+    with sw.Checkpointer(root, memory=None) as cp:
+        cp.save(7, state)
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(sw.CheckpointExistsError, match=r"run is the root.*step-00000007"):
+            sw.save(root, state, **options)
+    with pytest.raises(CheckpointException, match=r"run is the root.*another directory"):
+        dcp.save(dict(state), storage_writer=StorageWriter(root))
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000007"]
+    sw.save(tmp_path / "one", state)
+    for path in (tmp_path / "one").iterdir():
+        path.rename(root / path.name)
+    for start in (None, tmp_path / "one"):
+        with pytest.raises(sw.CheckpointExistsError, match=r"Move manifest\.json and all r\*"):
+            sw.Checkpointer(root, memory=None, start_from=start)
 
 
 def test_integers_of_numpy_are_integers(tmp_path: Path) -> None:

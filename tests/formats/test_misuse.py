@@ -181,6 +181,8 @@ def test_a_checkpoint_of_ours_is_no_root_of_a_run(tmp_path: Path) -> None:
     sw.save(tmp_path / "one", {"w": torch.ones(2)})
     with pytest.raises(sw.CheckpointExistsError, match=r"of shardwise.*start_from='.*one'"):
         sw.Checkpointer(tmp_path / "one", memory=None)
+    with pytest.raises(sw.CheckpointExistsError, match="pass another directory"):
+        sw.Checkpointer(tmp_path / "one", memory=None, start_from=tmp_path / "one")
 
 
 def test_of_several_formats_one_is_to_be_chosen(foreign: Path, tmp_path: Path) -> None:

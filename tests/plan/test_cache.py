@@ -170,12 +170,30 @@ def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> Non
     assert [sw.open(tmp_path / f"{i}")["step"] for i in range(2)] == [100, 101]
 
 
+def test_a_process_has_another_plan_as_another_rank(tmp_path: Path) -> None:
+    """Two groups of the same processes in another order; all processes hold the same tensors."""
+    plans = [PlanCache() for _ in range(WORLD)]
+    state = {f"w{i}": torch.arange(i, i + 50) for i in range(6)}
+
+    def save(place: Path, process_of_rank: list[int]) -> list[bool]:
+        def save_rank(group: ThreadGroup) -> bool:
+            cache = plans[process_of_rank[group.rank]]
+            return sw.save(place, state, group=group, plan_cache=cache).plan_cached
+
+        return run_ranks(WORLD, save_rank)
+
+    found = [save(tmp_path / f"{i}", order) for i, order in enumerate([[0, 1], [1, 0], [1, 0]])]
+    assert found == [[False] * 2, [False] * 2, [True] * 2]
+    for i in range(3):
+        assert_holds(tmp_path / f"{i}", dict(state))
+
+
 def test_the_least_recently_used_plan_makes_room() -> None:
     none = np.zeros(0, np.int64)
     plan = RankPlan(PieceTable(none, [], [], [], []), encode_header_entries([]), {}, None)
     cache = PlanCache(capacity=2)
-    cache.put(b"a", plan)
-    cache.put(b"b", plan)
-    assert cache.get(b"a") is not None
-    cache.put(b"c", plan)
-    assert [cache.get(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+    cache.put(b"a", 0, plan)
+    cache.put(b"b", 0, plan)
+    assert cache.get(b"a", 0) is not None
+    cache.put(b"c", 0, plan)
+    assert [cache.get(key, 0) is not None for key in (b"a", b"b", b"c")] == [True, False, True]

@@ -209,8 +209,8 @@ def prepare_root_and_check_memory(
         settings: the options of this rank.
         signals: the signals that this rank handles.
         group: the ranks.
-        has_start: whether `start_from` is given. If not, a root that is a checkpoint is refused,
-            because the user may have meant `start_from`.
+        has_start: whether `start_from` is given. If not, a root that is a foreign checkpoint is
+            refused, because the user may have meant `start_from`.
 
     Returns:
         Whether snapshots can be used. They need a writable root: a file in it identifies the run.
@@ -234,10 +234,10 @@ def prepare_root_and_check_memory(
     def check_and_clean(options: list[bytes]) -> bytes:
         _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in options])
         refuse_file(root)
-        if not has_start:
-            refuse_as_root(root)
-        names = [name for name in root.list() if step_of_directory(name) is not None]
-        remove_leftovers_below(root, names)
+        names = root.list()
+        refuse_as_root(root, names, may_be_foreign=has_start)
+        steps = [name for name in names if step_of_directory(name) is not None]
+        remove_leftovers_below(root, steps)
         return b"1" if in_memory and root.is_writable() else b""
 
     can_use_memory = bool(exchange(group, "opening a root", encode_options, check_and_clean))

@@ -196,11 +196,11 @@ def plan_together(
             local = _describe_save(prepare())
         with recorder.stage("plan"):
             digests = b"" if comparison is None else comparison.encode_message()
-            return local, local.encode_message(plan_cache, digests)
+            return local, local.encode_message(plan_cache.fingerprints(group.rank), digests)
 
     def make_reply(local: _DescribedSave, messages: list[bytes]) -> list[bytes]:
         agreements = agree_on_plan(messages, partial(admit, local.save), choose_peers)
-        cached = plan_cache.get(agreements[0].plan) if agreements[0].is_cached else None
+        cached = plan_cache.get(agreements[0].plan, 0) if agreements[0].is_cached else None
         if cached is not None and cached.manifest is not None and check_room is not None:
             check_room(local.save, cached.manifest.bytes_stored)
         return [msgspec.msgpack.encode(each) for each in agreements]
@@ -213,11 +213,11 @@ def plan_together(
         return None
     with recorder.stage("plan"):
         objects = _share_values(local.values, agreement, group)
-        plan = plan_cache.get(agreement.plan) if agreement.is_cached else None
+        plan = plan_cache.get(agreement.plan, group.rank) if agreement.is_cached else None
         plan_cache.count(is_hit=plan is not None)
         if plan is None:
             plan = _plan_anew(local, agreement, group, check_room)
-            plan_cache.put(agreement.plan, plan)
+            plan_cache.put(agreement.plan, group.rank, plan)
     return local.with_plan(plan, agreement, objects, group, comparison)
 
 
@@ -265,12 +265,12 @@ class _DescribedSave:
             sample=sample,
         )
 
-    def encode_message(self, plan_cache: PlanCache, digests: bytes) -> bytes:
+    def encode_message(self, cached_plans: list[bytes], digests: bytes) -> bytes:
         """Return this rank's message to rank 0."""
         values_digest = self.values.digest()
         save = self.save
         message = PlanMessage(
-            save.terms, self.fingerprint, plan_cache.keys(), values_digest, save.message, digests
+            save.terms, self.fingerprint, cached_plans, values_digest, save.message, digests
         )
         return msgspec.msgpack.encode(message)
 

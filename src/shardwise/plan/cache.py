@@ -33,11 +33,12 @@ class RankPlan:
 
 @dataclass(slots=True)
 class PlanCache:
-    """Plans of earlier saves. The key is the fingerprint of the descriptions of all ranks.
+    """Plans of earlier saves. The key is the fingerprint of all descriptions, and the rank.
 
     The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
     structure is planned again. A plan does not depend on addresses of tensors in memory. A save
-    uses the cache only if every rank has the plan.
+    uses the cache only if every rank has the plan. A process that is rank 0 of one group and rank 1
+    of another has a different part of the plan for each.
 
     Attributes:
         capacity: the largest number of plans in the cache.
@@ -48,26 +49,26 @@ class PlanCache:
     capacity: int = 4
     hits: int = 0
     misses: int = 0
-    _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
+    _plans: OrderedDict[tuple[bytes, int], RankPlan] = field(default_factory=OrderedDict)
 
-    def keys(self) -> list[bytes]:
-        """Return the fingerprints of all plans in the cache."""
-        return list(self._plans)
+    def fingerprints(self, rank: int) -> list[bytes]:
+        """Return the fingerprints of all plans of a rank in the cache."""
+        return [fingerprint for fingerprint, owner in self._plans if owner == rank]
 
     def count(self, *, is_hit: bool) -> None:
         """Count a save that used the cache, or that was planned again."""
         self.hits += is_hit
         self.misses += not is_hit
 
-    def get(self, fingerprint: bytes) -> RankPlan | None:
-        """Return the plan of a fingerprint; None if it is not in the cache."""
-        plan = self._plans.get(fingerprint)
+    def get(self, fingerprint: bytes, rank: int) -> RankPlan | None:
+        """Return a rank's part of the plan of a fingerprint; None if it is not in the cache."""
+        plan = self._plans.get((fingerprint, rank))
         if plan is not None:
-            self._plans.move_to_end(fingerprint)
+            self._plans.move_to_end((fingerprint, rank))
         return plan
 
-    def put(self, fingerprint: bytes, plan: RankPlan) -> None:
-        """Add a plan. If the cache is full, remove the least recently used plan."""
-        self._plans[fingerprint] = plan
+    def put(self, fingerprint: bytes, rank: int, plan: RankPlan) -> None:
+        """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
+        self._plans[fingerprint, rank] = plan
         while len(self._plans) > self.capacity:
             self._plans.popitem(last=False)

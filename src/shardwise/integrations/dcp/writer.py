@@ -44,7 +44,7 @@ from shardwise.layout import Box
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import VERSION, FileEntry, encode_manifest
 from shardwise.manifest.names import check_name, data_file, new_save_id
-from shardwise.opening import refuse_file, refuse_foreign
+from shardwise.opening import refuse_as_destination
 from shardwise.plan.tables import PieceTable
 from shardwise.state.leaves import Fragment, LocalState, Shards
 from shardwise.state.plain_values import encode
@@ -144,14 +144,13 @@ class StorageWriter(storage.StorageWriter):
         """Lock the place of the checkpoint, and number the plans by rank.
 
         Raises:
-            CheckpointExistsError: there is a foreign checkpoint, or another one and `overwrite` is
-                not set.
+            CheckpointExistsError: there is a foreign checkpoint, or the root of a run, or another
+                checkpoint and `overwrite` is not set.
             StoreError, OSError: the place cannot be locked, or has too little room.
         """
         running = self._running_save()
         store = running.request.store
-        refuse_foreign(store)
-        refuse_file(store)
+        refuse_as_destination(store)
         refuse_if_full(store, sum(_nbytes(item) for plan in plans for item in plan.items))
         running.save_id = lock_place(running.request, running.cleanup)
         running.world_size = len(plans)
