@@ -141,6 +141,25 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
     assert "3 slots used, 1 free (500 B)" in ran.out
 
 
+def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, home: Home) -> None:
+    """The stage "protect" of a run on one node is done at once, and protects nothing."""
+    place = home.run(home.runs()[0]).step_path(1)
+    (place / records.request_record("protect", SAVE)).unlink()
+    status = ["agent", "status", "--dir", home.path.parent]
+
+    def shown_of_step_1() -> str:
+        lines = run(*status).out.splitlines()
+        return next(line.rstrip() for line in lines if line.split()[:1] == ["1"])
+
+    assert shown_of_step_1().endswith("storage")
+    (place / records.cluster_outcome_record("persist", SAVE)).unlink()
+    assert shown_of_step_1().endswith("not protected: lost with the node")
+    (one,) = run(*status, "--json").document["runs"]
+    assert one["snapshots"][0]["protect"] == {"state": "", "seconds": None, "failure": ""}
+    assert one["lag"]["protect"]["step"] is None
+    assert "no step protected" in run(*status).out
+
+
 def test_a_damaged_note_hides_nothing_else(run: Run, home: Home) -> None:
     for note in home.path.rglob("*step-00000002/*.json"):
         note.write_text("{")

@@ -388,7 +388,17 @@ def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
         elif stage.seconds is not None:
             text += f" {fmt.duration(stage.seconds)}"
         yield Text(text or "done", STYLE_OF_STATE[stage.state])
-    yield Text(", ".join(map(fmt.printable, each.protected_by)) or "–")
+    yield _protectors_text(each)
+
+
+def _protectors_text(each: SnapshotStatus) -> Text:
+    """Return the nodes that protect a snapshot, or what else protects it from the node's loss."""
+    if each.protected_by:
+        return Text(", ".join(map(fmt.printable, each.protected_by)))
+    if each.persist.state == "done":
+        return Text("storage")
+    is_own = each.bytes > 0 and each.protect.state not in ("under way", "failed")
+    return Text("not protected: lost with the node", "yellow") if is_own else Text("–")
 
 
 def _failure_lines(run: RunStatus) -> Iterator[Text]:

@@ -54,6 +54,7 @@ class SnapshotStatus:
         bytes: bytes that the ranks of this node staged.
         bytes_for_others: bytes of copies and parity that this node stores for others.
         age: seconds since a rank of this node last staged a file; None if no rank has staged one.
+        protect: not requested if neither copies nor parity of this node's files exist elsewhere.
         protected_by: the nodes that store, or will store, copies or parity for this node.
     """
 
@@ -283,14 +284,18 @@ def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatu
     data = {
         n: _file_size(view.place.path / n) for n in view.names if n.endswith(records.DATA_SUFFIXES)
     }
+    protectors = _protectors(view.place, node)
+    protect = _stage_status(view, "protect", now)
+    if protect.state == "done" and not protectors:  # the run has neither copies nor parity
+        protect = StageStatus()
     return SnapshotStatus(
         step=view.step,
         bytes=sum(size for name, size in data.items() if name in own),
         bytes_for_others=sum(size for name, size in data.items() if name not in own),
         age=_seconds_between(view.staged_at, now),
-        protected_by=_protectors(view.place, node),
+        protected_by=protectors,
         commit=_stage_status(view, "commit", now),
-        protect=_stage_status(view, "protect", now),
+        protect=protect,
         persist=_stage_status(view, "persist", now),
     )
 
