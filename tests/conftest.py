@@ -9,7 +9,9 @@ import pytest
 from hypothesis import settings
 
 from shardwise.testing import Gang
+from tests import forked_agents
 from tests.breadth import LONG_EXAMPLES
+from tests.forked_agents import forking_agents
 
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)
@@ -30,6 +32,18 @@ os.environ.update(
 for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
     os.environ.pop(name, None)
 PRELOAD = ("tests.preloaded",)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_agents() -> Iterator[None]:
+    with forking_agents():
+        yield
+
+
+@pytest.fixture
+def spawned_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the agents of a test as users do, by their command."""
+    monkeypatch.delenv(forked_agents.ADDRESS)
 
 
 @pytest.fixture(scope="session")

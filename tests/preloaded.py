@@ -11,6 +11,7 @@ import torch.distributed.pipelining
 import torch.optim.lr_scheduler
 
 import shardwise as sw
+from tests import forked_agents
 
-__all__ = ["hypothesis", "pytest", "torch"]
+__all__ = ["forked_agents", "hypothesis", "pytest", "torch"]
 USED = (sw.Checkpointer, sw.export, sw.load, sw.open, sw.save)

@@ -29,6 +29,8 @@ from shardwise.memory.trainer.agents import AgentSupervisor
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
 
+pytestmark = pytest.mark.usefixtures("spawned_agents")
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
