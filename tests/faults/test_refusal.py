@@ -47,7 +47,7 @@ def save_on_ranks(place: Path, seed: int, victim: int, fault: Fault) -> list[obj
         store = FaultyStore(LocalStore(place), mine)
         return sw.save(store, state_of(seed, group.rank, WORLD), group=group)
 
-    return list(run_ranks_and_catch(WORLD, save, timeout=10.0))
+    return list(run_ranks_and_catch(WORLD, save, timeout=60.0))
 
 
 def assert_refused(outcomes: list[object], victim: int, number: int, *, where: str) -> None:
@@ -121,7 +121,7 @@ def refuse_one_write(root: Path, number: int) -> float:
 
 def test_ranks_go_on_together_after_one_was_refused(gang: Gang, place: Path) -> None:
     seconds = gang.run(refuse_one_write, place, errno.EIO, world=WORLD)
-    assert max(seconds) < 5.0
+    assert max(seconds) < 15.0
     found, state = restored(place)
     assert found == 3
     assert_values(state, AGAIN)

@@ -51,7 +51,7 @@ def started(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             process.stderr.close()
 
 
-def living(directory: Path, seconds: float = 20.0) -> AgentInfo:
+def living(directory: Path, seconds: float = 60.0) -> AgentInfo:
     """The info of the agent of a home, once it lives."""
     home = Home(directory)
     deadline = time.monotonic() + seconds
@@ -137,7 +137,7 @@ def test_an_agent_that_is_started_beside_training_stays(
         assert living(shm / "node0") == info
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert not (Home(shm / "node0").info_path).exists()
 
 
@@ -167,14 +167,14 @@ def test_a_second_agent_is_refused(shm: Path) -> None:
         living(shm)
         with started(shm) as second:
             assert second.stderr is not None
-            assert second.wait(20) == 2
+            assert second.wait(60) == 2
             assert "another agent runs in" in second.stderr.read()
 
 
 def test_tls_takes_three_files(shm: Path) -> None:
     with started(shm, "--tls-cert=a.pem") as process:
         assert process.stderr is not None
-        assert process.wait(20) == 2
+        assert process.wait(60) == 2
         assert "give all three of" in process.stderr.read()
 
 

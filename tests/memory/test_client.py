@@ -220,7 +220,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
             time.sleep(0.0005)
         process.send_signal(number)
 
-    with calling(info, read_timeout=0.3) as one:
+    with calling(info, read_timeout=1.0) as one:
         one.health()
         striker = threading.Thread(target=strike)
         striker.start()

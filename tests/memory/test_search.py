@@ -61,9 +61,7 @@ def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> N
         assert ask_all_nodes(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
         at_once = time.monotonic() - start
         assert ask_all_nodes(held, infos, RUN, None) == (held, infos)
-    assert (
-        at_once < CONNECT_TIMEOUT / 2 < CONNECT_TIMEOUT <= time.monotonic() - start - at_once < 2.0
-    )
+    assert at_once < CONNECT_TIMEOUT <= time.monotonic() - start - at_once < 10.0
 
 
 def committed(home: Home, step: int, epoch: int) -> NodeFiles:

@@ -101,7 +101,7 @@ def train(root: str, shm: str, nodes: int, steps: int, every: int, **options: An
         assert handle is not None
         handles.append(handle)
     for handle in handles:
-        handle.result(20.0)
+        handle.result(40.0)
     cp.close(wait=False)
     return took
 
@@ -240,9 +240,9 @@ def fail_to_persist(root: str, shm: str) -> list[str]:
     if dist.get_rank() == 0:
         (Path(root) / "step-00000001").write_text("in the way")
         signal_agents(Path(shm), signal.SIGCONT)
-    handle.committed(10.0)
+    handle.committed(40.0)
     with pytest.raises(sw.StoreError) as caught:
-        handle.result(10.0)
+        handle.result(40.0)
     said.append(str(caught.value))
     try:
         cp.save(2, rows(2))
@@ -267,7 +267,7 @@ def die_while_copying(root: str, shm: str) -> None:
     for step in (1, 2):
         handle = cp.save(step, rows(step))
         assert handle is not None
-        handle.result(20.0)
+        handle.result(40.0)
 
     def killed(fill: Fill, low: int, high: int, out: Buffer, pool: object) -> None:
         fill(0, 5000, out[:5000])
@@ -346,7 +346,7 @@ def step_while_copying(root: str, shm: str) -> tuple[list[str], bool]:
             ended.append("step")
             assert handle is not None
             handle.staged(0.0)
-            handle.result(20.0)
+            handle.result(40.0)
         assert not torch.equal(model.weight, before)
         stored = sw.open(f"{root}/step-00000001")["model.weight"][...]  # type: ignore[index]
         return ended, torch.equal(stored, before)
@@ -391,7 +391,7 @@ def train_and_lose(root: str, shm: str, nodes: int, lost: int, *, node: bool) ->
     for step in (1, 2, 3):
         handle = cp.save(step, rows(step))
         assert handle is not None
-        handle.protected(20.0)
+        handle.protected(40.0)
     if dist.get_rank() == lost:
         if node:
             lose(Path(shm), lost)
@@ -422,7 +422,7 @@ def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     gang.run_outcomes(
         train_and_lose, str(root), str(shm), 2, victim, node=False, world=2, timeout=60.0
     )
-    assert_rescued(root, 20.0)
+    assert_rescued(root, 60.0)
     end_agents(shm)
     for node in (0, 1):
         lose(shm, node)
@@ -438,7 +438,7 @@ def test_what_is_in_memory_is_persisted_when_a_node_is_lost(
     gang.run_outcomes(
         train_and_lose, str(root), str(shm), 3, lost, node=True, world=3, timeout=60.0
     )
-    assert_rescued(root, 40.0)
+    assert_rescued(root, 60.0)
 
 
 def look_only(root: str, shm: str) -> list[int]:

@@ -73,7 +73,7 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
         start = time.monotonic()
         kill(first)
         until(lambda: (info := running_agent(home)) and info.process != first.process)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
         second = running_agent(home)
         assert second is not None
         assert (second.node, second.url, second.token) == (first.node, first.url, first.token)
@@ -122,13 +122,13 @@ def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
 ) -> None:
     monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
     monkeypatch.setattr(agents, "REQUEST_PERIOD", 0.1)
-    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", 0.3)
+    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", 1.0)
     options = Memory(dir=str(home.path.parent))
     info = ensure_agent(home, options)
     with kept(home, options) as supervisor:
         os.kill(info.process, signal.SIGSTOP)
         until(lambda: "runs, but does not answer" in caplog.text)
-        time.sleep(1.0)
+        time.sleep(1.5)
         supervisor.check()
         assert running_agent(home) == info
         os.kill(info.process, signal.SIGCONT)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.multirank.models import CPU, VOCABULARY, WORLDS, Block, Model, build, train
 from tests.multirank.test_matrix import contents
 
@@ -111,31 +112,31 @@ def test_a_load_after_an_evaluation_is_seen_by_the_next(
         assert torch.equal(output(loaded), output(fresh(1)))
 
 
-def load_onto_meta(source: str, root: str, kinds: list[str]) -> None:
+def load_onto_meta(source: str, root: str, kind: str) -> None:
     """A model without memory is given it as it is filled; its optimizer keeps hold of it."""
-    for kind in kinds:
-        with torch.device("meta"):
-            state = build(kind, 2)
-        sw.load(source, state)
-        sw.save(f"{root}/{kind}", state)
-        train(state)
-        sw.save(f"{root}/{kind}-trained", state)
+    with torch.device("meta"):
+        state = build(kind, 2)
+    sw.load(source, state)
+    sw.save(f"{root}/{kind}", state)
+    train(state)
+    sw.save(f"{root}/{kind}-trained", state)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_modules_on_the_meta_device_get_memory(gang: Gang, tmp_path: Path, world: int) -> None:
+ON_META = [kind for kind in WORLDS if not kind.startswith(("ddp", "fsdp1"))]
+
+
+@pytest.mark.parametrize(
+    "kind", mostly_long(ON_META, ["plain", "fsdp2", "interleaved", "pipeline_fsdp", "hsdp_tp"])
+)
+def test_modules_on_the_meta_device_get_memory(gang: Gang, tmp_path: Path, kind: str) -> None:
     state = build("plain", 1)
     train(state)
     sw.save(tmp_path / "source", state)
     train(state)
     sw.save(tmp_path / "trained", state)
-    kinds = [
-        kind for kind in WORLDS if WORLDS[kind] == world and not kind.startswith(("ddp", "fsdp1"))
-    ]
-    gang.run(load_onto_meta, str(tmp_path / "source"), str(tmp_path), kinds, world=world)
-    for kind in kinds:
-        assert contents(tmp_path / kind) == contents(tmp_path / "source")
-        assert contents(tmp_path / f"{kind}-trained") == contents(tmp_path / "trained")
+    gang.run(load_onto_meta, str(tmp_path / "source"), str(tmp_path), kind, world=WORLDS[kind])
+    assert contents(tmp_path / kind) == contents(tmp_path / "source")
+    assert contents(tmp_path / f"{kind}-trained") == contents(tmp_path / "trained")
 
 
 class Tied(nn.Module):

@@ -87,8 +87,8 @@ def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
 def check(gang: Gang, function: Any, path: str, name: str) -> list[str]:
     """Both ranks raise within seconds; what they said."""
     start = time.monotonic()
-    outcomes = gang.run_outcomes(function, path, name, world=2, timeout=60.0)
-    assert time.monotonic() - start < 20
+    outcomes = gang.run_outcomes(function, path, name, world=2, timeout=60.0, group_timeout=60.0)
+    assert time.monotonic() - start < 40
     assert [outcome.kind for outcome in outcomes] == ["error", "error"]
     assert not any(isinstance(outcome.exception, sw.LostRankError) for outcome in outcomes)
     return [str(outcome.exception) for outcome in outcomes]

@@ -122,7 +122,7 @@ def test_one_that_dies_while_the_group_is_made_is_noticed(
 
 
 def wait_for_one_that_is_late(path: str, late: float) -> tuple[str, float]:
-    with connecting_within(0.5):
+    with connecting_within(1.0):
         group = own_group(timedelta(seconds=3))
     assert group is not None
 

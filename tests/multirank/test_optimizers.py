@@ -56,6 +56,7 @@ def one_group(model: nn.Module, lr: float) -> optim.Optimizer:
 
 # What these compute does not depend on how elements are divided; fused kernels round by place.
 ELEMENTWISE = [sgd, adagrad, rmsprop, nadam]
+SHARDED = ["fsdp1", "fsdp2", "fsdp1_flat", "hsdp_tp"]
 # Adafactor cannot step DTensors, nor Muon what FSDP1 flattens: torch refuses.
 RUNS = [
     *[
@@ -83,23 +84,29 @@ def test_it_goes_on_bit_for_bit(gang: Gang, tmp_path: Path, make: Any, kind: str
     assert middle != end
 
 
-def save_each(root: str, kinds: list[str]) -> None:
-    for make in ELEMENTWISE:
-        for kind in kinds:
-            state = build(kind, 1, make)
-            train(state)
-            sw.save(f"{root}/{make.__name__}-{kind}", state)
+def save_each(root: str, makes: list[Any], kind: str) -> None:
+    for make in makes:
+        state = build(kind, 1, make)
+        train(state)
+        sw.save(f"{root}/{make.__name__}-{kind}", state)
 
 
-def test_their_state_is_named_and_sharded_as_one_process_has_it(gang: Gang, tmp_path: Path) -> None:
-    save_each(str(tmp_path), ["plain"])
-    gang.run(save_each, str(tmp_path), ["fsdp1", "fsdp2"], world=2)
-    gang.run(save_each, str(tmp_path), ["fsdp1_flat", "hsdp_tp"], world=4)
-    for make in ELEMENTWISE:
+@pytest.mark.parametrize(
+    ("kind", "makes"),
+    [
+        *[(kind, [make]) for kind, make in zip(SHARDED, ELEMENTWISE, strict=True)],
+        *[pytest.param(kind, ELEMENTWISE, marks=pytest.mark.long) for kind in SHARDED],
+    ],
+)
+def test_their_state_is_named_and_sharded_as_one_process_has_it(
+    gang: Gang, tmp_path: Path, kind: str, makes: list[Any]
+) -> None:
+    save_each(str(tmp_path), makes, "plain")
+    gang.run(save_each, str(tmp_path), makes, kind, world=WORLDS[kind])
+    for make in makes:
         expected = contents(tmp_path / f"{make.__name__}-plain")
         assert any(".weight." in name for name in expected)
-        for path in tmp_path.glob(f"{make.__name__}-*"):
-            assert contents(path) == expected, path.name
+        assert contents(tmp_path / f"{make.__name__}-{kind}") == expected
 
 
 def load_flat(path: str) -> None:
@@ -141,22 +148,22 @@ def test_state_that_does_not_show_its_sharding_is_refused(gang: Gang, tmp_path: 
         assert "its sharding is unknown" in str(outcome.exception)
 
 
-def from_before_the_first_step(path: str, kinds: list[str]) -> None:
+def from_before_the_first_step(path: str, kind: str) -> None:
     """A stepped optimizer goes back to a checkpoint that has no state."""
-    for kind in kinds:
-        state = build(kind, 2)
-        train(state)
-        sw.load(path, state)
-        assert not any(optimizer.state for optimizer in optimizers_of(state))
-        sw.save(f"{path}-{kind}", state)
+    state = build(kind, 2)
+    train(state)
+    sw.load(path, state)
+    assert not any(optimizer.state for optimizer in optimizers_of(state))
+    sw.save(f"{path}-{kind}", state)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "kind", mostly_long(WORLDS, ["ddp", "fsdp1", "interleaved", "fsdp1_flat", "hsdp_tp"])
+)
 def test_a_stepped_optimizer_goes_back_to_before_its_first_step(
-    gang: Gang, tmp_path: Path, world: int
+    gang: Gang, tmp_path: Path, kind: str
 ) -> None:
     sw.save(tmp_path / "unstepped", build("plain", 1))
-    kinds = [kind for kind in WORLDS if WORLDS[kind] == world]
-    gang.run(from_before_the_first_step, str(tmp_path / "unstepped"), kinds, world=world)
-    for kind in kinds:
-        assert contents(tmp_path / f"unstepped-{kind}") == contents(tmp_path / "unstepped")
+    path = str(tmp_path / "unstepped")
+    gang.run(from_before_the_first_step, path, kind, world=WORLDS[kind])
+    assert contents(f"{path}-{kind}") == contents(path)

@@ -29,6 +29,8 @@ TENSORS = 16
 NBYTES = TENSORS * ROWS * COLUMNS * 4
 FAST = 20e9
 STAGING = 4 << 20
+SOON = 40.0  # on a busy machine
+PATIENT = {"timeout": 120.0, "group_timeout": 60.0}  # longer than SOON
 Fault = Callable[[], AbstractContextManager[object]]
 Part = Callable[[int, int], sw.Box]
 
@@ -376,8 +378,8 @@ def test_damage_is_an_error_on_every_rank(
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     start = time.monotonic()
-    outcomes = gang.run_outcomes(load_parts, str(copy), whole, per_node, world=4)
-    assert time.monotonic() - start < 15
+    outcomes = gang.run_outcomes(load_parts, str(copy), whole, per_node, world=4, **PATIENT)
+    assert time.monotonic() - start < SOON
     kinds = {type(outcome.exception).__name__ for outcome in outcomes}
     assert "CorruptionError" in kinds
     assert kinds <= {"CorruptionError", "RankError", "LostRankError"}
@@ -389,7 +391,7 @@ def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_no
     outcomes = gang.run_outcomes(
         load_with_fault, saved, per_node, (1, die_in_mid_load), "", world=4, group_timeout=4.0
     )
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < SOON
     assert outcomes[1].kind == "died"
     for rank in (0, 2, 3):
         assert isinstance(outcomes[rank].exception, sw.RankError)
@@ -401,8 +403,10 @@ def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
     gang: Gang, saved: str, per_node: int
 ) -> None:
     start = time.monotonic()
-    outcomes = gang.run_outcomes(load_with_fault, saved, per_node, (2, fail_to_read), "", world=4)
-    assert time.monotonic() - start < 15
+    outcomes = gang.run_outcomes(
+        load_with_fault, saved, per_node, (2, fail_to_read), "", world=4, **PATIENT
+    )
+    assert time.monotonic() - start < SOON
     assert "503" in str(outcomes[2].exception)
     for rank in (0, 1, 3):
         assert isinstance(outcomes[rank].exception, sw.RankError)
@@ -411,9 +415,9 @@ def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
 def test_waiting_for_a_rank_of_another_node_ends(gang: Gang, saved: str) -> None:
     start = time.monotonic()
     outcomes = gang.run_outcomes(
-        load_with_fault, saved, 1, (2, stop_reading), "", world=3, timeout=30.0, group_timeout=2.0
+        load_with_fault, saved, 1, (2, stop_reading), "", world=3, group_timeout=2.0
     )
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < SOON
     errors = [outcome.exception for outcome in outcomes[:2]]
     assert all(isinstance(error, sw.RankError) for error in errors)
     assert any("2 s" in str(error) for error in errors)

@@ -121,7 +121,7 @@ def test_a_rank_that_dies_is_noticed_by_those_who_wait_for_it(gang: Gang, saved:
     outcomes = gang.run_outcomes(
         die_while_reading, saved, 16, 1, world=4, timeout=60.0, group_timeout=4.0
     )
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 40
     assert outcomes[1].kind == "died"
     assert {outcomes[rank].kind for rank in (0, 2, 3)} == {"error"}
     assert gang.run(load_replicas, saved, 16, world=2)
@@ -192,10 +192,8 @@ def test_ranks_that_plan_other_reads_read_nothing(gang: Gang, saved: str) -> Non
 
 def test_waiting_for_a_rank_ends_and_names_it(gang: Gang, saved: str) -> None:
     start = time.monotonic()
-    outcomes = gang.run_outcomes(
-        load_while, saved, 16, 2, stop_reading, world=3, timeout=20.0, group_timeout=2.0
-    )
-    assert time.monotonic() - start < 20
+    outcomes = gang.run_outcomes(load_while, saved, 16, 2, stop_reading, world=3, group_timeout=2.0)
+    assert time.monotonic() - start < 40
     said = [str(each.exception) for each in outcomes[:2]]
     assert any("rank 2: it did not finish read" in each and "within 2 s" in each for each in said)
     assert all(

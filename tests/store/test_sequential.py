@@ -114,10 +114,10 @@ def test_a_full_backlog_waits_for_bytes_that_another_thread_writes(
         with pytest.raises(TimeoutError):
             waiting[1].result(0.1)
         stream.go.set()
-        first.result(10)
+        first.result(60)
         file.write_at(1000, CONTENT[1000:2000])
         for each in waiting:
-            each.result(10)
+            each.result(60)
     file.commit()
     assert bytes(stream.data) == CONTENT[:6000].tobytes()
 

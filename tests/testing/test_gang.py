@@ -267,14 +267,14 @@ def test_a_dead_rank_is_an_error_of_run(gang: Gang) -> None:
 
 
 def test_a_rank_that_hangs(gang: Gang) -> None:
-    outcomes = gang.run_outcomes(sleep_on, 1, world=2, timeout=1.0)
+    outcomes = gang.run_outcomes(sleep_on, 1, world=2, timeout=3.0)
     assert [outcome.kind for outcome in outcomes] == ["value", "hung"]
     assert "in sleep_on" in outcomes[1].report
     assert gang.run(summed, 0) == [6] * 4
 
 
 def test_a_rank_that_is_stopped(gang: Gang) -> None:
-    outcomes = gang.run_outcomes(end_on, 0, "SIGSTOP", world=2, timeout=1.0)
+    outcomes = gang.run_outcomes(end_on, 0, "SIGSTOP", world=2, timeout=3.0)
     assert [outcome.kind for outcome in outcomes] == ["hung", "value"]
     assert gang.run(summed, 0) == [6] * 4
 

@@ -1,17 +1,18 @@
-"""A rank on a separate host: `python on_host.py ROOT UNTIL [STEP SIGN [EVERY]]`.
+"""Forks ranks on a separate host: `python on_host.py FIFO`. So a host imports torch only once.
 
-It trains until a step, and keeps a copy on one other node. Each step that is a multiple of `EVERY`
-is saved to the root. It prints as JSON what it resumed from, and how many seconds that took. Before
-the save of `STEP` it prints "ready" and waits for the file `SIGN`. After the save it prints how
-each stage ended, and sleeps until it is killed.
+Each line of the FIFO is JSON: the arguments of `train_as_rank` and the environment of a new rank,
+or "kill", which kills the newest rank, or "wait", which waits for it and prints its exit status.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -48,7 +49,15 @@ def save_in_steps(cluster: Cluster, step: int, sign: Path) -> None:
     time.sleep(60.0)
 
 
-def main(root: str, until: str, step: str = "", sign: str = "", every: str = "1000") -> None:
+def train_as_rank(
+    root: str, until: str, step: str = "", sign: str = "", every: str = "1000"
+) -> None:
+    """Train until a step, with a copy of each snapshot on one other node.
+
+    Each step that is a multiple of `every` is saved to the root. The rank prints as JSON what it
+    resumed from, and how many seconds that took. Before the save of `step` it prints "ready" and
+    waits for the file `sign`. After the save it prints how each stage ended, and sleeps.
+    """
     dist.init_process_group("gloo")
     given = {"copies": 1, "wait": WAIT, "interface": "eth0"}
     cluster = Cluster(root=root, shm=Path("/dev/shm"), every=int(every), options=given)
@@ -60,5 +69,32 @@ def main(root: str, until: str, step: str = "", sign: str = "", every: str = "10
         save_in_steps(cluster, int(step), Path(sign))
 
 
+def fork_rank(arguments: list[str], environ: dict[str, str]) -> int:
+    """Return the process id of a new rank."""
+    child = os.fork()
+    if child:
+        return child
+    os.environ.update(environ)
+    try:
+        train_as_rank(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def serve(lines: Iterable[str]) -> None:
+    newest = 0
+    for line in lines:
+        request = json.loads(line)
+        if request == "kill":
+            os.kill(newest, signal.SIGKILL)
+        elif request == "wait":
+            print(os.waitstatus_to_exitcode(os.waitpid(newest, 0)[1]), flush=True)
+        else:
+            newest = fork_rank(*request)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with open(sys.argv[1]) as fifo:
+        serve(fifo)

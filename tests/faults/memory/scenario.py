@@ -173,7 +173,7 @@ def go_on(
     for handle in handles:
         assert handle is not None
         if results:
-            handle.result(20.0)
+            handle.result(40.0)
     cp.close(wait=False)
     return went
 
@@ -214,7 +214,7 @@ def lose(directory: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def until(true: Callable[[], object], seconds: float = 30.0) -> None:
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until a condition is true."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -68,7 +68,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for_where_the_others_suffice(
     signal_agents(shm / "node1", signal.SIGSTOP)
     ((went, seconds),) = gang.run(phases_of, cluster, world=1)
     assert (went.step, went.source) == (3, "memory")
-    assert seconds["asking"] < 5.0  # its silence would be borne for 10
+    assert seconds["asking"] < 8.0  # its silence would be borne for 10
     phases = ["asking", "choosing", "decoding", "reading", "rebuilding"]
     assert sorted(seconds) == [*phases, "total"]
     assert sum(seconds[each] for each in phases) <= seconds["total"]
@@ -169,7 +169,7 @@ def save_and_end(cluster: Cluster) -> None:
     train(values, state["step"])
     handle = cp.save(state["step"], state)
     assert handle is not None
-    handle.result(10.0)
+    handle.result(30.0)
     cp.close()
 
 
@@ -210,7 +210,7 @@ def save_again(cluster: Cluster) -> None:
     _, state, _ = begin(cp, cluster.columns, "rows")
     handle = cp.save(1, state)
     assert handle is not None
-    handle.result(10.0)
+    handle.result(30.0)
     dist.barrier()
     if dist.get_rank() == 0:
         signal_agents(cluster.directory(2), signal.SIGSTOP)
@@ -221,7 +221,7 @@ def save_again(cluster: Cluster) -> None:
     if dist.get_rank() == 0:
         signal_agents(cluster.directory(2), signal.SIGCONT)
     assert handle is not None
-    handle.result(10.0)
+    handle.result(30.0)
     cp.close(wait=False)
 
 

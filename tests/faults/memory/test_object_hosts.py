@@ -15,7 +15,7 @@ import pytest
 from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
 from tests.faults.memory import bucket_on_host
 from tests.faults.memory.scenario import until
-from tests.faults.memory.test_network import paths_of_tests, said, start
+from tests.faults.memory.test_network import RankStarter, paths_of_tests, said, start
 from tests.store.servers import Server
 
 PORT = 9000
@@ -55,7 +55,8 @@ def test_a_host_is_lost_while_its_agent_uploads(hosts: list[Host], tmp_path: Pat
     url = Server("s3", f"http://{bucket.address}:{PORT}").new_url(
         allow_http="true", lock_seconds=str(LOCK_SECONDS), timeout="20", retry="20"
     )
-    ranks = start(nodes, url, 3, 4, tmp_path / "go", 2)
+    starters = [RankStarter(node, tmp_path / f"{node.name}.fifo") for node in nodes]
+    ranks = start(starters, url, 3, 4, tmp_path / "go", 2)
     assert [said(rank)[0] for rank in ranks] == [None] * 3
     assert [said(rank) for rank in ranks] == ["ready"] * 3
     assert look(bucket, url) == [[2], []]
@@ -70,14 +71,15 @@ def test_a_host_is_lost_while_its_agent_uploads(hosts: list[Host], tmp_path: Pat
     for rank in ranks[:2]:
         rank.kill()
 
-    ranks = start(nodes[:2], url, 6, "", "", 2)
+    ranks = start(starters[:2], url, 6, "", "", 2)
     assert [said(rank)[:2] for rank in ranks] == [[4, "memory"]] * 2
-    assert [rank.wait(SECONDS) for rank in ranks] == [0, 0]
+    assert [rank.wait() for rank in ranks] == [0, 0]
     for node in nodes:
         node.destroy()
         node.start()
     time.sleep(LOCK_SECONDS + 1.1)
-    ranks = start(nodes, url, 8, "", "", 2)
+    starters = [RankStarter(node, tmp_path / f"{node.name}-again.fifo") for node in nodes]
+    ranks = start(starters, url, 8, "", "", 2)
     assert [said(rank)[:2] for rank in ranks] == [[6, "storage"]] * 3
-    assert [rank.wait(SECONDS) for rank in ranks] == [0, 0, 0]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert look(bucket, url) == [[2, 4, 6, 8], []]

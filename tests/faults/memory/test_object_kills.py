@@ -106,7 +106,7 @@ class Run:
         self.server, self.proxy, self.gang, self.shm, self.signs = server, proxy, gang, shm, signs
         self.path = path
         self.direct = server.url(path, **options)
-        self.url = Server("s3", proxy.url).url(path, timeout="2", retry="5", **options)
+        self.url = Server("s3", proxy.url).url(path, timeout="10", retry="30", **options)
         self.pool = ThreadPoolExecutor(1)
 
     def start(self, steps: int = 1) -> Training:

@@ -114,7 +114,7 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
             started = time.monotonic()
             handle = checkpointer.save(2, state_of(2))
             assert handle is not None
-            assert time.monotonic() - started < 5.0, "training waits for no storage"
+            assert time.monotonic() - started < 20.0, "training waits for no storage"
             until(handle.why_retrying, SECONDS)
             with pytest.raises(TimeoutError, match=r"the agent tries again: .*does not answer"):
                 handle.result(0.1)
@@ -164,7 +164,7 @@ def test_the_first_save_does_not_wait_for_the_storage(
             started = time.monotonic()
             handle = checkpointer.save(1, state_of(1))
             assert handle is not None
-            assert time.monotonic() - started < 5.0, "training waits for no storage"
+            assert time.monotonic() - started < 20.0, "training waits for no storage"
             until(lambda: any("nodes/" in r.path and r.fault for r in proxy.requests), SECONDS)
         handle.result(SECONDS)
         until(lambda: any(key.startswith("nodes/") for key in moto.keys(url)), SECONDS)

@@ -35,7 +35,7 @@ from tests.faults.memory.scenario import (
 
 BUCKETS = 3
 LARGE = BUCKETS * (8 << 20) // (24 * 8)  # columns of which a rank's rows take so many buckets
-SECONDS = 20.0
+SECONDS = 40.0
 NOTES: list[tuple[int, str, When, bool]] = [
     (0, r"\.staged\.json", "before", False),
     (0, r"\.staged\.json", "within", False),
@@ -51,8 +51,9 @@ def killed(gang: Gang, cluster: Cluster, step: int, victims: tuple[int, ...], fa
     """Run until a step at which these ranks die, and the others notice."""
     started = time.monotonic()
     outcomes = gang.run_outcomes(
-        go_on, cluster, step + 1, world=2, fault=fault, at=step, victims=victims
-    )
+        go_on, cluster, step + 1, world=2, fault=fault, at=step, victims=victims,
+        timeout=90.0, group_timeout=60.0,
+    )  # fmt: skip
     for outcome in outcomes:
         assert outcome.kind == ("died" if outcome.rank in victims else "error"), outcome.report
     assert time.monotonic() - started < SECONDS
@@ -155,7 +156,7 @@ def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     cluster = Cluster(root=root, shm=shm, nodes=2, options={"wait": patience})
     told = gang.run(save_while_one_is_stopped, cluster, seconds, world=2)
     for rank, (took, said, logged) in enumerate(told):
-        assert took < 16.0
+        assert took < 30.0
         assert len(said) == (0 if seconds < patience else 1), (said, took)
         assert all("step 2: the stage 'commit' of " in each for each in said)
         assert len(logged) == (len(said) if rank == 0 else 0), logged
@@ -180,7 +181,7 @@ elif how == "error":
 @pytest.mark.parametrize("how", mostly_long(["leave", "close", "error"], ["leave"]))
 def test_a_process_that_ends_right_after_a_save_has_saved(root: Path, shm: Path, how: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", LEAVE, root, shm, how], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", LEAVE, root, shm, how], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == (how == "error"), ended.stderr
     assert ended.stderr.count("Error") == (how == "error"), ended.stderr

@@ -31,7 +31,7 @@ from tests.faults.memory.scenario import (
 )
 
 PATIENCE = 1.0
-SECONDS = 12.0
+SECONDS = 30.0
 STOPPED = re.compile(
     r"step 1: the stage '\w+' of .* failed: "
     r"the agent of node [\w-]+ \(process \d+ of .*\) has not answered"
