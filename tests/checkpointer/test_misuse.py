@@ -40,6 +40,8 @@ def checkpointer(**options: Any) -> Callable[[Path], object]:
         (checkpointer(save_every=True), TypeError, "expected an integer"),
         (checkpointer(on_failure="ignore"), ValueError, "'raise' or 'warn'"),
         (lambda path: sw.Memory(slots=1.0), TypeError, "expected an integer"),  # type: ignore
+        (lambda path: sw.Memory(slots=1, copies=1), ValueError, "need slots=2"),
+        (lambda path: sw.Memory(slots=1, parity=1), ValueError, "need slots=2"),
         (lambda path: sw.load("org/Model-7B", {}), sw.CheckpointNotFoundError, "Hugging Face Hub"),
         (lambda path: sw.open("org/Model-7B"), sw.CheckpointNotFoundError, "snapshot_download"),
         (lambda path: sw.open(path / "c" / MANIFEST), sw.CheckpointNotFoundError, "its directory"),

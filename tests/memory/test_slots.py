@@ -164,7 +164,6 @@ def test_memory_that_agents_let_go_of_is_waited_for(
     [
         ({"copies": 1}, 1, 0),
         ({"copies": 1}, 2, 2 * 1000),
-        ({"copies": 1, "slots": 1}, 2, 2 * 1000),  # until the next snapshot is protected
         ({"copies": 2}, 2, 2 * 1000),
         ({"copies": 2, "slots": 3}, 8, 3 * 2 * 1000),
         ({"parity": 1}, 2, 2 * 1000),

@@ -12,7 +12,7 @@ from rich.table import Table
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_json, stdout_console
 from shardwise.manifest.checksums import block_count
-from shardwise.memory.free_files import bytes_needed_for_others, count_protected_snapshots
+from shardwise.memory.free_files import bytes_needed_for_others
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.slots import slot_size
 
@@ -116,7 +116,7 @@ def plan_memory(
         print_json({**asdict(needed), "shm_size": _with_margin(needed.total) * GIBIBYTE})
         return
     slot_count = fmt.count(memory.slots + 1, "slot")
-    protection = f"for {fmt.count(count_protected_snapshots(memory), 'snapshot')}"
+    protection = f"for {fmt.count(memory.slots, 'snapshot')}"
     rows = (
         ("the state", needed.state, ""),
         ("each rank saves", needed.saved_by_rank, ""),

@@ -318,7 +318,7 @@ def _make_checkpointer(folder: str, config: ShardwiseCheckpointManager.Config) -
     if config.async_mode != "disabled":
         memory = sw.Memory(
             snapshot_every=config.snapshot_every,
-            slots=2 if config.snapshot_every else 1,
+            slots=2 if config.snapshot_every or config.parity or config.copies else 1,
             overlap=config.async_mode == "async_with_pinned_mem",
             parity=config.parity,
             copies=config.copies,

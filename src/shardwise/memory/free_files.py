@@ -63,14 +63,6 @@ def delete_smallest_spares(run: Run, most: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def count_protected_snapshots(options: Memory) -> int:
-    """Return of how many snapshots a node stores copies or parity at the same time.
-
-    There are at least two: the newest protected snapshot stays until the next one is protected.
-    """
-    return max(options.slots, 2)
-
-
 def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int) -> int:
     """Return the bytes of copies and parity that an agent stores for each rank of its node.
 
@@ -86,8 +78,7 @@ def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int)
     members = nodes // groups
     parity = min(options.parity, members - 1)
     copied = min(options.copies, nodes - 1) * bytes_per_rank
-    of_one_snapshot = copied + parity * -(-bytes_per_rank // (members - parity))
-    return count_protected_snapshots(options) * of_one_snapshot
+    return options.slots * (copied + parity * -(-bytes_per_rank // (members - parity)))
 
 
 def bytes_stored_for_others(run: Run) -> int:

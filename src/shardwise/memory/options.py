@@ -75,8 +75,8 @@ class Memory:
     Args:
         snapshot_every: take a snapshot at steps that are a multiple of this number. 0: only at
             steps that are saved to the root.
-        slots: the number of committed snapshots to keep. Each rank needs memory for one more
-            snapshot: the one that is being written.
+        slots: the number of committed snapshots to keep; at least 2 with `copies` or `parity`. Each
+            rank needs memory for one more snapshot: the one that is being written.
         overlap: let `save` return before the copy is complete. The next step of each optimizer in
             the state waits for the copy. Anything else that changes the state (buffers in a
             forward pass, parameter averages) must call `handle.staged()` first.
@@ -102,7 +102,8 @@ class Memory:
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: a number is out of range, or both copies and parity are given.
+        ValueError: a number is out of range, both copies and parity are given, or one of them is
+            given with slots=1.
     """
 
     snapshot_every: int = 1
@@ -133,6 +134,12 @@ class Memory:
         if self.copies and self.parity:
             raise ValueError(
                 f"Memory(copies={self.copies}, parity={self.parity}): use one of them, not both"
+            )
+        if self.slots < 2 and (self.copies or self.parity):
+            raise ValueError(
+                f"Memory(slots={self.slots}, copies={self.copies}, parity={self.parity}): copies "
+                "and parity need slots=2 or more, because a protected snapshot stays until the "
+                "next one is protected"
             )
         if self.parity >= self.group:
             raise ValueError(
