@@ -36,7 +36,7 @@ class Nodes:
         directory = self[self._bench.rank]
         directory.mkdir(parents=True, exist_ok=True)
         memory = sw.Memory(
-            dir=str(directory), parity=1, group=group, slots=1, when_full="wait", rescue=False
+            dir=str(directory), parity=1, group=group, slots=2, when_full="wait", rescue=False
         )
         checkpointer = sw.Checkpointer(self._bench.dir / "root", save_every=NEVER, memory=memory)
         try:

@@ -29,7 +29,7 @@ from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.seal import map_file
 from shardwise.store.store import Buffer
 
-SHARES = Size(tensors=48)  # memory holds five copies: two slots for each rank, and parity
+SHARES = Size(tensors=48)  # memory holds several copies: three slots for each rank, and parity
 OWNER = 1
 """Rank whose share rank 0 restores."""
 THREADS = 2
