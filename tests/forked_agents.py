@@ -135,6 +135,7 @@ if __name__ == "__main__":
     import shardwise.memory.agent.process
     import shardwise.store.object_store  # noqa: F401 - the imports that agents share
 
-    if importlib.util.find_spec("obstore") is not None:
-        importlib.import_module("obstore.store")
+    for name in ("obstore", "boto3"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.cli.app import app
 from shardwise.cli.convert import FLOATS, FORMATS, MIN_MEMORY
 from shardwise.convert import export
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import SMALLEST_MEMORY
+from shardwise.testing import Gang
 from tests.cli.conftest import Run
 
 
@@ -79,6 +84,24 @@ def test_it_offers_what_the_library_writes() -> None:
     assert MIN_MEMORY == SMALLEST_MEMORY
 
 
+def export_as_rank(*args: str) -> str:
+    """Run the command in a process with the environment of torchrun; return what it prints."""
+    dist.destroy_process_group()
+    printed = io.StringIO()
+    with redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        app(["export", *args])
+    assert ended.value.code == 0
+    return printed.getvalue()
+
+
+def test_ranks_share_the_work(gang: Gang, step: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    printed = gang.run(export_as_rank, "--to=native", str(step), str(new), "--max-file=1K", world=2)
+    assert sum("✓" in each for each in printed) == 1
+    assert sw.open(new).verify().bytes_checked > 0
+
+
+@pytest.mark.long  # the test above runs the command with the environment that torchrun sets
 @pytest.mark.ranks
 def test_torchrun_shares_the_work(step: Path, tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwise"]

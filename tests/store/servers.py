@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -79,19 +80,28 @@ def s3_client(endpoint: str) -> Any:
 def moto() -> Iterator[Server]:
     """moto: S3 in Python, with conditional puts and multipart uploads; starts in a second."""
     pytest.importorskip("obstore", reason="this test needs obstore")
-    threaded = pytest.importorskip(
-        "moto.moto_server.threaded_moto_server", reason="this test needs moto and flask"
+    make_server = pytest.importorskip("werkzeug.serving").make_server
+    moto = pytest.importorskip(
+        "moto.moto_server.werkzeug_app", reason="this test needs moto and flask"
     )
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = threaded.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    # S3 alone: moto's server of all services searches the service of each request for milliseconds.
+    server = make_server(
+        "127.0.0.1",
+        0,
+        moto.create_backend_app("s3"),
+        threaded=True,
+        request_handler=moto.MotoRequestHandler,
+    )
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
-        host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
+        endpoint = f"http://127.0.0.1:{server.server_port}"
         s3_client(endpoint).create_bucket(Bucket=BUCKET)
         yield Server("s3", endpoint)
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture(scope="session")
