@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.object_clients import Client
-from shardwise.store.object_errors import http_status, translate_errors
+from shardwise.store.object_errors import http_status
 
 PUBLISH_ATTEMPTS = 5
 PAUSE_SECONDS = 0.1
@@ -58,7 +58,7 @@ def read_if_exists(client: Client, path: str, place: str, *, limit: int) -> byte
     import obstore
 
     try:
-        with translate_errors("read", place):
+        with client.request("read", place):
             result = obstore.get(client.open(), path)
             return bytes(result.bytes()) if result.meta["size"] <= limit else b"\0"
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def probe_conditional_put(
         create_object(client, path, f"{nonce}-1".encode(), url, sleep)
         client.obeys_conditions = _is_creation_refused(client, path, nonce, url, sleep)
     finally:
-        with suppress(OSError), translate_errors("delete", url):
+        with suppress(OSError), client.request("delete", url):
             obstore.delete(client.open(), path)
     if not client.obeys_conditions:
         raise StoreError(
@@ -129,7 +129,7 @@ def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSErro
     import obstore
 
     try:
-        with translate_errors("write", place):
+        with client.request("write", place):
             obstore.put(client.open(), path, data, mode="create", use_multipart=False)
     except FileExistsError as error:
         return error

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import threading
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.object_errors import translate_errors
+from shardwise.store.outages import WARNING_SECONDS, OutageWatch
 from shardwise.store.store_url import StoreUrl
 
 if TYPE_CHECKING:
@@ -40,8 +46,11 @@ REQUEST_SECONDS = 120.0
 RETRY_SECONDS = 180.0
 MOST_RETRIES = 1000  # never reached: the time is the limit
 CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 5.0
 CREDENTIALS_LIFETIME = timedelta(minutes=10)
 DEFAULT_REGION = "us-east-1"
+
+log = logging.getLogger("shardwise")
 
 
 class Client:
@@ -49,13 +58,15 @@ class Client:
 
     Args:
         url: the URL of the bucket; its path is ignored.
+        warning_seconds: how long a request may take before the server is probed.
     """
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, warning_seconds: float = WARNING_SECONDS) -> None:
         self.url = url
         self._lock = threading.Lock()
         self._opened: tuple[int, ObjectStore] | None = None
         self._boto3: tuple[int, Any] | None = None
+        self._watch = OutageWatch(_retry_seconds(url), self._probe, warning_seconds)
         self.obeys_conditions = False  # whether a probe has shown that the server obeys them
 
     def open(self) -> ObjectStore:
@@ -79,6 +90,34 @@ class Client:
             if self._opened is None or self._opened[0] != pid:
                 self._opened = pid, _open_client(self.url)
             return self._opened[1]
+
+    @contextmanager
+    def request(self, action: str, place: str) -> Iterator[None]:
+        """Translate the errors of the request that the block makes, and warn of an outage.
+
+        Args:
+            action, place: as for `translate_errors`.
+
+        Raises:
+            OSError: as for `translate_errors`.
+        """
+        with translate_errors(action, place), self._watch.request():
+            yield
+
+    def _probe(self) -> str:
+        """Send a request that is not repeated; return the error if there is no answer, or ""."""
+        import obstore
+
+        options = {**self.url.options, "retry": "0", "timeout": str(PROBE_SECONDS)}
+        try:
+            store = _open_client(replace(self.url, options=options))
+            with translate_errors("reach the server", str(self.url)):
+                obstore.head(store, self.url.path or "probe")
+        except StoreUnavailableError as error:
+            return str(error)
+        except Exception as error:  # usually an answer, for example that there is no such object
+            log.debug("%s: %s", self.url, error)
+        return ""
 
     def boto3_client(self) -> Any:
         """Return boto3's client of the same bucket; None if the scheme is not s3, or without boto3.

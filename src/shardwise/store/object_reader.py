@@ -6,7 +6,6 @@ import numpy as np
 
 from shardwise.errors import StoreError
 from shardwise.store.object_clients import Client
-from shardwise.store.object_errors import translate_errors
 from shardwise.store.store import Buffer
 
 LONGEST_REQUEST = 64 << 20
@@ -44,7 +43,7 @@ class ObjectReader:
         import obstore
 
         for _ in range(READ_ATTEMPTS):
-            with translate_errors(f"read bytes {low}:{high}", self._place):
+            with self._client.request(f"read bytes {low}:{high}", self._place):
                 data = obstore.get_range(self._client.open(), self._path, start=low, end=high)
             found: Buffer = np.frombuffer(memoryview(data), np.uint8)
             if len(found) == high - low:

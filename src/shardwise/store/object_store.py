@@ -22,7 +22,7 @@ from shardwise.store.object_clients import (
     find_settings,
     longest_request,
 )
-from shardwise.store.object_errors import http_status, translate_errors
+from shardwise.store.object_errors import http_status
 from shardwise.store.object_reader import ObjectReader
 from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
 from shardwise.store.store_url import StoreUrl, parse_url
@@ -136,7 +136,7 @@ class ObjectStore:
         """Return the objects below, by relative path."""
         start = len(self.url.path) + 1 if self.url.path else 0
         found: dict[str, FileStatus] = {}
-        with translate_errors("list", str(self)):
+        with self._client.request("list", str(self)):
             for page in _obstore().list(self._client.open(), self.url.path or None):
                 for each in page:
                     name = each["path"][start:]
@@ -173,11 +173,12 @@ class ObjectStore:
         self._refuse_read_only(key)
         part = self._part_bytes(size)
         if size <= part:
-            return SmallUpload(place, size, lambda content: self._put(path, content))
+            return SmallUpload(place, size, lambda content: self._put(path, place, content))
 
         def put(chunks: Iterator[memoryview]) -> None:
             abort_uploads_of(self._client, path)  # those of a process that was killed
-            with self._share.reserve(self._requests) as requests:
+            reserved = self._share.reserve(self._requests)
+            with reserved as requests, self._client.request("write", place):
                 _obstore().put(
                     self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
                 )
@@ -207,13 +208,12 @@ class ObjectStore:
             return
         if not replace and read_if_exists(self._client, path, place, limit=0) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place)
-        with translate_errors("write", place):
-            self._put(path, data)
+        self._put(path, place, data)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
         path, place = self._path_to_read(key), self._place(key)
-        with translate_errors("read", place):
+        with self._client.request("read", place):
             result = _obstore().get(self._client.open(), path)
             size = result.meta["size"]
             if size > limit:
@@ -243,7 +243,7 @@ class ObjectStore:
         """Delete an object, if it exists."""
         path = self._path_to_write(key)
         self._refuse_read_only(key)
-        with suppress(FileNotFoundError), translate_errors("delete", self._place(key)):
+        with suppress(FileNotFoundError), self._client.request("delete", self._place(key)):
             _obstore().delete(self._client.open(), path)
 
     def remove(self) -> None:
@@ -291,7 +291,7 @@ class ObjectStore:
 
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
-        with translate_errors("read", self._place(path)):
+        with self._client.request("read", self._place(path)):
             found: ObjectMeta = _obstore().head(
                 self._client.open(), f"{self.url.path}/{path}".strip("/")
             )
@@ -299,15 +299,16 @@ class ObjectStore:
 
     def _list(self) -> tuple[set[str], Mapping[str, ObjectMeta]]:
         """Return the names of the prefixes one level below, and the objects by name."""
-        with translate_errors("list", str(self)):
+        with self._client.request("list", str(self)):
             found = _obstore().list_with_delimiter(self._client.open(), self.url.path or None)
         start = len(self.url.path) + 1 if self.url.path else 0
         objects: dict[str, ObjectMeta] = {each["path"][start:]: each for each in found["objects"]}
         prefixes: set[str] = {each.rstrip("/")[start:] for each in found["common_prefixes"]}
         return prefixes - {""}, {name: each for name, each in objects.items() if name}
 
-    def _put(self, path: str, data: bytes | memoryview) -> None:
-        _obstore().put(self._client.open(), path, data, use_multipart=False)
+    def _put(self, path: str, place: str, data: bytes | memoryview) -> None:
+        with self._client.request("write", place):
+            _obstore().put(self._client.open(), path, data, use_multipart=False)
 
     @property
     def _is_web(self) -> bool:

@@ -1,0 +1,67 @@
+"""A server that does not answer is named in a warning, long before its requests fail."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+import pytest
+
+import shardwise as sw
+from shardwise.store.object_clients import Client
+from shardwise.store.object_store import ObjectStore, parse_object_url
+from shardwise.store.outages import OutageWatch
+
+URL = (
+    "s3://bucket/run?endpoint=http://127.0.0.1:1&anonymous=true&region=us-east-1&retry=1&timeout=1"
+)
+
+
+def test_a_warning_names_server_reason_and_end_of_the_retries(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = parse_object_url(URL)
+    store = ObjectStore(url, Client(url, warning_seconds=0.1))
+    for _ in range(2):
+        with pytest.raises(sw.StoreError, match="does not answer"):
+            store.list()
+        deadline = time.monotonic() + 20
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+    (said,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
+    assert said.startswith("s3://bucket/run?endpoint=http://127.0.0.1:1&")
+    assert "check the endpoint and the network" in said
+    assert re.search(r"repeated until \d\d:\d\d:\d\d \(the option retry=1 of the URL\)", said)
+
+
+def test_each_outage_is_reported_once_and_long_requests_are_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reason, probes = "", 0
+
+    def probe() -> str:
+        nonlocal probes
+        probes += 1
+        return reason
+
+    watch = OutageWatch(60.0, probe, seconds=0.05)
+
+    def request(until: int) -> None:
+        deadline = time.monotonic() + 20
+        while probes < until and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with watch.request():
+        request(2)
+    assert not caplog.records
+    for outage in (1, 2):
+        reason, expected = "refused", probes + 1
+        with watch.request(), watch.request():
+            request(expected)
+            time.sleep(0.2)
+            assert probes == expected, "an outage that is reported is not probed again"
+        assert len(caplog.records) == outage
+        reason = ""
+        with watch.request():
+            pass
