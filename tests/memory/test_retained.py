@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
@@ -87,6 +89,40 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
             store.hold(lock_file(SAVE), shared=False) as other,
         ):
             assert not other
+
+
+@pytest.mark.parametrize("publisher", ["another save", "an agent that has just ended"])
+def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_save(
+    tmp_path: Path, publisher: str
+) -> None:
+    sw.save(tmp_path / "made", {"t": torch.arange(9)}, step=1)
+    manifest = (tmp_path / "made" / MANIFEST).read_bytes()
+    own = decode_manifest(manifest)
+    root, step = LocalStore(tmp_path / "root"), tmp_path / "root" / step_directory(1)
+    pending = PendingManifest(
+        save_id=own.save_id,
+        step=1,
+        manifest="",
+        files=[(file.name, "node") for file in own.files],
+        nodes=[],
+        leader="node",
+        root=str(root),
+    )
+    with lock_for_publishing(pending, root, Deadline(5.0)) as publication:
+        for file in own.files:
+            shutil.copy(tmp_path / "made" / file.name, step)
+        if publisher == "another save":
+            sw.save(tmp_path / "other", {"t": 2}, step=1)
+            for path in (tmp_path / "other").iterdir():
+                shutil.copy(path, step)
+            with pytest.raises(sw.CheckpointExistsError, match="already contains a checkpoint"):
+                publication.publish(manifest)
+        else:
+            (step / MANIFEST).write_bytes(manifest)
+            publication.publish(manifest)
+    expected = tmp_path / ("other" if publisher == "another save" else "made")
+    assert {p.name for p in step.iterdir()} == {p.name for p in expected.iterdir()}
+    sw.open(step).verify()
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, shm: Path) -> None:

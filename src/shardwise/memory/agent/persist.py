@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
-from shardwise.engine.leftovers import remove_leftovers
+from shardwise.engine.leftovers import map_in_threads, remove_leftovers
 from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
@@ -129,13 +129,20 @@ class Publication:
 
         Raises:
             StoreError: files of the checkpoint were removed meanwhile.
-            CheckpointExistsError: another checkpoint was published there meanwhile.
+            CheckpointExistsError: another checkpoint was published there meanwhile. The files of
+                this save are removed.
         """
         if not self.is_published:
             names = [name for name, _ in self.pending.files]
             try:
                 publish_manifest(self.store, manifest, names, replace=self.pending.overwrite)
             except FileExistsError as error:
+                other = _published_save_id(self.store)
+                if other == self.pending.save_id:  # an agent that has just ended published it
+                    return
+                if other is not None:
+                    with suppress(OSError):  # the next save here removes them
+                        map_in_threads(self.store.delete, names)
                 raise _checkpoint_exists(self.store) from error
         if self.pending.overwrite:
             remove_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
