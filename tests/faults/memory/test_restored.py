@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.checkpointer.checkpointer import STAGING_ONLY
 from shardwise.testing import Gang
-from tests.faults.memory.scenario import Cluster, Went, begin, end_agents, lose, train
+from tests.faults.memory.scenario import Cluster, Went, begin, end_agents, lose, steps_in, train
 
 NOT_GIVEN = {name: value for name, value in asdict(STAGING_ONLY).items() if name != "dir"}
 SNAPSHOTS = {"snapshot_every": 2, "rescue": False}
@@ -69,3 +69,34 @@ def test_after_each_failure_the_step_in_the_table_is_restored(
     assert gang.run(resume, cluster, world=2) == [FROM_STORAGE] * 2
     shutil.rmtree(root)
     assert gang.run(resume, cluster, world=2) == [Went(None, "", "()")] * 2
+
+
+def save_and_end_before_it_is_persisted(cluster: Cluster) -> None:
+    """Save step 10 and wait until it is in the root; save step 20, and end when it is committed."""
+    checkpointer = cluster.open()
+    values, state, _ = begin(checkpointer, cluster.columns, "rows")
+    for step in range(1, 2 * SAVED + 1):
+        train(values, step)
+        state["step"] = step
+        handle = checkpointer.save(step, state)
+        if handle is not None:
+            handle.committed(20.0) if step > SAVED else handle.result(20.0)
+    checkpointer.close(wait=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loses_node", [False, True])
+def test_a_save_that_is_not_in_the_root_yet_survives_deaths_but_no_lost_node(
+    gang: Gang, root: Path, shm: Path, loses_node: bool
+) -> None:
+    """The agents write to the root so slowly that step 20 takes seconds."""
+    options = {**NOT_GIVEN, "budget": 2 << 20}
+    cluster = Cluster(root=root, shm=shm, nodes=2, every=SAVED, columns=1 << 16, options=options)
+    gang.run(save_and_end_before_it_is_persisted, cluster, world=2)
+    end_agents(shm)
+    assert steps_in(root) == [SAVED]
+    expected = Went(2 * SAVED, "memory", "()")
+    if loses_node:
+        lose(cluster.directory(1))
+        expected = FROM_STORAGE
+    assert gang.run(resume, cluster, world=2) == [expected] * 2
