@@ -97,8 +97,11 @@ def run(options: dict[str, Any]) -> None:
         save_top_k=2,
         data=sampler,
         memory=sw.Memory(dir=options["shm"]),
+        on_divergence="raise",
     )
-    strategy: Any = ModelParallelStrategy(1, world) if fsdp else "ddp" if world > 1 else "auto"
+    strategy: Any = "ddp" if world > 1 else "auto"
+    if fsdp:
+        strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=world,

@@ -226,7 +226,9 @@ def test_an_exception_leaves_the_save_to_the_agent(tmp_path: Path, memory: sw.Me
         ({"every_n_train_steps": 0}, "every_n_train_steps=0.*at least 1"),
         ({"save_top_k": 0}, "save_top_k=0"),
         ({"save_top_k": 3, "keep": sw.Keep(last=1)}, "either keep= or save_top_k="),
+        ({"every_n_epochs": 2.5}, "every_n_epochs=2.5.*whole number"),
         ({"resume": "best"}, "pass monitor="),
+        ({"resume": "last"}, "resume='last'.*\"newest\""),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -285,6 +287,19 @@ def test_a_scheduler_that_reacts_to_a_metric_misses_no_epoch(tmp_path: Path) -> 
         parts, trainer = train_with_callback(root, None, 4, net=PlateauNet, **every)
         assert trainer.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"] == 4
         assert equal(parts.state_dict(), whole.state_dict())
+
+
+def test_the_path_of_a_checkpoint_of_the_callback_is_refused(tmp_path: Path) -> None:
+    """Lightning would load the weights, and fail at the optimizers."""
+    train_with_callback(tmp_path, None, 1, every_n_train_steps=3)
+    path = str(tmp_path / "step-00000009")
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[ShardwiseCheckpointIO()], callbacks=[ShardwiseCheckpoint(tmp_path / "new")],
+    )  # fmt: skip
+    loader = DataLoader(make_dataset(), batch_size=GLOBAL_BATCH)
+    with pytest.raises(sw.StateError, match=r"ckpt_path='.*step-00000009'.*resume=STEP"):
+        trainer.fit(Net(), loader, DataLoader(make_dataset(), batch_size=20), ckpt_path=path)
 
 
 def test_a_run_that_goes_back_replaces_later_checkpoints(tmp_path: Path) -> None:

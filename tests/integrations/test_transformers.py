@@ -329,6 +329,24 @@ def test_an_incomplete_newest_save_is_passed_over(gang: Gang, tmp_path: Path) ->
     assert_same_bits(whole, gang.run(train, run, world=1), 6)
 
 
+@pytest.mark.parametrize("parallelism", mostly_long(["plain", "fsdp2"], ["plain"]))
+def test_a_damaged_newest_save_is_passed_over(gang: Gang, tmp_path: Path, parallelism: str) -> None:
+    """The counters of the Trainer are intact, so the damage shows when the weights are loaded."""
+    world = 2 if parallelism == "fsdp2" else 1
+    whole = gang.run(train, Run(tmp_path / "whole", parallelism=parallelism), world=world)
+    run = Run(tmp_path / "run", parallelism=parallelism)
+    crash(gang, replace(run, crash="raise"), world)
+    for file in (run.output / "shardwise" / "step-00000009").glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    outcomes = gang.run_outcomes(
+        train, replace(run, resume=str(run.output / "checkpoint-9")), world=world
+    )
+    assert "CorruptionError" in outcomes[0].report
+    assert_same_bits(whole, gang.run(train, replace(run, resume=True), world=world), 6)
+
+
 def test_only_the_model(gang: Gang, tmp_path: Path) -> None:
     run = Run(tmp_path, resume=True, options={"save_only_model": True})
     crash(gang, replace(run, resume=None, crash="raise"), 1)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ except ImportError as error:
 
 from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CheckpointNotFoundError, StateError
+from shardwise.errors import CheckpointNotFoundError, CorruptionError, StateError
 from shardwise.integrations.accelerate import LoaderEpoch, unwrap_optimizer
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.retention import Best, Choice, Keep
@@ -89,13 +89,20 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         _refuse_options(self.args, kwargs.get("trial", args[0] if args else None))
         root = os.path.join(self.args.output_dir, SUBDIRECTORY)
         with (
-            self.open_checkpointer(root, keep_of(self.args)) as checkpointer,
+            self.open_checkpointer(root, _rules_of_retention(self.args)) as checkpointer,
             tempfile.TemporaryDirectory() as folder,
             _without_own_files(self.args) as saves_only_model,
         ):
-            self._run = _Run(checkpointer, folder, saves_only_model)
+            wanted = resume_from_checkpoint
             try:
-                return super().train(self._find_checkpoint(resume_from_checkpoint), *args, **kwargs)
+                while True:
+                    self._run = _Run(checkpointer, folder, saves_only_model)
+                    try:
+                        return super().train(self._find_checkpoint(wanted), *args, **kwargs)
+                    except CorruptionError as error:
+                        if resume_from_checkpoint is not True:
+                            raise
+                        wanted = self._checkpoint_before_damage(self._run, error)
             finally:
                 self._run = None
 
@@ -114,12 +121,14 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         run = self._run
-        if run is None or run.folder != resume_from_checkpoint:
+        if run is None or run.load is None or run.folder != resume_from_checkpoint:
             return super()._prepare_for_training(
                 max_steps, train_dataloader, resume_from_checkpoint
             )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        run.is_loading = True
         run.load(self._training_state(run))
+        run.is_loading = False
         run.rng = None if run.saves_only_model else RngState().state_dict()
         run.is_resuming = True
         return prepared
@@ -161,7 +170,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             return
         counters: list[Any] = [dataclasses.asdict(self.state), dict(metrics)]
         broadcast_object_list(counters)  # times in the log differ between ranks
-        step, best = self.state.global_step, best_of(self.args)
+        step, best = self.state.global_step, _best_choice(self.args)
         state = {
             **self._training_state(run),
             "trainer_state": _Held(json.loads(json.dumps(counters[0]))),
@@ -204,7 +213,27 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         run.load = load
         return run.folder
 
-    def _choose_loader(self, run: _Run, wanted: str | bool) -> Callable[[Any], object] | None:
+    def _checkpoint_before_damage(self, run: _Run, error: CorruptionError) -> str:
+        """Return the path of the checkpoint before the damaged one.
+
+        The counters of the Trainer are loaded first. They can be intact in a damaged checkpoint.
+
+        Raises:
+            CorruptionError: `error`, if the training has begun, or no earlier checkpoint exists.
+        """
+        damaged = run.load.choice if run.is_loading and isinstance(run.load, _Restore) else None
+        if not isinstance(damaged, int):
+            raise error
+        earlier = [step for step in _shared_steps(run.checkpointer) if step < damaged]
+        if not earlier:
+            raise error
+        if self.is_world_process_zero():
+            log.warning(
+                "step %d is damaged: resuming from step %d (%s)", damaged, earlier[-1], error
+            )
+        return os.path.join(self.args.output_dir, f"checkpoint-{earlier[-1]}")
+
+    def _choose_loader(self, run: _Run, wanted: str | bool) -> _Restore | _Load | None:
         """Return a function that loads a state from shardwise; None if the Trainer has to load."""
         step = _step_of(wanted)
         if step is not None and _has_weights(str(wanted)):
@@ -215,7 +244,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
                 return None
             return _Restore(run.checkpointer, "newest")
         if wanted == "best":
-            best = best_of(self.args)
+            best = _best_choice(self.args)
             if best is None:
                 raise StateError(
                     'resume_from_checkpoint="best" needs TrainingArguments(metric_for_best_model=…)'
@@ -237,8 +266,9 @@ class _Run:
         checkpointer: saves and restores.
         folder: a directory with the state of the Trainer to resume from.
         saves_only_model: the user's option `save_only_model`.
-        load: loads a state from the selected checkpoint.
+        load: loads a state from the selected checkpoint; None if there is none.
         rng: the random states to set before the first step; None to set none.
+        is_loading: whether the weights are being loaded.
         is_resuming: whether the first epoch after a resume has not begun yet.
         metrics: the newest metrics, with the step of their evaluation.
         handles: the newest saves, by step.
@@ -247,8 +277,9 @@ class _Run:
     checkpointer: Checkpointer
     folder: str
     saves_only_model: bool
-    load: Callable[[Any], object] = print
+    load: _Restore | _Load | None = None
     rng: dict[str, Any] | None = None
+    is_loading: bool = False
     is_resuming: bool = False
     metrics: tuple[int, dict[str, float]] = (-1, {})
     handles: dict[int, SaveHandle] = field(default_factory=dict)
@@ -355,7 +386,7 @@ class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does no
             run.rng = None
 
 
-def best_of(args: Any) -> Best | None:
+def _best_choice(args: Any) -> Best | None:
     """Return how `TrainingArguments` rank checkpoints; None without `metric_for_best_model`."""
     metric = args.metric_for_best_model
     if metric is None:
@@ -364,9 +395,9 @@ def best_of(args: Any) -> Best | None:
     return Best(name, mode="max" if args.greater_is_better else "min")
 
 
-def keep_of(args: Any) -> Keep:
+def _rules_of_retention(args: Any) -> Keep:
     """Return the rules that keep as many checkpoints as `save_total_limit` allows, or fewer."""
-    limit, best = args.save_total_limit, best_of(args)
+    limit, best = args.save_total_limit, _best_choice(args)
     if limit is None or limit <= 0:
         return Keep()
     return Keep(last=limit) if best is None else Keep(last=max(1, limit - 1), best=best)

@@ -12,15 +12,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
+from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointNotFoundError, StateError
 from shardwise.integrations.lightning.trainer_values import TrainerValues
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.retention import Best, Choice, Keep, choose_step
 from shardwise.state.rng import RngState
 from shardwise.store import open_store
 
+TRAINER = "trainer"
+"""The key of Lightning's own values. Checkpoints of the plugin do not have it."""
 log = logging.getLogger("shardwise")
 
 
@@ -54,7 +57,7 @@ class ShardwiseCheckpoint(Checkpoint):
         mode: `"min"` if a smaller metric is better, else `"max"`.
         save_top_k: how many checkpoints to keep besides the newest. -1 keeps all. Without
             `monitor`, the newest are kept.
-        resume: what `fit` restores: `"last"`; `"best"`, by `monitor`; a step; or None for nothing.
+        resume: what `fit` restores: `"newest"`; `"best"`, by `monitor`; a step; None for nothing.
         data: the `ElasticBatchSampler` or `ElasticStreamLoader` of the training data. The callback
             calls its `advance()` after each batch, and saves its position.
         extra: further objects and values to save, by name, as in the state of `shardwise.save`.
@@ -77,7 +80,7 @@ class ShardwiseCheckpoint(Checkpoint):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
-        resume: Literal["last", "best"] | int | None = "last",
+        resume: Choice | Literal["best"] | None = "newest",
         data: TrainedData | None = None,
         extra: Mapping[str, Any] | None = None,
         **options: Any,
@@ -87,8 +90,10 @@ class ShardwiseCheckpoint(Checkpoint):
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
         ):
-            if number is not None and number < 1:
-                raise ValueError(f"ShardwiseCheckpoint({name}={number}): expected at least 1")
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(
+                    f"ShardwiseCheckpoint({name}={number}): expected a whole number, at least 1"
+                )
         if save_top_k < -1 or save_top_k == 0:
             raise ValueError(
                 f"ShardwiseCheckpoint(save_top_k={save_top_k}): expected -1 to keep all "
@@ -98,6 +103,10 @@ class ShardwiseCheckpoint(Checkpoint):
             raise ValueError("ShardwiseCheckpoint: pass either keep= or save_top_k=, not both")
         if resume == "best" and monitor is None:
             raise ValueError('ShardwiseCheckpoint(resume="best"): pass monitor=, too')
+        if isinstance(resume, str) and resume not in ("newest", "best"):
+            raise ValueError(
+                f'ShardwiseCheckpoint(resume={resume!r}): expected "newest", "best", a step or None'
+            )
         if every_n_train_steps is None and every_n_epochs is None:
             every_n_epochs = 1
         self._root = str(root)
@@ -105,7 +114,10 @@ class ShardwiseCheckpoint(Checkpoint):
         self._monitor, self._mode = monitor, mode
         self._resume = resume
         self._data, self._extra = data, dict(extra or {})
-        self._options = {"keep": _keep_of(save_top_k, self._best() if monitor else None), **options}
+        self._options = {
+            "keep": _rules_of_retention(save_top_k, self._best() if monitor else None),
+            **options,
+        }
         self._saved_step = 0
         self._warned_of_monitor = False
         self._random: dict[str, Any] | None = None
@@ -134,11 +146,17 @@ class ShardwiseCheckpoint(Checkpoint):
                 "ShardwiseCheckpoint does not support Lightning's DeepSpeedStrategy: use DDP, FSDP "
                 "or ModelParallelStrategy, or let Lightning save, and load its files with sw.load"
             )
+        path = str(trainer.ckpt_path or "")
+        if path and _is_by_callback(path):
+            raise StateError(
+                f"fit(ckpt_path={path!r}): the callback ShardwiseCheckpoint saved this checkpoint, "
+                "and Lightning cannot load it for a training: leave ckpt_path out, and pass "
+                "ShardwiseCheckpoint(root, resume=STEP)"
+            )
         self.checkpointer = Checkpointer(self._root, **self._options)
         if self._resume is None or trainer.ckpt_path is not None:
             return
-        choice: Choice | Literal["best"] = "newest" if self._resume == "last" else self._resume
-        restored = self.checkpointer.restore(self._state(trainer), step=choice)
+        restored = self.checkpointer.restore(self._state(trainer), step=self._resume)
         if restored is not None and not trainer.is_last_batch:
             self._random = RngState().capture()
 
@@ -196,7 +214,7 @@ class ShardwiseCheckpoint(Checkpoint):
             found = trainer.callback_metrics.get(self._monitor)
             metrics = {self._monitor: float("nan") if found is None else float(found)}
         # A training that went back to an earlier step replaces later checkpoints.
-        went_back = self._resume not in ("last", None) or trainer.ckpt_path is not None
+        went_back = self._resume not in ("newest", None) or trainer.ckpt_path is not None
         self.last_handle = self.checkpointer.save(
             step, self._state(trainer), metrics=metrics, overwrite=went_back
         )
@@ -223,7 +241,7 @@ class ShardwiseCheckpoint(Checkpoint):
         state: dict[str, Any] = {
             "model": trainer.model if is_fsdp1 else trainer.lightning_module,
             "optimizers": {str(i): each for i, each in enumerate(trainer.optimizers)},
-            "trainer": TrainerValues(trainer),
+            TRAINER: TrainerValues(trainer),
             "random": RngState(),
         }
         if self._data is not None:
@@ -247,7 +265,15 @@ class ShardwiseCheckpoint(Checkpoint):
             return ""
 
 
-def _keep_of(save_top_k: int, best: Best | None) -> Keep:
+def _is_by_callback(path: str) -> bool:
+    """Return whether a path is a checkpoint of this callback, and not of the plugin."""
+    store = open_store(path)
+    if store.is_file() or not store.exists() or MANIFEST not in store.list():
+        return False
+    return TRAINER in api.open(store)
+
+
+def _rules_of_retention(save_top_k: int, best: Best | None) -> Keep:
     if save_top_k == -1:
         return Keep()
     if best is None:
