@@ -12,18 +12,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointNotFoundError, StateError
+from shardwise.integrations.lightning.plugin import has_only_weights
 from shardwise.integrations.lightning.trainer_values import TrainerValues
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.retention import Best, Choice, Keep, choose_step
 from shardwise.state.rng import RngState
 from shardwise.store import open_store
 
-TRAINER = "trainer"
-"""The key of Lightning's own values. Checkpoints of the plugin do not have it."""
 log = logging.getLogger("shardwise")
 
 
@@ -147,11 +145,11 @@ class ShardwiseCheckpoint(Checkpoint):
                 "or ModelParallelStrategy, or let Lightning save, and load its files with sw.load"
             )
         path = str(trainer.ckpt_path or "")
-        if path and _is_by_callback(path):
+        if path and has_only_weights(path):
             raise StateError(
-                f"fit(ckpt_path={path!r}): the callback ShardwiseCheckpoint saved this checkpoint, "
-                "and Lightning cannot load it for a training: leave ckpt_path out, and pass "
-                "ShardwiseCheckpoint(root, resume=STEP)"
+                f"fit(ckpt_path={path!r}): Lightning can load only the weights of this checkpoint, "
+                "because the plugin ShardwiseCheckpointIO did not save it: leave ckpt_path out; to "
+                "resume a run of ShardwiseCheckpoint, pass ShardwiseCheckpoint(root, resume=STEP)"
             )
         self.checkpointer = Checkpointer(self._root, **self._options)
         if self._resume is None or trainer.ckpt_path is not None:
@@ -241,7 +239,7 @@ class ShardwiseCheckpoint(Checkpoint):
         state: dict[str, Any] = {
             "model": trainer.model if is_fsdp1 else trainer.lightning_module,
             "optimizers": {str(i): each for i, each in enumerate(trainer.optimizers)},
-            TRAINER: TrainerValues(trainer),
+            "trainer": TrainerValues(trainer),
             "random": RngState(),
         }
         if self._data is not None:
@@ -263,14 +261,6 @@ class ShardwiseCheckpoint(Checkpoint):
             return str(root.at(step_directory(choose_step(root, choice))))
         except CheckpointNotFoundError:
             return ""
-
-
-def _is_by_callback(path: str) -> bool:
-    """Return whether a path is a checkpoint of this callback, and not of the plugin."""
-    store = open_store(path)
-    if store.is_file() or not store.exists() or MANIFEST not in store.list():
-        return False
-    return TRAINER in api.open(store)
 
 
 def _rules_of_retention(save_top_k: int, best: Best | None) -> Keep:

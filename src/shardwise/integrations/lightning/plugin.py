@@ -10,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from shardwise import api
 from shardwise.engine.group import SoloGroup
+from shardwise.manifest.names import MANIFEST
 from shardwise.retention import remove_checkpoint
 from shardwise.store import open_store
 
@@ -87,3 +88,11 @@ class ShardwiseCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             remove_checkpoint(open_store(str(path)))
+
+
+def has_only_weights(path: str) -> bool:
+    """Return whether a path is a checkpoint of shardwise that this plugin did not save."""
+    store = open_store(path)
+    if store.is_file() or not store.exists() or MANIFEST not in store.list():
+        return False
+    return _REST not in api.open(store)
