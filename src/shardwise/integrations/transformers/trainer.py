@@ -1,13 +1,4 @@
-"""A transformers `Trainer` that saves and resumes with shardwise.
-
-    from shardwise.integrations.transformers import ShardwiseTrainer
-
-    trainer = ShardwiseTrainer(model, arguments, train_dataset=dataset)
-    trainer.train(resume_from_checkpoint=True)
-
-Works with a single process, DDP, FSDP2 and DeepSpeed, and resumes on any number of ranks.
-docs/howto/trainer.md describes each option of the Trainer, and lists the overridden methods.
-"""
+"""`ShardwiseTrainer`, and the callback by which it saves."""
 
 from __future__ import annotations
 
@@ -15,35 +6,37 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-try:
-    from accelerate.utils import broadcast_object_list
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
-except ImportError as error:
-    raise ImportError(
-        f"shardwise.integrations.transformers needs transformers and accelerate ({error}): "
-        "pip install transformers accelerate"
-    ) from error
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
-from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CheckpointNotFoundError, CorruptionError, StateError
+from shardwise.errors import CorruptionError, StateError
 from shardwise.integrations.accelerate import LoaderEpoch, unwrap_optimizer
-from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.retention import Best, Choice, Keep
+from shardwise.integrations.transformers.arguments import (
+    best_checkpoint,
+    refuse_options,
+    retention_rules,
+    without_own_files,
+)
+from shardwise.integrations.transformers.resuming import (
+    SUBDIRECTORY,
+    TRAINER_STATE_FILE,
+    HeldValue,
+    LoadPath,
+    RestoreStep,
+    TrainRun,
+    has_weights,
+    shared_steps,
+    step_of_path,
+)
+from shardwise.retention import Keep
 from shardwise.state.rng import RngState
 
-__all__ = ["ShardwiseTrainer"]
-SUBDIRECTORY = "shardwise"
-TRAINER_STATE_FILE = "trainer_state.json"
-_TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 log = logging.getLogger("shardwise")
 
 
@@ -57,7 +50,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._run: _Run | None = None
+        self._run: TrainRun | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_ShardwiseCallback(self))
 
@@ -86,17 +79,17 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             CheckpointNotFoundError: there is no checkpoint to resume from.
             ShardwiseError: as for `Checkpointer.restore` and `Checkpointer.save`.
         """
-        _refuse_options(self.args, kwargs.get("trial", args[0] if args else None))
+        refuse_options(self.args, kwargs.get("trial", args[0] if args else None))
         root = os.path.join(self.args.output_dir, SUBDIRECTORY)
         with (
-            self.open_checkpointer(root, _rules_of_retention(self.args)) as checkpointer,
+            self.open_checkpointer(root, retention_rules(self.args)) as checkpointer,
             tempfile.TemporaryDirectory() as folder,
-            _without_own_files(self.args) as saves_only_model,
+            without_own_files(self.args) as saves_only_model,
         ):
             wanted = resume_from_checkpoint
             try:
                 while True:
-                    self._run = _Run(checkpointer, folder, saves_only_model)
+                    self._run = TrainRun(checkpointer, folder, saves_only_model)
                     try:
                         return super().train(self._find_checkpoint(wanted), *args, **kwargs)
                     except CorruptionError as error:
@@ -135,8 +128,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
 
     def _load_best_model(self) -> None:
         run, best = self._run, self.state.best_model_checkpoint
-        step = _step_of(best)
-        if run is None or step is None or _has_weights(best):
+        step = step_of_path(best)
+        if run is None or step is None or has_weights(best):
             super()._load_best_model()
             return
         for handle in run.handles.values():
@@ -147,7 +140,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
     def _trained_model(self) -> Any:
         return self.model_wrapped if self.is_deepspeed_enabled else self.model
 
-    def _training_state(self, run: _Run) -> dict[str, object]:
+    def _training_state(self, run: TrainRun) -> dict[str, object]:
         """Return the objects to save or load, apart from the Trainer's counters."""
         state: dict[str, object] = {"model": self._trained_model()}
         if run.saves_only_model:
@@ -170,10 +163,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             return
         counters: list[Any] = [dataclasses.asdict(self.state), dict(metrics)]
         broadcast_object_list(counters)  # times in the log differ between ranks
-        step, best = self.state.global_step, _best_choice(self.args)
+        step, best = self.state.global_step, best_checkpoint(self.args)
         state = {
             **self._training_state(run),
-            "trainer_state": _Held(json.loads(json.dumps(counters[0]))),
+            "trainer_state": HeldValue(json.loads(json.dumps(counters[0]))),
             "samples_per_step": self.get_total_train_batch_size(self.args),
         }
         measured = {**({} if best is None else {best.metric: float("nan")}), **counters[1]}
@@ -198,7 +191,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         if load is None:
             own = get_last_checkpoint(self.args.output_dir) if wanted is True else str(wanted)
             return None if own is None else str(own)
-        counters: dict[str, Any] = {"trainer_state": _Held(None), "samples_per_step": 0}
+        counters: dict[str, Any] = {"trainer_state": HeldValue(None), "samples_per_step": 0}
         load(counters)
         now, saved = self.get_total_train_batch_size(self.args), counters["samples_per_step"]
         if now != saved and self.is_world_process_zero():
@@ -213,7 +206,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         run.load = load
         return run.folder
 
-    def _checkpoint_before_damage(self, run: _Run, error: CorruptionError) -> str:
+    def _checkpoint_before_damage(self, run: TrainRun, error: CorruptionError) -> str:
         """Return the path of the checkpoint before the damaged one.
 
         The counters of the Trainer are loaded first. They can be intact in a damaged checkpoint.
@@ -221,10 +214,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         Raises:
             CorruptionError: `error`, if the training has begun, or no earlier checkpoint exists.
         """
-        damaged = run.load.choice if run.is_loading and isinstance(run.load, _Restore) else None
+        damaged = run.load.choice if run.is_loading and isinstance(run.load, RestoreStep) else None
         if not isinstance(damaged, int):
             raise error
-        earlier = [step for step in _shared_steps(run.checkpointer) if step < damaged]
+        earlier = [step for step in shared_steps(run.checkpointer) if step < damaged]
         if not earlier:
             raise error
         if self.is_world_process_zero():
@@ -233,114 +226,29 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             )
         return os.path.join(self.args.output_dir, f"checkpoint-{earlier[-1]}")
 
-    def _choose_loader(self, run: _Run, wanted: str | bool) -> _Restore | _Load | None:
+    def _choose_loader(self, run: TrainRun, wanted: str | bool) -> RestoreStep | LoadPath | None:
         """Return a function that loads a state from shardwise; None if the Trainer has to load."""
-        step = _step_of(wanted)
-        if step is not None and _has_weights(str(wanted)):
+        step = step_of_path(wanted)
+        if step is not None and has_weights(str(wanted)):
             return None
         if wanted is True:
             newest = get_last_checkpoint(self.args.output_dir)
-            if newest is not None and _has_weights(newest) and not _shared_steps(run.checkpointer):
+            if newest is not None and has_weights(newest) and not shared_steps(run.checkpointer):
                 return None
-            return _Restore(run.checkpointer, "newest")
+            return RestoreStep(run.checkpointer, "newest")
         if wanted == "best":
-            best = _best_choice(self.args)
+            best = best_checkpoint(self.args)
             if best is None:
                 raise StateError(
                     'resume_from_checkpoint="best" needs TrainingArguments(metric_for_best_model=…)'
                 )
-            return _Restore(run.checkpointer, best)
+            return RestoreStep(run.checkpointer, best)
         if step is None:
-            return _Load(str(wanted))
+            return LoadPath(str(wanted))
         folder = os.path.dirname(os.path.normpath(str(wanted)))
         if os.path.realpath(folder) != os.path.realpath(self.args.output_dir):
-            return _Load(os.path.join(folder, SUBDIRECTORY), step)
-        return _Restore(run.checkpointer, step)
-
-
-@dataclass
-class _Run:
-    """What one call of `train` needs.
-
-    Attributes:
-        checkpointer: saves and restores.
-        folder: a directory with the state of the Trainer to resume from.
-        saves_only_model: the user's option `save_only_model`.
-        load: loads a state from the selected checkpoint; None if there is none.
-        rng: the random states to set before the first step; None to set none.
-        is_loading: whether the weights are being loaded.
-        is_resuming: whether the first epoch after a resume has not begun yet.
-        metrics: the newest metrics, with the step of their evaluation.
-        handles: the newest saves, by step.
-    """
-
-    checkpointer: Checkpointer
-    folder: str
-    saves_only_model: bool
-    load: _Restore | _Load | None = None
-    rng: dict[str, Any] | None = None
-    is_loading: bool = False
-    is_resuming: bool = False
-    metrics: tuple[int, dict[str, float]] = (-1, {})
-    handles: dict[int, SaveHandle] = field(default_factory=dict)
-
-
-@dataclass
-class _Held:
-    """A value that is saved as a whole, and replaced by a load."""
-
-    value: Any
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, value: Any) -> None:
-        self.value = value
-
-
-@dataclass
-class _Restore:
-    """Loads a checkpoint of this run: first the counters, then the rest of the same step."""
-
-    checkpointer: Checkpointer
-    choice: Choice
-
-    def __call__(self, state: Any) -> None:
-        try:
-            step = self.checkpointer.restore(state, step=self.choice)
-        except CheckpointNotFoundError:
-            if not isinstance(self.choice, int):
-                raise
-            earlier = [each for each in _shared_steps(self.checkpointer) if each < self.choice]
-            if not earlier:
-                raise
-            log.warning(
-                "step %d was not saved completely: resuming from step %d", self.choice, earlier[-1]
-            )
-            step = self.checkpointer.restore(state, step=earlier[-1])
-        if step is None:
-            raise CheckpointNotFoundError(
-                "there is no checkpoint to resume from: call train without resume_from_checkpoint"
-            )
-        self.choice = step
-
-
-def _shared_steps(checkpointer: Checkpointer) -> list[int]:
-    """Return the committed steps as rank 0 sees them, because others may just be written."""
-    steps = [checkpointer.steps()]
-    broadcast_object_list(steps)
-    return steps[0]
-
-
-@dataclass
-class _Load:
-    """Loads a checkpoint of another run."""
-
-    path: str
-    step: Choice = "newest"
-
-    def __call__(self, state: Any) -> None:
-        api.load(self.path, state, step=self.step)
+            return LoadPath(os.path.join(folder, SUBDIRECTORY), step)
+        return RestoreStep(run.checkpointer, step)
 
 
 class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
@@ -384,57 +292,3 @@ class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does no
         if run is not None and run.rng is not None:
             RngState().load_state_dict(run.rng)
             run.rng = None
-
-
-def _best_choice(args: Any) -> Best | None:
-    """Return how `TrainingArguments` rank checkpoints; None without `metric_for_best_model`."""
-    metric = args.metric_for_best_model
-    if metric is None:
-        return None
-    name = metric if metric.startswith("eval_") else f"eval_{metric}"
-    return Best(name, mode="max" if args.greater_is_better else "min")
-
-
-def _rules_of_retention(args: Any) -> Keep:
-    """Return the rules that keep as many checkpoints as `save_total_limit` allows, or fewer."""
-    limit, best = args.save_total_limit, _best_choice(args)
-    if limit is None or limit <= 0:
-        return Keep()
-    return Keep(last=limit) if best is None else Keep(last=max(1, limit - 1), best=best)
-
-
-@contextmanager
-def _without_own_files(args: Any) -> Iterator[bool]:
-    """Keep the Trainer from writing optimizers and random states; yield the user's choice."""
-    chosen = args.save_only_model
-    args.save_only_model = True
-    try:
-        yield chosen
-    finally:
-        args.save_only_model = chosen
-
-
-def _refuse_options(args: Any, trial: object) -> None:
-    if trial is not None:
-        raise StateError(
-            "ShardwiseTrainer does not support hyperparameter_search: use Trainer for the search"
-        )
-    if args.push_to_hub and args.hub_strategy != "end":
-        raise StateError(
-            f"hub_strategy={str(args.hub_strategy)!r} uploads the Trainer's own checkpoints, which "
-            'ShardwiseTrainer does not write: pass hub_strategy="end"'
-        )
-
-
-def _step_of(path: object) -> int | None:
-    """Return the step of a `checkpoint-…` directory; None if the path is something else."""
-    if not isinstance(path, str):
-        return None
-    match = _TRAINER_CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(path)))
-    return int(match[1]) if match else None
-
-
-def _has_weights(folder: str) -> bool:
-    """Return whether the original Trainer wrote this directory."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return any(name not in (TRAINER_STATE_FILE, SUBDIRECTORY) for name in names)
