@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +17,13 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
 from shardwise.memory.agent.lead import LONGEST_OUTAGE, try_stage
+from shardwise.memory.agent.process import release_free_memory
 from shardwise.memory.decide import Action, Commit, Periods, Seal
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.observe import Observer
 from shardwise.memory.records import Retry, StagedFile
+from tests.soak.steadiness import anonymous
 
 SAVE = "0" * 16
 FILE = f"r00000-{SAVE}.safetensors"
@@ -208,3 +212,18 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotD
     agent.wake()
     assert agent.stop(20.0)
     assert len(begun) == 1
+
+
+def test_freed_memory_returns_to_the_system() -> None:
+    """A block that is still in use keeps the C library from returning those before it."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    blocks = [ctypes.c_void_p(libc.malloc(100_000)) for _ in range(600)]
+    for block in blocks:
+        ctypes.memset(block, 1, 100_000)
+    for block in blocks[:-1]:
+        libc.free(block)
+    before = anonymous(os.getpid())
+    release_free_memory()
+    assert anonymous(os.getpid()) < before - 40
+    libc.free(blocks[-1])

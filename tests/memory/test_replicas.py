@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.agent.protect import claim_ring_file
+from shardwise.memory.agent.ring_files import claim_ring_file
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.trainer.rings import form_rings, ranks_to_protect
@@ -51,7 +53,7 @@ def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) ->
         rank = dist.get_rank()
         state = replicated(step) if kind == "replicated" else hybrid(step, rank % 2)
         if kind == "unequal" and rank == 1:
-            state["t"].fragments[0].data[2, 777] += 1
+            state["t"].fragments[0].data[2, 30_000] += 1
         handle = cp.save(step, state)
         assert handle is not None
         handle.protected(20.0)
@@ -119,6 +121,39 @@ def test_replicas_that_differ_are_not_taken_for_copies(
     gang.run(save, root, str(shm), "unequal", 1, options, world=4)
     lose(shm, 3)
     assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
+
+
+def save_unequal(root: str, shm: str, options: dict[str, Any], on_divergence: Any) -> str:
+    """Save twice; rank 1 holds another element of row 2 than rank 3; the error.
+
+    Trainers compare nothing, because the comparison of samples would find the element, too.
+    """
+    memory = memory_of(shm, dist.get_world_size(), **options)
+    cp = sw.Checkpointer(root, save_every=100, memory=memory, on_divergence=on_divergence)
+    assert cp._snapshots is not None
+    cp._snapshots._comparison.begin = mock.Mock(return_value=None)  # type: ignore[method-assign]
+    try:
+        for step in (1, 2):
+            state = hybrid(step, dist.get_rank() % 2) | {"small": torch.full((9,), 1.0 * step)}
+            if dist.get_rank() == 1:
+                state["t"].fragments[0].data[2, 30_000] += 1
+            handle = cp.save(step, state)
+            assert handle is not None
+            handle.protected(20.0)
+    except sw.ShardwiseError as error:
+        return str(error)
+    finally:
+        cp.close(wait=False)
+    return ""
+
+
+@pytest.mark.parametrize("options", mostly_long([{"copies": 1}, {"parity": 1}], [{"parity": 1}]))
+def test_differences_that_agents_find_are_raised_at_the_next_save(
+    gang: Gang, tmp_path: Path, shm: Path, options: dict[str, int]
+) -> None:
+    errors = gang.run(save_unequal, str(tmp_path), str(shm), options, "raise", world=4)
+    assert all("replicas differ at step 1: " in each for each in errors), errors
+    assert all(re.search(r"- t: rank [13] and rank [13] differ", each) for each in errors), errors
 
 
 def test_what_was_begun_to_be_completed_is_not_completed_again(

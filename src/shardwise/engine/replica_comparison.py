@@ -48,6 +48,7 @@ from shardwise.state.leaves import Fragment
 from shardwise.store.store import Buffer
 
 CHECKSUM_TIMEOUT = 60.0  # seconds
+MOST_NAMES_SHOWN = 8
 ADVICE = (
     "ranks that should hold the same bytes do not, because of a hardware error, a missed "
     "all-reduce, different seeds, buffers that each rank updates alone, or kernels that are not "
@@ -338,6 +339,38 @@ class ReplicaComparison:
         if new and group.rank == 0:
             log.warning("%s", MismatchError(_summarize(new), [str(each) for each in new]))
 
+    def react_to_blocks(
+        self, step: int, ranks: tuple[int, int], blocks: Sequence[Sequence[str]]
+    ) -> None:
+        """React to a rank's file that differs from another rank's replica, as an agent found.
+
+        A block of a file can have several tensors, and any of them may differ. So the reaction is
+        to ignore the block if this is the reaction to one of its tensors, and to raise only if this
+        is the reaction to all of them.
+
+        Args:
+            step: the step of the save.
+            ranks: the rank of the file, and the rank of the replica.
+            blocks: the tensors of each block that differs.
+
+        Raises:
+            MismatchError: the policy is to raise.
+        """
+        raised, warned = {}, {}
+        for tensors in blocks:
+            reactions = {self._policy.reaction_to(tensor) for tensor in tensors}
+            if "ignore" in reactions:
+                continue
+            name = tensors[0] if len(tensors) == 1 else f"one of {_shorten(tensors)}"
+            groups = tuple((rank,) for rank in ranks)
+            found = Divergence(step=step, equal_at=None, tensor=name, boxes=(), groups=groups)
+            (raised if reactions == {"raise"} else warned)[name] = found
+        if raised:
+            raise MismatchError(_summarize([*raised.values()]), [*map(str, raised.values())])
+        new = [each for each in warned.values() if self._is_new(each)]
+        if new:
+            log.warning("%s", MismatchError(_summarize(new), [*map(str, new)]))
+
     def _is_new(self, divergence: Divergence) -> bool:
         """Return whether to log a difference: for the first time in this round."""
         key = divergence.tensor, divergence.groups
@@ -347,6 +380,11 @@ class ReplicaComparison:
             return False
         self._logged_at[key] = self._comparisons
         return True
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES_SHOWN
+    return ", ".join(names[:MOST_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _summarize(divergences: Sequence[Divergence]) -> str:

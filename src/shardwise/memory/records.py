@@ -240,6 +240,19 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @prepare_decoding
+class ReplicaDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's replica that differs from the file of another rank that it should protect.
+
+    Attributes:
+        ranks: the rank of the file, and the rank of the replica.
+        blocks: the names of the tensors in each block that differs, for the first blocks.
+    """
+
+    ranks: tuple[int, int]
+    blocks: list[list[str]]
+
+
+@prepare_decoding
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a stage ended, on one node or for the cluster.
 
@@ -250,6 +263,7 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
         node: the name of the node that wrote the record.
         bytes_held, bytes_total: as in `PendingManifest`.
         files: the number of files of the snapshot.
+        differences: replicas that differ, which were found while copies or parity were made.
     """
 
     save_id: str
@@ -261,6 +275,7 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes_held: int = 0
     bytes_total: int = 0
     files: int = 0
+    differences: list[ReplicaDifference] = []
 
 
 @cache

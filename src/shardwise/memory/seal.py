@@ -139,11 +139,20 @@ def is_file_intact(path: Path, entry: FileEntry) -> bool:
 
 def has_valid_checksums(data: Buffer, entry: FileEntry) -> bool:
     """Return whether the bytes of a sealed file match the checksums at its end."""
-    encoded = data[entry.checksums_at :]
-    if crc32(encoded) != entry.checksums_crc32:
-        return False
-    table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
-    return not any(
-        table.find_damaged(low // BLOCK, data[low : min(low + CHUNK, entry.checksums_at)])
-        for low in range(0, entry.checksums_at, CHUNK)
-    )
+    return has_valid_table(data, entry) and not find_damaged_blocks(data, entry)
+
+
+def has_valid_table(data: Buffer, entry: FileEntry) -> bool:
+    """Return whether the checksums at the end of a sealed file are those that were sealed."""
+    return crc32(data[entry.checksums_at :]) == entry.checksums_crc32
+
+
+def find_damaged_blocks(data: Buffer, entry: FileEntry) -> list[int]:
+    """Return the indices of the blocks of a sealed file that do not match their checksums."""
+    table = BlockTable(np.frombuffer(data[entry.checksums_at :].tobytes(), "<u4"))
+    damaged: list[int] = []
+    for low in range(0, entry.checksums_at, CHUNK):
+        first = low // BLOCK
+        chunk = data[low : min(low + CHUNK, entry.checksums_at)]
+        damaged += [first + index for index in table.find_damaged(first, chunk)]
+    return damaged

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from shardwise.engine.buffers import allocate_pages
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, crc32
+from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, read_record, write_record
+from shardwise.memory.agent.ring_files import (
+    ReplicaDifferences,
+    claim_ring_file,
+    complete_copy,
+    complete_parity,
+    is_ring_file_made,
+)
+from shardwise.memory.files import Deadline
 from shardwise.memory.free_files import reuse_spare
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_locks import is_rank_alive
-from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
-from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes, write_parity
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    ProtectRequest,
+    ReplicaDifference,
+    RingFile,
+)
+from shardwise.memory.redundancy.parity import write_parity
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
@@ -35,12 +46,11 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
 )
 from shardwise.memory.remote.nodes import Nodes
-from shardwise.memory.seal import MappedFiles, has_valid_checksums
+from shardwise.memory.seal import MappedFiles
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
 POLL_PAUSE = 0.002
-log = logging.getLogger("shardwise.agent")
 
 
 def plan_protection(pending: PendingManifest, files: list[FileEntry]) -> Protection:
@@ -92,12 +102,15 @@ def protect_others(
     nodes: Nodes,
     node: str,
     mapped_files: MappedFiles,
-) -> int:
-    """Make the copies and parity that a node stores for others; return their bytes.
+) -> tuple[int, list[ReplicaDifference]]:
+    """Make the copies and parity that a node stores for others.
 
     Args:
         node: the name of this node.
         mapped_files: the mappings of this node's files.
+
+    Returns:
+        Their bytes, and the replicas of this node that differ from what they should protect.
 
     Raises:
         StoreError: a node does not answer, and its data is needed.
@@ -105,9 +118,10 @@ def protect_others(
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    files = _ProtectionFiles(place, request, nodes, entries, mapped_files)
+    differences = ReplicaDifferences(manifest)
+    files = _ProtectionFiles(place, request, nodes, entries, mapped_files, differences)
     groups = groups_of_node(request.protection, node)
-    return sum(files.make_files(group, index) for group, index in groups)
+    return sum(files.make_files(group, index) for group, index in groups), differences.found
 
 
 class _ProtectionFiles:
@@ -125,6 +139,7 @@ class _ProtectionFiles:
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
         mapped_files: MappedFiles,
+        differences: ReplicaDifferences,
     ) -> None:
         self._place = place
         self._save_id = request.save_id
@@ -133,6 +148,7 @@ class _ProtectionFiles:
         self._nodes = nodes
         self._entries = entries
         self._mappings = mapped_files
+        self._differences = differences
 
     def make_files(self, group: ProtectionGroup, index: int) -> int:
         """Make the copies and parity of one group; return their bytes.
@@ -143,18 +159,23 @@ class _ProtectionFiles:
         total = 0
         for number, (owner, name, size) in enumerate(files_to_copy(group, index)):
             if not self._place.has(name):
-                self._make_copy(owner.node, name, self._claim_ring_file(group, index, number, name))
+                ring_file = self._claim_ring_file(group, index, number, name)
+                self._make_copy(owner.node, name, ring_file, index)
             total += size
         names = [parity_file_name(self._save_id, group, block) for block in range(group.parity)]
         if not all(map(self._place.has, names)):
             self._make_parity(group, index, names)
         return total + len(names) * parity_file_size(group.chunk)
 
-    def _make_copy(self, owner: str, name: str, ring_file: RingFile | None) -> None:
-        entry = self._entries[name]
-        if ring_file is None or not complete_copy(
-            self._map(name, entry.size), ring_file, entry, owner, self._nodes
-        ):
+    def _make_copy(self, owner: str, name: str, ring_file: RingFile | None, index: int) -> None:
+        entry, is_equal = self._entries[name], False
+        if ring_file is not None:
+            data = self._map(name, entry.size)
+            differing = complete_copy(data, ring_file, entry, owner, self._nodes)
+            is_equal = differing == []
+            if differing:
+                self._differences.add(entry, self._rank_of(ring_file, index), differing)
+        if not is_equal:
             self._fetch_file(owner, entry)
         self._rename_to_final(name)
 
@@ -181,12 +202,17 @@ class _ProtectionFiles:
             self._claim_ring_file(group, index, block, name) for block, name in enumerate(names)
         ]
         size = parity_file_size(group.chunk)
-        complete = [
-            ring_file is not None
-            and complete_parity(self._map(name, size), ring_file, index, self._entries, self._nodes)
-            for ring_file, name in zip(ring_files, names, strict=True)
-        ]
-        if not all(complete):
+        is_complete = True
+        for ring_file, name in zip(ring_files, names, strict=True):
+            if ring_file is None:
+                is_complete = False
+                continue
+            data = self._map(name, size)
+            differing = complete_parity(data, ring_file, index, self._entries, self._nodes)
+            for file, blocks in differing.items():
+                self._differences.add(self._entries[file], self._rank_of(ring_file, index), blocks)
+            is_complete &= not differing
+        if not is_complete:
             self._encode_parity(group, index, names)
         for name in names:
             self._rename_to_final(name)
@@ -231,6 +257,11 @@ class _ProtectionFiles:
             self._place.refuse_abandoned()
         return None
 
+    def _rank_of(self, ring_file: RingFile, index: int) -> int:
+        """Return the rank of this node that made a file of a ring."""
+        ((file, _),) = ring_file.ring.members[index].files
+        return self._entries[file].rank
+
     def _create_temporary(self, name: str, size: int) -> int:
         """Open a temporary file with all pages allocated; reuse a spare file if there is one."""
         temporary = self._place.temporary_path(name)
@@ -259,141 +290,3 @@ def _write_all(fd: int, offset: int, data: Buffer, path: Path) -> None:
             raise StoreError(f"{path}: cannot write at byte {offset}: free some memory")
         offset += written
         view = view[written:]
-
-
-def claim_ring_file(
-    place: SnapshotDirectory, record: str, name: str, group: ProtectionGroup
-) -> RingFile | None:
-    """Claim the copy or parity that a rank has made, and return its record.
-
-    The file is renamed to the temporary name of `name`, and its record is updated. Return None if
-    the file is missing, or the rank made it for another group.
-
-    Args:
-        record: the name of the rank's record.
-        name: the final name of the file.
-        group: the group that the file protects, according to the request.
-    """
-    ring_file = read_record(place.path / record, RingFile)
-    if ring_file is None:
-        return None
-    is_same_group = msgspec.structs.replace(ring_file.ring, name=group.name) == group
-    unclaimed = records.ring_file_name(record)
-    if not is_same_group or not place.has(unclaimed):
-        return None
-    temporary = place.temporary_path(name)
-    write_record(place.path / record, msgspec.structs.replace(ring_file, file=temporary.name))
-    (place.path / unclaimed).rename(temporary)
-    return ring_file
-
-
-def is_ring_file_made(place: SnapshotDirectory, record: str) -> bool:
-    """Return whether a rank has made the copy or parity of a record, claimed or not."""
-    ring_file = read_record(place.path / record, RingFile)
-    return ring_file is not None and (ring_file.file.startswith(".") or place.has(ring_file.file))
-
-
-def complete_copy(
-    data: Buffer, ring_file: RingFile, entry: FileEntry, owner: str, nodes: Nodes
-) -> bool:
-    """Add the missing bytes of a copy; return whether it equals the file that its owner sealed.
-
-    Args:
-        data: the copy, mapped.
-        owner: the node of the file.
-
-    Raises:
-        StoreError: the owner's node does not answer.
-    """
-    low, high = ring_file.ranges[entry.name]
-    for first, last in ((0, low), (high, entry.size)):
-        nodes.read_range(owner, entry.name, first, data[first:last])
-    is_valid = has_valid_checksums(data, entry)
-    if not is_valid:
-        _log_difference(entry.name, owner)
-    return is_valid
-
-
-def complete_parity(
-    data: Buffer,
-    ring_file: RingFile,
-    index: int,
-    entries: Mapping[str, FileEntry],
-    nodes: Nodes,
-) -> bool:
-    """Add the missing data to a parity chunk; return whether its data matches the sealed files.
-
-    Args:
-        data: the parity chunk with its checksums, mapped.
-        index: the index of this node in the ring.
-        entries: the entries of the data files, by name.
-
-    Raises:
-        StoreError: another node does not answer.
-    """
-    group, block = ring_file.ring, ring_file.parity_index or 0
-    owner_of = {file: member.node for member in group.members for file, _ in member.files}
-    for file in ring_file.ranges:
-        if not _has_sealed_checksums(ring_file, entries[file], owner_of[file], nodes):
-            _log_difference(file, owner_of[file])
-            return False
-
-    def read(node: str, file: str, offset: int, out: Buffer) -> Buffer:
-        out[:] = 0
-        for first, last in _missing_ranges(ring_file, entries[file], offset, offset + len(out)):
-            nodes.read_range(node, file, first, out[first - offset : last - offset])
-        return out
-
-    def add(_: int, low: int, part: Buffer) -> None:
-        data[low : low + len(part)] ^= part
-
-    pieces = [(block, low) for low in _incomplete_pieces(ring_file, group, index, entries)]
-    encode_parity(group, index, pieces, read, add)
-    table = data[group.chunk :]
-    table[:] = 0
-    sums = block_checksums(data[: group.chunk]).astype("<u4").view(np.uint8)
-    table[: len(sums)] = sums
-    return True
-
-
-def _log_difference(file: str, owner: str) -> None:
-    log.warning("%s on node %s differs from this node's replica; reading it again", file, owner)
-
-
-def _has_sealed_checksums(ring_file: RingFile, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
-    """Return whether the blocks of a file that the rank read have the owner's checksums."""
-    table = np.empty(entry.size - entry.checksums_at, np.uint8)
-    nodes.read_range(owner, entry.name, entry.checksums_at, table)
-    if crc32(table) != entry.checksums_crc32:
-        raise CorruptionError(
-            f"{entry.name} on node {owner} is damaged: its table of checksums has changed since "
-            "the node sealed it; save a newer step"
-        )
-    low, high = ring_file.ranges[entry.name]
-    checksums = np.frombuffer(ring_file.checksums[entry.name], "<u4")
-    return np.array_equal(checksums, table.view("<u4")[low // BLOCK : high // BLOCK])
-
-
-def _missing_ranges(
-    ring_file: RingFile, entry: FileEntry, low: int, high: int
-) -> Iterator[tuple[int, int]]:
-    """Yield the parts of the range `low:high` of a file that the rank did not have."""
-    known_low, known_high = ring_file.ranges[entry.name]
-    for first, last in ((0, known_low), (known_high, entry.size)):
-        if max(low, first) < min(high, last):
-            yield max(low, first), min(high, last)
-
-
-def _incomplete_pieces(
-    ring_file: RingFile, group: ProtectionGroup, index: int, entries: Mapping[str, FileEntry]
-) -> Iterator[int]:
-    """Yield the offsets of the sections of a parity chunk that lack data of a file."""
-    stripe = parity_stripes(group, index)[ring_file.parity_index or 0]
-    for low in range(0, group.chunk, SECTION):
-        high = min(low + SECTION, group.chunk)
-        for chunk, position in enumerate(stripe.data):
-            ((file, _),) = group.members[position].files
-            start = chunk * group.chunk
-            if any(_missing_ranges(ring_file, entries[file], start + low, start + high)):
-                yield low
-                break

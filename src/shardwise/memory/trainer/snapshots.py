@@ -182,6 +182,7 @@ class Snapshots:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
         self._rank_lock.raise_if_replaced()
         self._raise_failures()
+        self._pending.react_to_differences(self._comparison)
         if self._supervisor is not None:
             self._supervisor.check()
         info = ensure_agent(self.home, self._options)
@@ -275,13 +276,12 @@ class Snapshots:
             self._raise_failures()
             self._pending.wait_until_ended()
             self._pending.wait_for_retention()
+            self._pending.react_to_differences(self._comparison)
             is_replaced, has_steps = self._rank_lock.is_replaced(), bool(self.run.steps())
-            state = (is_replaced, has_steps, self._pending.is_last_durable())
-            return msgspec.msgpack.encode(state)
+            return msgspec.msgpack.encode((is_replaced, has_steps, self._pending.is_last_durable()))
 
         def can_delete_all(encoded: list[bytes]) -> bytes:
-            state_type = tuple[bool, bool, bool]
-            states = [msgspec.msgpack.decode(each, type=state_type) for each in encoded]
+            states = [msgspec.msgpack.decode(each, type=list[bool]) for each in encoded]
             is_replaced, has_steps, is_durable = zip(*states, strict=True)
             is_in_storage = all(is_durable) or not any(has_steps)
             return b"1" if not any(is_replaced) and is_in_storage else b""
