@@ -26,7 +26,7 @@ class PendingSaves:
         ]
 
     def react_to_differences(self, comparison: ReplicaComparison) -> None:
-        """React to the replicas that differ, which agents found since the last call.
+        """React to the replicas that differ, which agents found since the last call. For rank 0.
 
         Raises:
             MismatchError: as for `ReplicaComparison.react_to_blocks`.

@@ -153,6 +153,7 @@ class Snapshots:
             return replace(save, place=place, message=msgspec.msgpack.encode((has_slot, info)))
 
         def admit(save: SaveRequest, requests: list[bytes]) -> str:
+            self._pending.react_to_differences(self._comparison)
             if policy.durable:
                 refuse_existing(save, self._steps_to_look_for)
             decoded = [
@@ -182,7 +183,6 @@ class Snapshots:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
         self._rank_lock.raise_if_replaced()
         self._raise_failures()
-        self._pending.react_to_differences(self._comparison)
         if self._supervisor is not None:
             self._supervisor.check()
         info = ensure_agent(self.home, self._options)
@@ -276,11 +276,11 @@ class Snapshots:
             self._raise_failures()
             self._pending.wait_until_ended()
             self._pending.wait_for_retention()
-            self._pending.react_to_differences(self._comparison)
             is_replaced, has_steps = self._rank_lock.is_replaced(), bool(self.run.steps())
             return msgspec.msgpack.encode((is_replaced, has_steps, self._pending.is_last_durable()))
 
         def can_delete_all(encoded: list[bytes]) -> bytes:
+            self._pending.react_to_differences(self._comparison)
             states = [msgspec.msgpack.decode(each, type=list[bool]) for each in encoded]
             is_replaced, has_steps, is_durable = zip(*states, strict=True)
             is_in_storage = all(is_durable) or not any(has_steps)
