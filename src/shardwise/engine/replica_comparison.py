@@ -356,7 +356,8 @@ class ReplicaComparison:
         Raises:
             MismatchError: the policy is to raise.
         """
-        raised, warned = {}, {}
+        raised: dict[str, Divergence] = {}
+        warned: dict[str, Divergence] = {}
         for tensors in blocks:
             reactions = {self._policy.reaction_to(tensor) for tensor in tensors}
             if "ignore" in reactions:
