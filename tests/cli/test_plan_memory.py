@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.cli.plan_memory import NodeMemory, estimate_memory
+from shardwise.cli.plan_memory import estimate_memory
 from shardwise.testing import Gang
 from tests.cli.conftest import Run
 
@@ -62,6 +62,7 @@ def test_every_option_counts(run: Run, option: str, default: object, other: obje
         ((*LLAMA, "--nodes", 0), "all must be at least 1"),
         ((*LLAMA, "--copies", 1, "--parity", 1), "use one of them, not both"),
         ((*LLAMA, "--slots", 0), "Memory(slots=0"),
+        ((*LLAMA, "--slots", 1, "--copies", 1), "need slots=2 or more"),
     ],
 )
 def test_wrong_input_is_refused(run: Run, args: tuple[object, ...], said: str) -> None:
@@ -70,23 +71,18 @@ def test_wrong_input_is_refused(run: Run, args: tuple[object, ...], said: str) -
     assert said in " ".join(ran.err.split())
 
 
-def prepare(root: Path, directory: Path, slots: int) -> int:
+def prepare(root: Path, directory: Path) -> int:
     """Allocate the slots of a rank for 32 MiB that two ranks hold, and return their bytes."""
     state = {"t": torch.zeros(32 * MEBIBYTE // 4)}
-    memory = sw.Memory(slots=slots, dir=str(directory))
-    checkpointer = sw.Checkpointer(root, memory=memory)
+    checkpointer = sw.Checkpointer(root, memory=sw.Memory(slots=1, dir=str(directory)))
     allocated = checkpointer.prepare(state)
     checkpointer.close(wait=False)
     return allocated
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_run_allocates_what_was_planned(gang: Gang, tmp_path: Path, slots: int) -> None:
+def test_a_run_allocates_what_was_planned(gang: Gang, tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()
-    allocated = gang.run(prepare, tmp_path / "root", tmp_path / "node", slots, world=2)
-    planned = estimate(32 * MEBIBYTE, sw.Memory(slots=slots), ranks=2)
+    allocated = gang.run(prepare, tmp_path / "root", tmp_path / "node", world=2)
+    memory = sw.Memory(slots=1)
+    planned = estimate_memory(32 * MEBIBYTE, memory, nodes=1, ranks_per_node=2)
     assert sum(allocated) == pytest.approx(planned.slots, rel=0.001)
-
-
-def estimate(state: int, memory: sw.Memory, *, ranks: int) -> NodeMemory:
-    return estimate_memory(state, memory, nodes=1, ranks_per_node=ranks)
