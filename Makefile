@@ -50,7 +50,8 @@ nvrx: $(READY) ## install NVIDIA's wrapper for restarts, which a test needs; it 
 	.venv-nvrx/bin/python -m pip install --quiet --constraint constraints.txt torch
 	.venv-nvrx/bin/python -m pip install --quiet --constraint constraints.txt --editable .
 	.venv-nvrx/bin/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
-	.venv-nvrx/bin/python -m pip install --quiet pyyaml defusedxml psutil nvidia-ml-py
+	.venv-nvrx/bin/python -m pip install --quiet --constraint constraints.txt \
+		packaging pyyaml defusedxml psutil nvidia-ml-py
 
 # User Mode Linux runs the kernel's server and two clients in one process. Other tests of files run on
 # the first client.

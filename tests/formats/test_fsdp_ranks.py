@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.formats.containers.pickles import unpickle
@@ -215,6 +216,65 @@ def test_a_shard_of_another_rank_is_refused(saved: Path, tmp_path: Path) -> None
     shutil.copy(place / "model_world_size_4_rank_0.pt", place / "model_world_size_4_rank_1.pt")
     with pytest.raises(sw.FormatError, match=r"shards; no file is from ranks \[1\]"):
         sw.open(place)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_ranks_of_two_steps_are_refused(saved: Path, tmp_path: Path, rank: int) -> None:
+    name = f"world_size_{WORLD}_rank_{rank}.pt"
+    for kind in ("optim", "extra_state"):
+        place = tmp_path / kind
+        shutil.copytree(place_of(saved, "tensors"), place)
+        state = torch.load(place / f"{kind}_{name}", weights_only=False)
+        if kind == "optim":
+            for entry in state["state"].values():
+                entry["step"] += 1
+        else:
+            state["lr_scheduler"]["last_epoch"] += 1
+        torch.save(state, place / f"{kind}_{name}")
+        with pytest.raises(
+            sw.FormatError, match=r"(step is a plain|last_epoch differs).*different saves"
+        ):
+            sw.open(place)
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Tensors of all kinds of names, dtypes and shapes."""
+    dtypes = [
+        *(torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+        *(torch.bool, torch.int64, torch.complex64, torch.uint16),
+    ]
+    values = torch.arange(64, dtype=torch.uint8)
+    tensors = {f"{dtype}": (values % 2).view(dtype).reshape(-1, 1) for dtype in dtypes}
+    layer = "base_model.model.layers.0.self_attn.q_proj"
+    names = [f"{layer}.lora_A.default.weight", f"{layer}.base_layer.weight", "a", "a.b", "a..c"]
+    names += ["", ".", "d/e", "../../f", "ü ß\n", "__class__", "0", "\\", "x" * 300]
+    tensors |= {name: values.reshape(16, 4) + i for i, name in enumerate(names)}
+    shapes = {"one": (1, 1), "uneven": (3, 5, 1), "none": (0, 3), "empty-rows": (3, 0)}
+    return tensors | {name: torch.rand(shape) for name, shape in shapes.items()}
+
+
+def save_odd(root: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    tensors = odd_tensors()
+    state: dict[str, Any] = {
+        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        for name, tensor in tensors.items()
+    }
+    state["scalar"] = tensors["scalar"] = torch.tensor(3.5, dtype=torch.bfloat16)
+    torch.save(state, f"{root}/model_world_size_4_rank_{dist.get_rank()}.pt")
+    if dist.get_rank() == 0:
+        torch.save(tensors, f"{root}/whole.pt")
+
+
+def test_odd_names_dtypes_and_shapes_through_links(gang: Gang, tmp_path: Path) -> None:
+    place = tmp_path / "links"
+    place.mkdir()
+    gang.run(save_odd, str(tmp_path), world=WORLD)
+    for path in tmp_path.glob("model_*.pt"):
+        (place / path.name).symlink_to(path)
+    read = sw.open(place).state_dict("model")
+    assert_same(sorted(read.items()), sorted(torch.load(tmp_path / "whole.pt").items()))
 
 
 def test_optimizer_without_a_certain_layout_is_left_out(saved: Path, tmp_path: Path) -> None:

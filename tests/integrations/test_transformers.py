@@ -46,6 +46,7 @@ class Run:
         crash: how every rank fails after step 11: "kill" or "raise".
         dropout: the probability of dropout, which depends on the random generator of the rank.
         hub: push to the Hub.
+        lora: train an adapter of PEFT, and the whole output layer.
         shm: where agents keep what they save in the background; None saves without agents.
         options: further arguments of TrainingArguments.
     """
@@ -58,6 +59,7 @@ class Run:
     shm: Path | None = None
     parallelism: str = "plain"
     hub: bool = False
+    lora: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,6 +104,12 @@ def make_trainer(run: Run) -> Any:
     tokens = torch.randint(64, (GLOBAL_BATCH * EPOCH, 8))
     tokens[:, 0] = torch.arange(GLOBAL_BATCH * EPOCH)
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    if run.lora:
+        from peft import LoraConfig, get_peft_model
+
+        options = {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}
+        adapter = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=run.dropout, **options)
+        model = get_peft_model(model, adapter)
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
     world = int(os.environ["WORLD_SIZE"])
     arguments = {
@@ -201,6 +209,19 @@ def test_a_trainer_resumes_bit_for_bit_on_as_many_ranks(
     written = {path.name for path in (run.output / "checkpoint-9").iterdir()}
     assert written == {"trainer_state.json"}
     assert sw.open(run.output / "shardwise", step=9)["trainer_state"]["global_step"] == 9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_adapter_resumes_bit_for_bit(gang: Gang, tmp_path: Path, world: int) -> None:
+    run = Run(tmp_path / "run", resume=True, lora=True)
+    whole = gang.run(train, replace(run, output=tmp_path / "whole", resume=None), world=world)
+    crash(gang, replace(run, resume=None, crash="kill"), world)
+    assert_same_bits(whole, gang.run(train, run, world=world))
+    saved = sw.open(run.output / "shardwise")
+    trained = {name.removeprefix("optimizer.") for name in saved.tensors() if "exp_avg" in name}
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+    assert "model.base_model.model.transformer.wte.weight" in saved  # frozen, but saved
 
 
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2), marks=pytest.mark.long)])

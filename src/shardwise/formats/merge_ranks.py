@@ -24,7 +24,7 @@ from shardwise.formats.piece_tables import (
     tie_equal_arrays,
 )
 
-_COUNTERS = ("step", "global_step", "iteration", "epoch")
+_COUNTERS = ("step", "global_step", "iteration", "epoch", "last_epoch", "_step_count")
 _DIFFERS = object()
 """Stands for a value that differs between ranks."""
 
@@ -93,6 +93,7 @@ class _Merger:
         indices: for the shards of each tensor, their index in `shards`.
         copies: for each plain tensor, the same tensor in the files of other ranks.
         differing_paths: the paths of values that differ between ranks.
+        has_compared_steps: whether a tensor that counts steps was compared on all ranks.
     """
 
     files: tuple[ForeignFile, ...]
@@ -102,6 +103,7 @@ class _Merger:
     indices: dict[tuple[LocalPart, ...], int] = field(default_factory=dict)
     copies: dict[StoredArray, list[StoredArray]] = field(default_factory=dict)
     differing_paths: list[Path] = field(default_factory=list)
+    has_compared_steps: bool = False
 
     def merge(self, values: tuple[RankValue, ...], path: Path) -> Any:
         """Return one value for the values of all ranks at a path."""
@@ -221,15 +223,19 @@ class _Merger:
                 self.differing_paths.append(path)
                 return _DIFFERS
         elif len(arrays) > 1:
-            if not self.same_bytes(select_sample(first), select_sample(arrays[-1])):
-                raise self._conflict_error(
-                    path,
-                    first.file,
-                    arrays[-1].file,
-                    "is a plain tensor that differs between ranks, and the files do not say which "
-                    "part each has (with FSDP1, save FSDP.optim_state_dict, not "
-                    "optimizer.state_dict)",
-                )
+            others = arrays[-1:]
+            if path[-1] in _COUNTERS and not self.has_compared_steps:
+                others, self.has_compared_steps = arrays[1:], True
+            for other in others:
+                if not self.same_bytes(select_sample(first), select_sample(other)):
+                    raise self._conflict_error(
+                        path,
+                        first.file,
+                        other.file,
+                        "is a plain tensor that differs between ranks, and the files do not say "
+                        "which part each has (with FSDP1, save FSDP.optim_state_dict, not "
+                        "optimizer.state_dict)",
+                    )
             self.copies.setdefault(first, arrays[1:])
         return first
 

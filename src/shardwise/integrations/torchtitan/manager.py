@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,29 +12,29 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
+from torchtitan.components.checkpointer import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
 
 import shardwise as sw
+from shardwise.errors import add_note
+from shardwise.integrations.torchtitan.folders import (
+    find_newest_step,
+    list_dcp_steps,
+    place_below,
+    remove_files,
+)
 from shardwise.retention import Choice, remove_checkpoint
 from shardwise.store import open_store
 
-try:
-    from torchtitan.components.checkpointer import (
-        DATALOADER,
-        LR_SCHEDULER,
-        MODEL,
-        OPTIMIZER,
-        BaseCheckpointManager,
-        ModelWrapper,
-    )
-    from torchtitan.config import TORCH_DTYPE_MAP
-except ImportError as error:
-    raise ImportError(
-        "shardwise.integrations.torchtitan needs torchtitan 0.3 or later: pip install torchtitan"
-    ) from error
-
 MODEL_DIRECTORY = "model-step-{step}"
 """The directory of a model that is saved alone at the last step, below the checkpoint folder."""
-_DCP_DIRECTORY = re.compile(r"step-(\d{1,15})")
 _HINT = (
     "torchtitan's loader cannot continue with another number of data-parallel ranks; leave out its "
     "state with --checkpoint.exclude_from_loading dataloader"
@@ -92,6 +90,18 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
+            if self.export_dtype not in TORCH_DTYPE_MAP:
+                raise ValueError(
+                    f"export_dtype={self.export_dtype!r}: expected one of "
+                    f"{', '.join(sorted(TORCH_DTYPE_MAP))}"
+                )
+            if self.load_step < -1:
+                raise ValueError(
+                    f"load_step={self.load_step}: expected a step, or -1 for the newest"
+                )
+            if self.mirror and not self.mirror.strip():
+                raise ValueError(f"mirror={self.mirror!r}: expected a path or a URL")
+            self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
             if self.async_mode not in ("disabled", "async", "async_with_pinned_mem"):
                 raise ValueError(
                     f"async_mode={self.async_mode!r}: expected 'disabled', 'async' or "
@@ -102,6 +112,11 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 raise ValueError(
                     "snapshot_every, parity and copies keep snapshots in memory, but "
                     "async_mode='disabled' uses none: choose async_mode='async'"
+                )
+            if self.load_only and (in_memory or self.mirror):
+                log.warning(
+                    "checkpoint.load_only is True: snapshot_every, parity, copies and mirror have "
+                    "no effect"
                 )
 
     def __init__(
@@ -126,7 +141,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "Face's names: set it to False"
             )
         self.config = config
-        self.folder = os.path.join(base_folder, config.folder)
+        self.folder = place_below(base_folder, config.folder)
         self.keep_latest_k = config.keep_latest_k
         self.sd_adapter = sd_adapter
         self._model = ModelWrapper(model_parts)
@@ -155,7 +170,8 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return False
         config = self.config
         if last_step and curr_step == 0:  # a seed checkpoint
-            self._checkpointer.save(0, {MODEL: self._state[MODEL]}, force=True)
+            seed = {MODEL: self._state[MODEL]}
+            self._checkpointer.save(0, seed, force=True, overwrite=True)
             return True
         if last_step and config.last_save_model_only:
             self._save_model(curr_step)
@@ -165,7 +181,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             curr_step,
             self._state_to_save(),
             force=last_step or is_first,
-            overwrite=config.load_step != -1,  # the run went back, and reaches steps again
+            overwrite=True,  # a run that went back reaches steps again
         )
         if handle is None:
             return False
@@ -182,13 +198,15 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _save_model(self, step: int) -> None:
         """Save only the model, in `export_dtype`, to a separate directory."""
         config = self.config
-        place = os.path.join(self.folder, MODEL_DIRECTORY.format(step=step))
+        place = place_below(self.folder, MODEL_DIRECTORY.format(step=step))
+        if dist.get_rank() == 0:  # the others wait in the save
+            remove_files(open_store(place))
         dtype = TORCH_DTYPE_MAP[config.export_dtype]
         state = {name: _converted(value, dtype) for name, value in self._model.state_dict().items()}
         if not config.last_save_in_hf or self.sd_adapter is None:
             sw.save(place, {MODEL: state}, overwrite=True)
             return
-        native = f"{place}.native"
+        native = place_below(self.folder, f"{MODEL_DIRECTORY.format(step=step)}.native")
         sw.save(native, {MODEL: self.sd_adapter.to_hf(state)}, overwrite=True)
         sw.export(native, place, to="hf")
         if dist.get_rank() == 0:
@@ -218,39 +236,62 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        if self._restore(None if step == -1 else step):
+        dcp_steps = list_dcp_steps(self.folder)
+        newest_of_dcp = max(dcp_steps, default=None)
+        try:
+            restored = self._restore(None if step == -1 else step)
+        except sw.CheckpointNotFoundError as error:
+            if step not in dcp_steps:
+                raise sw.CheckpointNotFoundError(f"checkpoint.load_step={step}: {error}") from error
+            self._load_dcp(step)
             return True
-        if step == -1 and (newest := _newest_dcp_step(self.folder)) is not None:
-            place = os.path.join(self.folder, f"step-{newest}")
-            log.info("continuing from a checkpoint of torchtitan's DCP back end: %s", place)
-            self._load_everything(place)
+        if restored is not None:
+            if step == -1 and newest_of_dcp is not None and newest_of_dcp > restored:
+                log.warning(
+                    "continuing from step %d of shardwise, although torchtitan's DCP back end "
+                    "saved step %d in the same folder: to continue from that checkpoint, pass "
+                    "--checkpoint.load_step %d", restored, newest_of_dcp, newest_of_dcp,
+                )  # fmt: skip
+            return True
+        if newest_of_dcp is not None:
+            self._load_dcp(newest_of_dcp)
             return True
         return self._load_initial()
 
-    def _restore(self, step: int | None) -> bool:
-        """Restore a checkpoint of this run; return False if it has none."""
+    def _restore(self, step: int | None) -> int | None:
+        """Restore a checkpoint of this run, and return its step; None if there is none."""
         seed = {MODEL: self._state[MODEL]}
         if step == 0:
             return self._restore_state(seed, 0)
         state = self._state_to_load()
         try:
-            is_restored = self._restore_state(state, step)
+            restored = self._restore_state(state, step)
         except sw.MismatchError as error:
-            if step is None and _newest_step(self.folder) == 0:
+            if step is None and find_newest_step(self.folder) == 0:
                 return self._restore_state(seed, 0)
             raise _with_hint(error) from error
-        if is_restored:
+        if restored is not None:
             self._set_dataloader(state)
-        return is_restored
+        return restored
 
-    def _restore_state(self, state: dict[str, Any], step: int | None) -> bool:
+    def _restore_state(self, state: dict[str, Any], step: int | None) -> int | None:
         choice: Choice = "newest" if step is None else step
         if self._checkpointer is not None:
-            return self._checkpointer.restore(state, step=choice) is not None
-        if step is None and _newest_step(self.folder) is None:
-            return False
-        sw.load(self.folder, state, step=choice)
-        return True
+            return self._checkpointer.restore(state, step=choice)
+        if find_newest_step(self.folder) is None:
+            if step is None:
+                return None
+            raise sw.CheckpointNotFoundError(f"{self.folder} has no checkpoint of step {step}")
+        return sw.load(self.folder, state, step=choice).step
+
+    def _load_dcp(self, step: int) -> None:
+        """Load a checkpoint of torchtitan's own back end. Step 0 is a seed: only the model."""
+        place = place_below(self.folder, f"step-{step}")
+        log.info("continuing from a checkpoint of torchtitan's DCP back end: %s", place)
+        if step == 0:
+            sw.load(place, {MODEL: self._state[MODEL]}, cast=True)
+        else:
+            self._load_everything(place)
 
     def _state_to_load(self) -> dict[str, Any]:
         excluded = self.config.exclude_from_loading
@@ -267,7 +308,14 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load_everything(self, place: str) -> None:
         state = self._state_to_load()
         loader_state: dict[str, Any] = {}
-        if DATALOADER in state and DATALOADER in (saved := sw.open(place)):
+        saved = sw.open(place)
+        if len(state) > 1 and not any(key in saved for key in state if key != MODEL):
+            raise sw.StateError(
+                f"{place} has only a model: to continue a run, load an earlier step with "
+                "--checkpoint.load_step; to start a run with this model, use "
+                "--checkpoint.initial_load_path and --checkpoint.initial_load_model_only"
+            )
+        if DATALOADER in state and DATALOADER in saved:
             # In a checkpoint of DCP, the states of all data-parallel ranks are one value.
             loader_state = {DATALOADER: saved[DATALOADER]}
             del state[DATALOADER]
@@ -280,7 +328,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load_initial(self) -> bool:
         """Load the weights or the state with which a new run starts; return False for none."""
         config = self.config
-        place = config.initial_load_path
+        place = config.initial_load_path or None
         if place is None and config.initial_load_in_hf:
             place = self.sd_adapter and self.sd_adapter.hf_assets_path
             if place is None:
@@ -290,12 +338,17 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 )
         if place is None:
             return False
-        if config.initial_load_in_hf:
-            self._load_hugging_face(place)
-        elif config.initial_load_model_only:
-            sw.load(place, {MODEL: self._state[MODEL]}, cast=True)
-        else:
-            self._load_everything(place)
+        try:
+            if config.initial_load_in_hf:
+                self._load_hugging_face(place)
+            elif config.initial_load_model_only:
+                sw.load(place, {MODEL: self._state[MODEL]}, cast=True)
+            else:
+                self._load_everything(place)
+        except sw.ShardwiseError as error:
+            option = "initial_load_path" if config.initial_load_path else "initial_load_in_hf"
+            add_note(error, f"checkpoint.{option}: the run starts from {place}")
+            raise
         return True
 
     def _load_hugging_face(self, place: str) -> None:
@@ -338,24 +391,8 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if is_float else value
 
 
-def _newest_step(folder: str) -> int | None:
-    """Return the newest step of this run in storage, or None."""
-    try:
-        return sw.open(folder).step
-    except sw.CheckpointNotFoundError:
-        return None
-
-
-def _newest_dcp_step(folder: str) -> int | None:
-    """Return the newest step that torchtitan's own back end saved in a folder, or None."""
-    store = open_store(folder)
-    directories = store.stores_with(".metadata") if store.exists() else set()
-    matches = map(_DCP_DIRECTORY.fullmatch, directories)
-    return max((int(match[1]) for match in matches if match is not None), default=None)
-
-
 def _with_hint(error: sw.MismatchError) -> sw.MismatchError:
-    if not any(DATALOADER in problem for problem in error.problems):
+    if not all(problem.startswith(DATALOADER) for problem in error.problems):
         return error
     summary = f"the data loader's state does not fit: {_HINT}. {error.summary}"
     return sw.MismatchError(summary, error.problems)
