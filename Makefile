@@ -7,9 +7,9 @@ READY  := $(VENV)/.ready
 ARGS   ?=
 AZURITE := 3.37.0
 # Three pytest-xdist workers for two processors, because many tests wait. Tests of a file share a
-# worker, and its fixtures.
+# worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
 WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 3 * (os.cpu_count() or 1) // 2))')
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -95,10 +95,12 @@ clean: ## remove .venv and all build and cache files
 	rm -rf $(VENV) .venv-torchtitan .venv-nvrx node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Install torch first, alone: the requirements of other packages must not choose its version.
+# Install torch first, alone: the requirements of other packages must not choose its version. pip
+# compiles on one processor only, so compile afterwards. Some packages contain templates that fail.
 $(READY): pyproject.toml constraints.txt
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(RUN) -m pip install --quiet --constraint constraints.txt torch
-	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RUN) -m pip install --quiet --constraint constraints.txt \
-		--editable '.[test,dev,examples,frameworks]'
+	$(RUN) -m pip install --quiet --no-compile --constraint constraints.txt torch
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RUN) -m pip install --quiet --no-compile \
+		--constraint constraints.txt --editable '.[test,dev,examples,frameworks]'
+	-@$(RUN) -m compileall -qq -j 0 $(VENV)/lib
 	@touch $@

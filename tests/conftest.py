@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,7 @@ os.environ.update(
 for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
     os.environ.pop(name, None)
 PRELOAD = ("tests.preloaded",)
+SLOW = ("adapters", "faults", "integrations", "memory", "tiers/test_kill", "formats/matrix")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,7 +55,10 @@ def gang() -> Iterator[Gang]:
         yield gang
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "gang" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    if hasattr(config, "workerinput"):  # of several workers, none has a slow file left at the end
+        folders = [str(Path(__file__).parent / name) for name in SLOW]
+        items.sort(key=lambda item: not any(str(item.path).startswith(each) for each in folders))

@@ -44,7 +44,7 @@ NOTES: list[tuple[int, str, deaths.When]] = [
     (1, f"persist-done-{SAVE}", "within"),
     (0, f"persist-all-{SAVE}", "within"),
 ]
-SOME = NOTES[:7:3] + NOTES[-1:]
+SOME = [NOTES[3], NOTES[6], NOTES[7]]
 
 
 def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Popen[bytes]:
