@@ -69,6 +69,16 @@ def test_a_checkpoint_is_replaced_only_with_overwrite(moto: Server) -> None:  # 
     assert sorted(moto.keys(url)) == sorted(["manifest.json", *data_files])
 
 
+def test_a_save_into_the_root_of_a_run_writes_nothing(moto: Server) -> None:  # noqa: F811
+    url = moto.new_url()
+    with sw.Checkpointer(url, memory=None) as checkpointer:
+        checkpointer.save(3, {"a": torch.ones(3)})
+    before = moto.keys(url)
+    with pytest.raises(sw.CheckpointExistsError, match=r"is the root of a run.*step-00000003"):
+        sw.save(url, {"a": torch.zeros(3)}, overwrite=True)
+    assert moto.keys(url) == before
+
+
 def save_on_each_rank(url: str, sizes: tuple[int, ...]) -> list[str]:
     sw.save(url, state_of(sizes))
     return differences(url, sizes)
