@@ -3,7 +3,8 @@
 #
 # A User Mode Linux, which is a Linux kernel in a process, exports a file system over NFS 4.2, and
 # mounts it as two clients. It needs no root, but Debian's packages user-mode-linux, nfs-common and
-# nfs-kernel-server. Temporary directories of tests are on the first client.
+# nfs-kernel-server. Temporary directories of tests are on the first client. Tests with many processes
+# need more mappings: `sysctl vm.max_map_count=1048576`.
 set -euo pipefail
 
 python=$(command -v "$1")
