@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import msgspec
@@ -61,6 +61,9 @@ class Journal:
             self._check()  # again, because another process may have changed the target
             self._records.publish(IDENTITY, self._identity.encode(), replace=True)
             yield
+        # NFS keeps the directory while the lock is held. Another process may be using it by now.
+        with suppress(OSError):
+            self._records.remove()
 
     def _check(self) -> None:
         obstacle = why_no_directory(self._target)
@@ -113,10 +116,9 @@ class Journal:
         self._records.publish(_record_of(file), msgspec.json.encode(record), replace=True)
 
     def remove(self) -> None:
-        """Remove all records."""
+        """Remove all records. `lock_target` removes their directory when its block ends."""
         for name in self._records.list():
             self._records.delete(name)
-        self._records.remove()
 
 
 def _record_of(file: OutputFile) -> str:
