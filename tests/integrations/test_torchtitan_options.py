@@ -163,6 +163,17 @@ def test_a_run_of_dcp_goes_on_from_each_kind_of_checkpoint(tmp_path: Path) -> No
     assert (results[13]["step"], results[13]["start"]) == (8, results[12]["end"])
 
 
+def test_pipeline_stages_are_regrouped(tmp_path: Path) -> None:
+    back = {"load_step": 4, "load_only": True}
+    two, one, four = ([[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0], [1], [2], [3]])
+    first, *others = do(
+        {**of(tmp_path, 6), "stages": two},
+        *({**of(tmp_path, 6, **back), "stages": stages} for stages in (two, one, four)),
+    )
+    assert [each["step"] for each in others] == [4, 4, 4]
+    assert all(each["end"] == first["end"] for each in others)
+
+
 def test_folders_are_urls(tmp_path: Path) -> None:
     url = f"file://{tmp_path}"
     results = do(

@@ -2,8 +2,8 @@
 
 Reads a JSON list of runs from standard input, and prints a JSON list of what each run did. All
 runs share one process. A run is a dict with "folder" (of the run), "steps" (of the last step) and,
-optionally, "dcp" (use torchtitan's own manager), "adapter" (with the assets of Hugging Face) and
-"options" of the manager.
+optionally, "dcp" (use torchtitan's own manager), "adapter" (with the assets of Hugging Face),
+"stages" (the layers of each pipeline stage) and "options" of the manager.
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ class Adapter:
 def run(each: dict[str, Any]) -> dict[str, Any]:
     """Return what a run loaded, the steps that it saved, its files, and its error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    stages = [
+        nn.ModuleDict({str(layer): nn.Linear(4, 4) for layer in layers})
+        for layers in each.get("stages", [[0, 1, 2, 3]])
+    ]
     config = default_adamw()
     config.implementation = "for-loop"
-    optimizers = OptimizersContainer(config, model_parts=[model])
+    optimizers = OptimizersContainer(config, model_parts=stages)
     schedulers = LRSchedulersContainer(optimizers, lambda step: 1 / (step + 1))
     trainer, loader = Counter("step"), Counter("dp_rank_0")
     done: dict[str, Any] = {}
@@ -74,7 +77,7 @@ def run(each: dict[str, Any]) -> dict[str, Any]:
         manager = kind(
             settings,
             dataloader=loader,
-            model_parts=[model],
+            model_parts=stages,
             optimizers=optimizers,
             lr_schedulers=schedulers,
             states={"train_state": trainer},
@@ -82,7 +85,7 @@ def run(each: dict[str, Any]) -> dict[str, Any]:
             base_folder=each["folder"],
         )
         done["loaded"] = manager.load(settings.load_step)
-        done |= {"step": trainer.count, "batches": loader.count, "start": fingerprint(model)}
+        done |= {"step": trainer.count, "batches": loader.count, "start": fingerprint(stages)}
         if settings.create_seed_checkpoint:
             manager.save(0, last_step=True)
         done["saved"] = []
@@ -90,7 +93,10 @@ def run(each: dict[str, Any]) -> dict[str, Any]:
             trainer.count += 1
             loader.count += 1
             data = torch.rand(3, 4, generator=torch.Generator().manual_seed(trainer.count))
-            model(data).square().sum().backward()
+            for stage in stages:
+                for layer in stage.values():
+                    data = layer(data)
+            data.square().sum().backward()
             manager.maybe_wait_for_staging()
             optimizers.step()
             schedulers.step()
@@ -98,7 +104,7 @@ def run(each: dict[str, Any]) -> dict[str, Any]:
             if manager.save(trainer.count, last_step=trainer.count == each["steps"]):
                 done["saved"].append(trainer.count)
         manager.maybe_wait_for_saving()
-        done["end"] = fingerprint(model)
+        done["end"] = fingerprint(stages)
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         done["error"] = "\n".join([f"{type(error).__name__}: {error}", *notes])
@@ -110,8 +116,9 @@ def run(each: dict[str, Any]) -> dict[str, Any]:
     return done
 
 
-def fingerprint(model: nn.Module) -> list[str]:
-    return [float(each.detach().double().sum()).hex() for each in model.parameters()]
+def fingerprint(stages: list[nn.ModuleDict]) -> list[str]:
+    parameters = [each for stage in stages for each in stage.parameters()]
+    return [float(each.detach().double().sum()).hex() for each in parameters]
 
 
 if __name__ == "__main__":
