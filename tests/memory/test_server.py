@@ -98,10 +98,12 @@ def serve(
     (home / "runs").mkdir(parents=True, exist_ok=True)
     listener = socket.create_server(("127.0.0.1", port))
     served = Served(home, listener.getsockname()[1])
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-    ended = asyncio.Event()
+    ready = threading.Event()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def run() -> None:
+        ended = asyncio.Event()
+        running.append((asyncio.get_running_loop(), ended))
         app = create_app(home, TOKEN, lambda: served.wakes.append(time.monotonic()))
         async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
@@ -109,16 +111,15 @@ def serve(
 
     def live() -> None:
         try:
-            loop.run_until_complete(run())
+            asyncio.run(run())
         finally:
             ready.set()
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
 
     thread = threading.Thread(target=live)
     thread.start()
-    if not ready.wait(10):
+    if not ready.wait(10) or not running:
         raise RuntimeError("the server did not start")
+    loop, ended = running[0]
     try:
         yield served
     finally:
