@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardwise.engine.divergence import (
+    DifferingBlock,
     Divergence,
     DivergencePolicy,
     OnDivergence,
@@ -16,8 +17,10 @@ from shardwise.engine.divergence import (
     find_divergences,
     group_ranks,
 )
+from shardwise.engine.group import SoloGroup
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.errors import MismatchError
+from shardwise.events import Event, Recorder
 from shardwise.layout import Box
 
 
@@ -133,12 +136,17 @@ def test_a_block_of_several_tensors_is_raised_only_if_each_of_them_is(
 ) -> None:
     """Agents find blocks that differ; which of their tensors differ is unknown."""
     comparison = ReplicaComparison(DivergencePolicy.from_option(on_divergence))
+    events: list[Event] = []
 
     def error_at(step: int) -> str:
+        comparison.note_blocks([DifferingBlock(step, (2, 5), tuple(tensors))] * 2)
         try:
-            comparison.react_to_blocks(step, (2, 5), [tensors, tensors])
+            comparison.conclude({}, comparison.noted_blocks, SoloGroup(), Recorder(events.append))
         except MismatchError as error:
             return str(error)
+        finally:
+            assert [each.step for each in comparison.found] == [step] * bool(raised or logged)
+            assert comparison.noted_blocks == []
         return ""
 
     errors = [said for said in map(error_at, (7, 8)) if said]
@@ -147,3 +155,4 @@ def test_a_block_of_several_tensors_is_raised_only_if_each_of_them_is(
         assert "replicas differ at step 7" in said
         name = tensors[0] if len(tensors) == 1 else "one of a, b"
         assert f"- {name}: rank 2 and rank 5 differ" in said
+    assert [each.stage for each in events] == ["divergence"] * (2 * bool(raised or logged))

@@ -123,8 +123,10 @@ def test_replicas_that_differ_are_not_taken_for_copies(
     assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
 
 
-def save_unequal(root: str, shm: str, options: dict[str, Any], saves: int) -> str:
-    """Save, and close; rank 1 holds another element of row 2 than rank 3; the error.
+def save_unequal(
+    root: str, shm: str, options: dict[str, Any], saves: int
+) -> tuple[str, tuple[sw.Divergence, ...]]:
+    """Save, and close; rank 1 holds another element of row 2 than rank 3; error and divergences.
 
     Trainers compare nothing, because the comparison of samples would find the element, too.
     """
@@ -143,8 +145,8 @@ def save_unequal(root: str, shm: str, options: dict[str, Any], saves: int) -> st
         cp.close()
     except sw.MismatchError as error:
         cp.close(wait=False)
-        return str(error)
-    return ""
+        return str(error), cp.divergences
+    return "", ()
 
 
 @pytest.mark.parametrize(
@@ -154,10 +156,13 @@ def save_unequal(root: str, shm: str, options: dict[str, Any], saves: int) -> st
 def test_differences_that_agents_find_are_raised_at_the_next_save_or_at_the_end(
     gang: Gang, tmp_path: Path, shm: Path, options: dict[str, int], saves: int
 ) -> None:
-    errors = gang.run(save_unequal, str(tmp_path), str(shm), options, saves, world=4)
-    assert errors == [errors[0]] * 4
-    assert "replicas differ at step 1: " in errors[0]
-    assert re.search(r"- t: rank [13] and rank [13] differ", errors[0])
+    found = gang.run(save_unequal, str(tmp_path), str(shm), options, saves, world=4)
+    assert found == [found[0]] * 4
+    error, divergences = found[0]
+    assert "replicas differ at step 1: " in error
+    assert re.search(r"- t: rank [13] and rank [13] differ", error)
+    assert {(each.step, each.tensor) for each in divergences} == {(1, "t")}
+    assert {rank for each in divergences for (rank,) in each.groups} == {1, 3}
 
 
 def test_what_was_begun_to_be_completed_is_not_completed_again(

@@ -361,8 +361,7 @@ def _protection_text(tensor: TensorStatus) -> Text:
     )
     if not tensor.survives:
         return Text(f"partly: {protections}" if protections else "not", "bold red")
-    lost = fmt.count(tensor.survives, "node")
-    return Text(f"against the loss of {lost}: {protections}", "green")
+    return Text(f"against the loss of {fmt.count(tensor.survives, 'node')}: {protections}", "green")
 
 
 def _lag_text(stage: str, lag: StageLag) -> Text:
@@ -404,7 +403,8 @@ def _protectors_text(each: SnapshotStatus) -> Text:
 def _failure_lines(run: RunStatus) -> Iterator[Text]:
     for each in run.snapshots:
         for stage in SHOWN_STAGES:
-            status = getattr(each, stage)
-            if status.failure:
+            if (status := getattr(each, stage)).failure:
                 style = "red" if status.state == "failed" else "yellow"
                 yield Text(f"step {each.step}: {stage}: {fmt.printable(status.failure)}", style)
+        for found in each.differences:
+            yield Text(f"step {each.step}: {fmt.printable(str(found))}", "red")

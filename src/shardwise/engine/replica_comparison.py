@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,13 +21,16 @@ import numpy.typing as npt
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.divergence import (
+    DifferingBlock,
     Divergence,
     DivergencePolicy,
     FoundDivergences,
+    Reaction,
     SampleDetails,
     SampleDigests,
     find_differing_sets,
     find_divergences,
+    judge_blocks,
 )
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
@@ -48,7 +51,6 @@ from shardwise.state.leaves import Fragment
 from shardwise.store.store import Buffer
 
 CHECKSUM_TIMEOUT = 60.0  # seconds
-MOST_NAMES_SHOWN = 8
 ADVICE = (
     "ranks that should hold the same bytes do not, because of a hardware error, a missed "
     "all-reduce, different seeds, buffers that each rank updates alone, or kernels that are not "
@@ -181,6 +183,7 @@ class ReplicaComparison:
 
     Attributes:
         found: the differences that the last comparison found.
+        noted_blocks: on rank 0, the blocks that agents found to differ since that comparison.
     """
 
     def __init__(self, policy: DivergencePolicy) -> None:
@@ -193,6 +196,7 @@ class ReplicaComparison:
         self._sample: ReplicaSample | None = None
         self._equal_at: dict[tuple[int, int], int] = {}  # by set, and position in its round
         self._logged_at: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+        self.noted_blocks: list[DifferingBlock] = []
 
     def begin(
         self,
@@ -249,11 +253,22 @@ class ReplicaComparison:
         sample = self._sample
         return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
 
-    def conclude(self, differing: Mapping[int, int], group: Group, recorder: Recorder) -> None:
+    def note_blocks(self, blocks: Iterable[DifferingBlock]) -> None:
+        """Keep blocks that agents found to differ, for the next `conclude`. Rank 0 calls this."""
+        self.noted_blocks += blocks
+
+    def conclude(
+        self,
+        differing: Mapping[int, int],
+        blocks: Sequence[DifferingBlock],
+        group: Group,
+        recorder: Recorder,
+    ) -> None:
         """End the comparison of the last sample. All ranks call this together.
 
         Args:
             differing: the result of `find_differing_sets`, the same on all ranks.
+            blocks: the blocks that rank 0 has noted, the same on all ranks.
             group: the ranks.
             recorder: gets an event `divergence` if replicas differ.
 
@@ -261,17 +276,20 @@ class ReplicaComparison:
             MismatchError: on all ranks: replicas differ, and the policy is to raise.
         """
         sample, self._sample = self._sample, None
-        self.found = ()
-        if differing:
+        self.noted_blocks = []
+        judged = judge_blocks(blocks, self._policy)
+        if judged or differing:
             with recorder.stage("divergence"):
-                self.found = self._locate(sample, differing, group)
+                located = self._locate(sample, differing, group) if differing else ()
+            judged += [(each, self._policy.reaction_to(each.tensor)) for each in located]
+        self.found = tuple(each for each, _ in judged)
         if sample is not None and sample.has_checksums:
             for each in sample.sets:
                 if each.number in differing:
                     self._equal_at.pop(sample.key_of(each), None)
                 else:
                     self._equal_at[sample.key_of(each)] = sample.step
-        self._react(group)
+        self._react(judged, group)
 
     def compare_last(self, group: Group, recorder: Recorder) -> None:
         """Compare the last sample now, because no save follows. All ranks call this together.
@@ -283,10 +301,12 @@ class ReplicaComparison:
             return
 
         def make_reply(messages: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode(find_differing_sets(messages))
+            return msgspec.msgpack.encode((find_differing_sets(messages), self.noted_blocks))
 
         reply = exchange(group, "comparing replicas", self.encode_message, make_reply)
-        self.conclude(msgspec.msgpack.decode(reply, type=dict[int, int]), group, recorder)
+        reply_type = tuple[dict[int, int], list[DifferingBlock]]
+        differing, blocks = msgspec.msgpack.decode(reply, type=reply_type)
+        self.conclude(differing, blocks, group, recorder)
 
     def forget(self) -> None:
         """Forget the last sample, because the state was replaced."""
@@ -331,46 +351,13 @@ class ReplicaComparison:
         )
         return msgspec.msgpack.decode(reply, type=FoundDivergences).found
 
-    def _react(self, group: Group) -> None:
-        raised = [each for each in self.found if self._policy.reaction_to(each.tensor) == "raise"]
+    def _react(self, judged: Sequence[tuple[Divergence, Reaction]], group: Group) -> None:
+        raised = [each for each, reaction in judged if reaction == "raise"]
         if raised:
             raise MismatchError(_summarize(raised), [str(each) for each in raised])
-        new = [each for each in self.found if self._is_new(each)]
+        new = [each for each, _ in judged if self._is_new(each)]
         if new and group.rank == 0:
             log.warning("%s", MismatchError(_summarize(new), [str(each) for each in new]))
-
-    def react_to_blocks(
-        self, step: int, ranks: tuple[int, int], blocks: Sequence[Sequence[str]]
-    ) -> None:
-        """React to a rank's file that differs from another rank's replica, as an agent found.
-
-        A block of a file can have several tensors, and any of them may differ. So the reaction is
-        to ignore the block if this is the reaction to one of its tensors, and to raise only if this
-        is the reaction to all of them.
-
-        Args:
-            step: the step of the save.
-            ranks: the rank of the file, and the rank of the replica.
-            blocks: the tensors of each block that differs.
-
-        Raises:
-            MismatchError: the policy is to raise.
-        """
-        raised: dict[str, Divergence] = {}
-        warned: dict[str, Divergence] = {}
-        for tensors in blocks:
-            reactions = {self._policy.reaction_to(tensor) for tensor in tensors}
-            if "ignore" in reactions:
-                continue
-            name = tensors[0] if len(tensors) == 1 else f"one of {_shorten(tensors)}"
-            groups = tuple((rank,) for rank in ranks)
-            found = Divergence(step=step, equal_at=None, tensor=name, boxes=(), groups=groups)
-            (raised if reactions == {"raise"} else warned)[name] = found
-        if raised:
-            raise MismatchError(_summarize([*raised.values()]), [*map(str, raised.values())])
-        new = [each for each in warned.values() if self._is_new(each)]
-        if new:
-            log.warning("%s", MismatchError(_summarize(new), [*map(str, new)]))
 
     def _is_new(self, divergence: Divergence) -> bool:
         """Return whether to log a difference: for the first time in this round."""
@@ -383,10 +370,7 @@ class ReplicaComparison:
         return True
 
 
-def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMES_SHOWN
-    return ", ".join(names[:MOST_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _summarize(divergences: Sequence[Divergence]) -> str:
-    return f"replicas differ at step {divergences[0].step}: {ADVICE}"
+    steps = sorted({each.step for each in divergences})
+    shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+    return f"replicas differ at {shown}: {ADVICE}"

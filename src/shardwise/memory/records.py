@@ -28,6 +28,7 @@ REMOVE_OLD = "retain"
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
 STAGED_SUFFIX = ".staged.json"
+MOST_NAMES_SHOWN = 3
 _COPYING_SUFFIX = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 
@@ -250,6 +251,13 @@ class ReplicaDifference(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: tuple[int, int]
     blocks: list[list[str]]
+
+    def __str__(self) -> str:
+        file, replica = self.ranks
+        names = sorted({name for tensors in self.blocks for name in tensors})
+        shown, more = ", ".join(names[:MOST_NAMES_SHOWN]), len(names) - MOST_NAMES_SHOWN
+        differs = f"the replica of rank {replica} differs from the file of rank {file}"
+        return f"{differs}, in blocks of {shown}" + f" and {more} more" * (more > 0)
 
 
 @prepare_decoding

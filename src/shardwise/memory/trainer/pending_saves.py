@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.engine.divergence import DifferingBlock
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -25,16 +26,15 @@ class PendingSaves:
             save,
         ]
 
-    def react_to_differences(self, comparison: ReplicaComparison) -> None:
-        """React to the replicas that differ, which agents found since the last call. For rank 0.
-
-        Raises:
-            MismatchError: as for `ReplicaComparison.react_to_blocks`.
-        """
+    def note_differences(self, comparison: ReplicaComparison) -> None:
+        """Note the replicas that agents found to differ since the last call. Rank 0 calls this."""
         for save in filter(self._is_new, self._saves):
             self._reported.add(save.save_id)
             for each in save.differences():
-                comparison.react_to_blocks(save.place.step, each.ranks, each.blocks)
+                comparison.note_blocks(
+                    DifferingBlock(save.place.step, each.ranks, tuple(tensors))
+                    for tensors in each.blocks
+                )
 
     def _is_new(self, save: PendingSave) -> bool:
         """Return whether agents found differences at a save that this rank must still report."""

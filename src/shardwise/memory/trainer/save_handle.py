@@ -37,7 +37,7 @@ class PendingSave:
         save_id: the id of the save.
         stages: the stages to wait for, in order.
         logs_failures: whether this rank logs the failure of a snapshot that is for memory only, and
-            reacts to replicas that differ.
+            notes the replicas that agents found to differ.
         deletes_older: whether this rank waits until older checkpoints are deleted from storage,
             which happens after the last stage. True only on rank 0.
         copying: the copy of this rank's part.
