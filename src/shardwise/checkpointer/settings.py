@@ -19,9 +19,10 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers_below
 from shardwise.engine.options import is_due
-from shardwise.errors import MismatchError, StateError, StoreError
+from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
+from shardwise.memory.home import Home, find_newest_snapshot
 from shardwise.memory.options import Memory
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep
@@ -219,6 +220,8 @@ def prepare_root_and_check_memory(
         MismatchError: the options differ between ranks; the message lists the differences.
         StateError: the root is a file.
         CheckpointExistsError: the root itself is a checkpoint.
+        StoreUnavailableError: the root does not answer. The message says which step this node's
+            memory holds.
     """
     root, in_memory = settings.root, settings.memory is not None
 
@@ -240,7 +243,13 @@ def prepare_root_and_check_memory(
         remove_leftovers_below(root, steps)
         return b"1" if in_memory and root.is_writable() else b""
 
-    can_use_memory = bool(exchange(group, "opening a root", encode_options, check_and_clean))
+    def check_or_name_snapshot(options: list[bytes]) -> bytes:
+        try:
+            return check_and_clean(options)
+        except StoreUnavailableError as error:
+            raise _with_snapshot_in_memory(error, root, settings.memory) from error
+
+    can_use_memory = bool(exchange(group, "opening a root", encode_options, check_or_name_snapshot))
     if in_memory and not can_use_memory and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "
@@ -248,6 +257,20 @@ def prepare_root_and_check_memory(
             root,
         )
     return can_use_memory
+
+
+def _with_snapshot_in_memory(
+    error: StoreUnavailableError, root: Store, memory: Memory | None
+) -> StoreUnavailableError:
+    """Return an error that also says which step of a root is in the memory of this node."""
+    step = None if memory is None else find_newest_snapshot(Home(memory.dir), str(root))
+    if step is None:
+        return error
+    return StoreUnavailableError(
+        f"{error}. The memory of this node keeps step {step} of this root; it cannot be restored "
+        "while the root does not answer, because the root records whether the run has continued "
+        "elsewhere: start the training again when the root answers"
+    )
 
 
 def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:

@@ -180,6 +180,24 @@ class Run:
         return self.path / step_directory(step)
 
 
+def find_newest_snapshot(home: Home, root: str) -> int | None:
+    """Return the newest committed step in this node's memory of the run that saves to a root.
+
+    The options of the root's URL need not be equal.
+    """
+    place = root.partition("?")[0]
+    steps: list[int] = []
+    for name in home.runs():
+        with suppress(StoreError):  # not a run, or its record is damaged
+            run = home.run(name)
+            saved_to = read_record(run.path / ROOT_RECORD, str)
+            if saved_to is not None and saved_to.partition("?")[0] == place:
+                steps += [
+                    each for each in run.steps() if SnapshotDirectory(run, each).is_committed()
+                ]
+    return max(steps, default=None)
+
+
 def new_run_id() -> str:
     """Return a new random run id."""
     return secrets.token_hex(8)

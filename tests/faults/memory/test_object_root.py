@@ -15,6 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.engine.group import SoloGroup
+from shardwise.errors import StoreUnavailableError
 from shardwise.memory.agent.status import read_status
 from shardwise.memory.home import Home
 from shardwise.memory.spawn import running_agent
@@ -125,6 +126,28 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
         handle.result(SECONDS)
         assert handle.why_retrying() == ""
     assert_restores(url, 2)
+
+
+def test_a_restart_in_an_outage_waits_as_long_as_the_url_says_and_loses_nothing(
+    proxy: FaultProxy, url: str, shm: Path, tmp_path: Path
+) -> None:
+    memory = sw.Memory(dir=str(shm), snapshot_every=1)
+    checkpointer = opened(url, shm, memory=memory, save_every=100)
+    with proxy.outage():
+        handle = checkpointer.save(7, state_of(7))
+        assert handle is not None
+        handle.committed(SECONDS)
+        checkpointer.close(wait=False)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match="memory of this node keeps step 7"):
+            opened(url.replace("retry=0.5", "retry=1"), shm)
+        assert 0.5 < time.monotonic() - started < 20.0
+        (snapshot,) = Home(shm).path.glob("runs/*/step-00000007")
+        state = state_of(0)
+        with opened(str(tmp_path / "other"), shm, start_from=snapshot) as other:
+            assert other.restore(state) == 7
+        assert torch.equal(state["t"], state_of(7)["t"])
+    assert_restores(url, 7, shm, "memory")
 
 
 def test_an_agent_uploads_to_the_endpoint_of_the_training(
