@@ -219,7 +219,8 @@ def test_killed_at_a_request_of_a_save(run: Run, victim: str, requests: Iterable
     if victim == "trainer":
         assert run.unfinished_uploads() == []
     run.assert_tidy()
-    open_store(run.direct).abort_uploads(0.0)  # type: ignore[attr-defined]  # as after an hour
+    impatient = open_store(run.server.url(run.path, timeout="2", retry="0"))
+    impatient.abort_uploads(0.0)  # type: ignore[attr-defined]  # as after an hour
     assert run.unfinished_uploads() == []
 
 
