@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import pytest
+import torch
 from hypothesis import settings
+from torch.torch_version import TorchVersion
+
+OLD_TORCH = TorchVersion(torch.__version__) < "2.10"
+"""Whether torch has defects that torch 2.10 mends, and that are in the way of some tests."""
 
 LONG_EXAMPLES = 1000  # of each property, unless it states a number
 

@@ -23,11 +23,13 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, TORCH_NAMES, Storage
 from shardwise.testing import Gang
-from tests.breadth import examples
+from tests.breadth import OLD_TORCH, examples
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train
 
-KINDS = ("fsdp2_uneven", "hsdp", "fsdp_tp", "fsdp2", "tp")
+KINDS = ["fsdp2_uneven", "hsdp", "fsdp2", "tp"]
+if not OLD_TORCH:  # before torch 2.10, full_tensor() orders rows wrongly
+    KINDS.append("fsdp_tp")
 PLACEMENTS = list(itertools.product((Shard(0), Shard(1), Replicate()), repeat=2))
 SHAPE = (5, 3)
 
@@ -118,7 +120,7 @@ def test_files_of_ranks_are_one_checkpoint(saved: Path, kind: str) -> None:
     found.verify()
 
 
-@pytest.mark.parametrize("kind", ["fsdp_tp", "fsdp2_uneven"])
+@pytest.mark.parametrize("kind", [each for each in KINDS if each in ("fsdp_tp", "fsdp2_uneven")])
 def test_as_verl_saves_them_a_run_goes_on_from_them(saved: Path, kind: str) -> None:
     full = torch.load(saved / f"{kind}.full.pt")
     state = build("plain", 2)

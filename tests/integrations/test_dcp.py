@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -35,7 +36,7 @@ from shardwise.cli.app import app as cli
 from shardwise.integrations import dcp
 from shardwise.integrations.dcp.names import DCP_METADATA
 from shardwise.testing import Gang
-from tests.breadth import mostly_long
+from tests.breadth import OLD_TORCH, mostly_long
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, module_of, train
 from tests.multirank.test_matrix import contents
@@ -436,6 +437,7 @@ def fail_to_save(place: str) -> None:
     target = sharded(0.0)
     dcp.load(target, checkpoint_id=place)
     assert target["n"] == 1.0
+    gc.collect()  # before torch 2.10, cycles hold the failed save
     dist.barrier()
     dcp.save(sharded(3.0), checkpoint_id=place)  # the lock of the failed save is gone
     with pytest.raises(CheckpointException) as raised:  # each rank alone has half of the tensor
@@ -545,7 +547,8 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
     ):
         place = tmp_path / str(number)
         sw.save(place, {"a": torch.ones(1), DCP_METADATA: Fixed(metadata)})
-        with pytest.raises(CheckpointException, match=f"the value '{DCP_METADATA}' is invalid"):
+        reason = None if OLD_TORCH else f"the value '{DCP_METADATA}' is invalid"
+        with pytest.raises(CheckpointException, match=reason):
             dcp.load({"a": torch.zeros(1)}, checkpoint_id=place)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 
 import shardwise as sw
 from shardwise.testing import Gang
-from tests.breadth import mostly_long
+from tests.breadth import OLD_TORCH, mostly_long
 from tests.multirank.models import (
     DEPTH,
     VOCABULARY,
@@ -79,6 +79,8 @@ def stop_and_go_on(kind: str, root: str, make: MakeOptimizer = adamw) -> None:
 
 @pytest.mark.parametrize("kind", mostly_long(WORLDS, ["plain", "fsdp1", "tp", "pipeline_fsdp"]))
 def test_it_goes_on_bit_for_bit(gang: Gang, tmp_path: Path, kind: str) -> None:
+    if OLD_TORCH and "pipeline" in kind:
+        pytest.skip("before torch 2.10, gloo aborts in schedules of pipelines")
     gang.run(stop_and_go_on, kind, str(tmp_path), world=WORLDS[kind])
     middle, end = contents(tmp_path / "middle"), contents(tmp_path / "uninterrupted")
     assert contents(tmp_path / "resumed") == end

@@ -156,10 +156,17 @@ def leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        _clear_sharding_cache()
 
-        # The entries refer to meshes, which refer to destroyed groups.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+def _clear_sharding_cache() -> None:
+    """Clear a cache of DTensor. Its entries refer to meshes, which refer to destroyed groups."""
+    from torch.distributed.tensor import DTensor, debug
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear_fast_path = getattr(debug, "_clear_fast_path_sharding_prop_cache", None)
+    if clear_fast_path is not None:  # torch >= 2.10
+        clear_fast_path()
 
 
 @dataclass(frozen=True, slots=True)

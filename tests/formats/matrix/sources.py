@@ -36,6 +36,7 @@ from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal
 from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
+from tests.breadth import OLD_TORCH
 from tests.formats.conftest import Checkpoints
 from tests.formats.dcp_checkpoints import named, settings_of, torch_loads
 from tests.formats.deepspeed.test_parallel import expected as ranks_had
@@ -254,7 +255,7 @@ def _sources() -> Iterable[Source]:
         yield Source(f"dcp-{kind}", dcp.FORMAT, partial(of_dcp, kind))
     yield Source("torch.save", torch_save.FORMAT, partial(of_torch_save, True))
     yield Source("torch.save-legacy", torch_save.FORMAT, partial(of_torch_save, False))
-    for kind in ("fsdp2_uneven", "fsdp_tp"):
+    for kind in ("fsdp2_uneven",) if OLD_TORCH else ("fsdp2_uneven", "fsdp_tp"):
         yield Source(
             f"torch.save-by-ranks-{kind}", torch_save.RANKS_FORMAT, partial(of_ranks, kind, False)
         )
