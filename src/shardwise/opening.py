@@ -228,7 +228,7 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
     Args:
         names: the result of `_names_at`.
     """
-    if not _are_foreign(names):
+    if not _may_belong_to_foreign(names):
         return ""
     try:
         return " and ".join(reader.name for reader in find_readers(FileTree(store)))
@@ -238,10 +238,10 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
 
 def _may_be_foreign(store: Store) -> bool:
     """Return whether a place may have a foreign checkpoint."""
-    return _are_foreign(_names_at(store))
+    return _may_belong_to_foreign(_names_at(store))
 
 
-def _are_foreign(names: Sequence[str] | None) -> bool:
+def _may_belong_to_foreign(names: Sequence[str] | None) -> bool:
     """Return whether a place with these names below may have a foreign checkpoint.
 
     The result is False if there is nothing, or a root or an unfinished save of shardwise.
@@ -333,6 +333,7 @@ def convert_to_opened(tree: FileTree, foreign: Foreign) -> Opened:
         foreign = validate_foreign(foreign)
     except FormatError as error:
         raise FormatError(f"{tree}: {error}") from error
+    # The versions of which a tensor is the average are read, but not listed.
     hidden = {name for names in foreign.averages.values() for name in names}
     shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
     index_of = {tensor.name: i for i, tensor in enumerate(shown)}

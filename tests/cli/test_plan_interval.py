@@ -61,7 +61,7 @@ def test_failures_of_a_node_are_those_of_the_cluster(run: Run) -> None:
         ("--rebuild-minutes", 10, 60),
         ("--correlated-per-day", 0, 1),
         ("--memory-lost", 1, 0.5),
-        ("--redundancy-time", 0, 3600),
+        ("--protect-time", 0, 3600),
         ("--memory-restore", 0, 60),
         ("--storage-restore", 0, 1e6),
     ],

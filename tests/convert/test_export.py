@@ -76,8 +76,8 @@ def test_a_model_becomes_what_safetensors_reads(source: Path, tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path / "hf")) == ["model.safetensors"]
     assert report.left_out == (
         "tied: tied to model.big, which is stored",
-        "1 tensor(s) below optimizer: this format holds only the model, which is below 'model'",
-        "1 plain value(s), of epoch: this format holds only tensors",
+        "tensors below optimizer (1): this format holds only the model, which is below 'model'",
+        "plain values of epoch (1): this format holds only tensors",
     )
     assert report.bytes_written == (tmp_path / "hf" / "model.safetensors").stat().st_size
 

@@ -52,16 +52,16 @@ def test_each_outage_is_reported_once_and_long_requests_are_none(
         while probes < until and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    with watch.request():
+    with watch.watch_request():
         request(2)
     assert not caplog.records
     for outage in (1, 2):
         reason, expected = "refused", probes + 1
-        with watch.request(), watch.request():
+        with watch.watch_request(), watch.watch_request():
             request(expected)
             time.sleep(0.2)
             assert probes == expected, "an outage that is reported is not probed again"
         assert len(caplog.records) == outage
         reason = ""
-        with watch.request():
+        with watch.watch_request():
             pass

@@ -51,7 +51,7 @@ class Costs:
     def __post_init__(self) -> None:
         _check_positive("--step-time: the time of a step", self.step)
         _check_not_negative("--snapshot-cost: the cost of a snapshot", self.snapshot)
-        _check_not_negative("--redundancy-time: the time to protect a snapshot", self.redundancy)
+        _check_not_negative("--protect-time: the time to protect a snapshot", self.redundancy)
         _check_not_negative("--persist-cost: the cost of persisting", self.persist)
         _check_not_negative("--memory-restore: the time to restore", self.memory_restore)
         _check_not_negative("--storage-restore: the time to restore", self.storage_restore)

@@ -32,7 +32,7 @@ def _option(metavar: str, text: str) -> Any:
 Step = Annotated[float, _option("SECONDS", "Duration of one training step.")]
 Snapshot = Annotated[float, _option("SECONDS", "How long a snapshot in memory delays training.")]
 Persist = Annotated[float, _option("SECONDS", "How long a save to storage delays training.")]
-Redundancy = Annotated[float, _option("SECONDS", "Time until other nodes protect a snapshot.")]
+Protect = Annotated[float, _option("SECONDS", "Time until other nodes protect a snapshot.")]
 MemoryRestore = Annotated[float, _option("SECONDS", "Time to resume from memory after a failure.")]
 StorageRestore = Annotated[
     float, _option("SECONDS", "Time to resume from storage after a failure.")
@@ -70,7 +70,7 @@ def plan_interval(
     nodes: Nodes,
     failures_per_day: FailuresPerDay = None,
     node_mtbf_days: NodeMtbf = None,
-    redundancy_time: Redundancy = 0.0,
+    protect_time: Protect = 0.0,
     memory_restore: MemoryRestore = 0.0,
     storage_restore: StorageRestore = 0.0,
     memory_lost: MemoryLost = 1.0,
@@ -96,7 +96,7 @@ def plan_interval(
             step=step_time,
             snapshot=snapshot_cost,
             persist=persist_cost,
-            redundancy=redundancy_time,
+            redundancy=protect_time,
             memory_restore=memory_restore,
             storage_restore=storage_restore,
         )

@@ -16,7 +16,7 @@ from shardwise.memory.free_files import bytes_needed_for_others
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.slots import slot_size
 
-ADAMW = 12.0
+BYTES_WITH_ADAMW = 12.0
 """Bytes for each parameter: a float32 weight, and two float32 moments."""
 
 MARGIN = 1.1
@@ -27,7 +27,9 @@ def _option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text)
 
 
-Parameters = Annotated[float | None, _option("X", "Number of parameters of the model.")]
+Parameters = Annotated[
+    float | None, _option("X", "Number of parameters of the model, such as 8e9.")
+]
 BytesPerParameter = Annotated[
     float, _option("X", "Saved bytes for each parameter. 12: float32 weights, and AdamW.")
 ]
@@ -36,10 +38,10 @@ StateBytes = Annotated[
 ]
 Nodes = Annotated[int, _option("N", "Number of nodes that train.")]
 RanksPerNode = Annotated[int, _option("N", "Number of ranks on each node.")]
-SlotsOption = Annotated[int, _option("N", "As in sw.Memory. 1: the default of Checkpointer.")]
-Copies = Annotated[int, _option("N", "As in sw.Memory.")]
-Parity = Annotated[int, _option("N", "As in sw.Memory.")]
-GroupSize = Annotated[int, _option("N", "As in sw.Memory.")]
+Slots = Annotated[int, _option("N", "sw.Memory(slots=N). Without memory=, pass 1.")]
+Copies = Annotated[int, _option("N", "sw.Memory(copies=N): copies on other nodes.")]
+Parity = Annotated[int, _option("N", "sw.Memory(parity=N): nodes of a group that may be lost.")]
+Group = Annotated[int, _option("N", "sw.Memory(group=N): nodes that protect each other.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,14 @@ def estimate_memory(state: int, memory: Memory, *, nodes: int, ranks_per_node: i
 
 def plan_memory(
     parameters: Parameters = None,
-    bytes_per_parameter: BytesPerParameter = ADAMW,
+    bytes_per_parameter: BytesPerParameter = BYTES_WITH_ADAMW,
     state_bytes: StateBytes = None,
     nodes: Nodes = 1,
     ranks_per_node: RanksPerNode = 8,
-    slots: SlotsOption = 2,
+    slots: Slots = 2,
     copies: Copies = 0,
     parity: Parity = 0,
-    group: GroupSize = 8,
+    group: Group = 8,
     as_json: AsJson = False,
 ) -> None:
     """Compute the size of /dev/shm that a run needs.
@@ -142,15 +144,13 @@ def plan_memory(
 def _state_bytes(
     parameters: float | None, bytes_per_parameter: float, state_bytes: float | None
 ) -> int:
-    given = state_bytes
-    if parameters is not None and state_bytes is None:
-        given = parameters * bytes_per_parameter
-    elif parameters is not None or state_bytes is None:
-        number = "neither" if parameters is None else "both"
-        raise ValueError(f"pass exactly one of --parameters and --state-bytes ({number} given)")
-    if given is None or not math.isfinite(given):
-        raise ValueError(f"a state of {given} bytes: pass a number")
-    return math.ceil(given)
+    if (parameters is None) == (state_bytes is None):
+        given = "neither" if parameters is None else "both"
+        raise ValueError(f"pass exactly one of --parameters and --state-bytes ({given} given)")
+    nbytes = state_bytes if parameters is None else parameters * bytes_per_parameter
+    if nbytes is None or not math.isfinite(nbytes):
+        raise ValueError(f"a state of {nbytes} bytes: pass a number")
+    return math.ceil(nbytes)
 
 
 def _with_margin(nbytes: int) -> int:

@@ -93,7 +93,8 @@ def verify(
         print_error(f"{damaged} of {total} {verb} damaged: load another, or copy the files again")
         raise typer.Exit(1)
     if unchecked:
-        print_error(f"{unchecked} of {total} could not be checked: their files have no checksums")
+        files = "its files have" if unchecked == 1 else "their files have"
+        print_error(f"{unchecked} of {total} could not be checked: {files} no checksums")
         raise typer.Exit(2)
 
 

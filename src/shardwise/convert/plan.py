@@ -210,12 +210,12 @@ class ExportContents:
         lines = []
         if tensors:
             lines.append(
-                f"{len(tensors)} tensor(s) below {_list_first_parts(tensors)}: this format holds "
+                f"tensors below {_list_first_parts(tensors)} ({len(tensors)}): this format holds "
                 f"only the model, which is below {self.root!r}"
             )
         if values:
             lines.append(
-                f"{len(values)} plain value(s), of {_list_first_parts(values)}: this format holds "
+                f"plain values of {_list_first_parts(values)} ({len(values)}): this format holds "
                 "only tensors"
             )
         return tuple(lines)

@@ -89,12 +89,14 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
             f"save through accelerate: {advice}"
         )
     state: dict[str, object] = {}
-    state.update(_number("model", accelerator._models))
-    state.update(_number("optimizer", [unwrap_optimizer(each) for each in accelerator._optimizers]))
-    state.update(_number("scheduler", accelerator._schedulers))
+    state.update(_name_objects("model", accelerator._models))
+    state.update(
+        _name_objects("optimizer", [unwrap_optimizer(each) for each in accelerator._optimizers])
+    )
+    state.update(_name_objects("scheduler", accelerator._schedulers))
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
-    for key, loader in _number("loader", accelerator._dataloaders):
+    for key, loader in _name_objects("loader", accelerator._dataloaders):
         state[key] = LoaderEpoch(loader)
         if getattr(loader, "use_stateful_dataloader", False):
             state[f"{key}_position"] = PerRankLoader(
@@ -102,7 +104,7 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
             )
     for index, custom in enumerate(accelerator._custom_objects):
         state[f"custom_checkpoint_{index}"] = custom
-    # A scaler is no such object: its value adapts itself, and only some parallelisms have one.
+    # A load may leave the scaler out: only some parallelisms have one, and its value adapts.
     objects = [key for key in state if key != "scaler"]
     state["rng"] = RngState()
     state["accelerator"] = {**_read_counters(accelerator), _OBJECTS: ",".join(objects)}
@@ -193,7 +195,7 @@ def load_state(
     return restored
 
 
-def _number(key: str, objects: Sequence[T]) -> Iterator[tuple[str, T]]:
+def _name_objects(key: str, objects: Sequence[T]) -> Iterator[tuple[str, T]]:
     """Yield the objects with their keys: the first has no number. Placeholders are left out."""
     real = [each for each in objects if not isinstance(each, (DummyOptim, DummyScheduler))]
     for index, value in enumerate(real):
@@ -206,11 +208,11 @@ def unwrap_optimizer(optimizer: object) -> object:
 
 
 def _read_counters(accelerator: Accelerator) -> dict[str, int]:
-    loaders = accelerator.gradient_state
+    progress = accelerator.gradient_state
     return {
         "step": accelerator.step,
         "world_size": accelerator.num_processes,
-        "in_epoch": int(loaders.in_dataloader and not loaders.end_of_dataloader),
+        "in_epoch": int(progress.in_dataloader and not progress.end_of_dataloader),
     }
 
 
@@ -237,7 +239,7 @@ def _sampler_of(loader: DataLoader[object]) -> object:
 
 
 def _warn_of_inexact_parts(accelerator: Accelerator, saved_world_size: int) -> None:
-    for key, loader in _number("loader", accelerator._dataloaders):
+    for key, loader in _name_objects("loader", accelerator._dataloaders):
         if type(_sampler_of(loader)) is RandomSampler:
             log.warning(
                 "%s: a RandomSampler does not repeat its order, so the samples after a restart "
@@ -247,7 +249,7 @@ def _warn_of_inexact_parts(accelerator: Accelerator, saved_world_size: int) -> N
             )
     if saved_world_size == accelerator.num_processes:
         return
-    for key, scheduler in _number("scheduler", accelerator._schedulers):
+    for key, scheduler in _name_objects("scheduler", accelerator._schedulers):
         if (
             isinstance(scheduler, AcceleratedScheduler)
             and scheduler.step_with_optimizer

@@ -13,8 +13,8 @@ from shardwise.store.object_errors import http_status
 
 PUBLISH_ATTEMPTS = 5
 PAUSE_SECONDS = 0.1
-UNKNOWN_OUTCOME = (None, 404, 409, 412, 500, 502, 503, 504)
-"""HTTP statuses after which the object may exist or not; None if there was no answer."""
+AMBIGUOUS_STATUSES = (None, 404, 409, 412, 500, 502, 503, 504)
+"""HTTP statuses after which it is unknown whether a put succeeded; None stands for no answer."""
 
 
 def create_object(
@@ -22,8 +22,8 @@ def create_object(
 ) -> None:
     """Put an object if there is none.
 
-    If it is unknown whether a put succeeded, the object is read. If the object has the same bytes,
-    the put has succeeded, because `data` includes a random number that no other writer uses.
+    After an unclear answer, the object is read. If the object has the same bytes, the put has
+    succeeded, because `data` includes a random number that no other writer uses.
 
     Args:
         client: the client of the bucket.
@@ -110,7 +110,7 @@ def probe_conditional_put(
 def _is_creation_refused(
     client: Client, path: str, nonce: str, url: str, sleep: Callable[[float], None]
 ) -> bool:
-    """Try to create an object that exists, until the server says whether it did."""
+    """Try to create an object that exists. Return whether the server refuses to."""
     for attempt in range(PUBLISH_ATTEMPTS):
         failure = _try_to_create(client, path, f"{nonce}-2".encode(), url)
         if failure is None or isinstance(failure, FileExistsError):
@@ -124,7 +124,7 @@ def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSErro
     """Put an object if there is none.
 
     Returns:
-        None if the put succeeded; the error if it is unknown whether the put succeeded.
+        None if the put succeeded; the error if the put has failed or may have failed.
     """
     import obstore
 
@@ -134,7 +134,7 @@ def _try_to_create(client: Client, path: str, data: bytes, place: str) -> OSErro
     except FileExistsError as error:
         return error
     except StoreError as error:
-        if http_status(error.__cause__ or error) not in UNKNOWN_OUTCOME:
+        if http_status(error.__cause__ or error) not in AMBIGUOUS_STATUSES:
             raise
         return error
     return None

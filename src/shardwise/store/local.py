@@ -18,8 +18,8 @@ from shardwise.store.local_files import (
     ALIGNMENT,
     LocalReader,
     LocalWriter,
-    forget_names,
     is_node_local,
+    refresh_directory,
     repeat_if_stale,
     sync_directory,
 )
@@ -38,8 +38,8 @@ LOCAL_TRAITS = StoreTraits(
 class LocalStore:
     """Files in a directory.
 
-    By default, files are written by direct I/O, and what the page cache lacks is read by direct
-    I/O, where the file system supports it. This is fast, and leaves the page cache as it is.
+    By default, direct I/O writes files, and reads all pages that the page cache lacks. This is
+    fast, and leaves the page cache as it is. Without support for O_DIRECT, the page cache is used.
 
     Args:
         path: the directory.
@@ -86,7 +86,7 @@ class LocalStore:
     def exists(self) -> bool:
         """Return whether the path exists. Links are followed."""
         if not self.path.exists():
-            forget_names(self.path.parent)
+            refresh_directory(self.path.parent)
         return self.path.exists()
 
     def is_file(self) -> bool:
@@ -211,7 +211,7 @@ class LocalStore:
     @staticmethod
     def _contains(directory: Path, key: str) -> bool:
         if not os.path.lexists(directory / key):
-            forget_names(directory)
+            refresh_directory(directory)
         return os.path.lexists(directory / key)
 
     def is_writable(self) -> bool:
@@ -225,7 +225,7 @@ class LocalStore:
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Lock a file with `flock`."""
+        """Lock a file with `flock`, and yield whether this succeeded."""
         if shared:
             flags = os.O_RDONLY
         else:
@@ -275,10 +275,10 @@ def local_path(store: object) -> Path | None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, unless it is taken.
+    """Give a file a second name, unless the name is taken.
 
     If the answer of an NFS server is lost, its client asks again, and the second answer is that the
-    name is taken. The number of links tells whether it is taken by this file.
+    name is taken. If the file has two links, the first request has given it this name.
     """
     try:
         os.link(source, target)
@@ -300,11 +300,11 @@ def _try_lock(fd: int, *, shared: bool) -> bool:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return whether a path names an open file, and not a new file, or none.
+    """Return whether a path still names an open file, rather than a new file or no file.
 
-    NFS renames an open file that is deleted, so the number of its links does not tell.
+    NFS renames an open file that is deleted, so the number of links is not enough.
     """
-    forget_names(path.parent)
+    refresh_directory(path.parent)
     try:
         opened, named = os.fstat(fd), os.stat(path, follow_symlinks=False)
     except OSError as error:

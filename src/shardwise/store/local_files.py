@@ -108,7 +108,7 @@ class LocalReader:
         try:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is not a regular file, as files of checkpoints are")
+                raise StoreError(f"{path} is not a regular file, but files of checkpoints are")
         except OSError:
             os.close(self._fd)
             raise
@@ -159,10 +159,10 @@ _T = TypeVar("_T")
 
 
 def repeat_if_stale(directory: Path, act: Callable[[], _T]) -> _T:
-    """Repeat an action that opens a file while a client of NFS remembers old names.
+    """Open a file again if a client of NFS has remembered an old name.
 
-    A client remembers for a while which file a name had, or that there was none, although another
-    client has created, replaced or deleted the file.
+    For a while, a client remembers which file a name had, or that there was no such file. Meanwhile
+    another client may have created, replaced or deleted the file.
 
     Raises:
         FileNotFoundError: of `act`, also in the second attempt.
@@ -178,14 +178,14 @@ def repeat_if_stale(directory: Path, act: Callable[[], _T]) -> _T:
             if error.errno != errno.ESTALE:
                 raise
             time.sleep(0.001 * 2**attempt)
-        forget_names(directory)
+        refresh_directory(directory)
     return act()
 
 
-def forget_names(directory: Path) -> None:
-    """Let a client of NFS ask the server which files a directory contains.
+def refresh_directory(directory: Path) -> None:
+    """Let a client of NFS ask the server which files a directory contains, by opening it.
 
-    A client does so when the directory is opened, but not when a file in it is opened by name.
+    To open a file in it by name, a client may use the names that it remembers.
     """
     for each in (directory, *directory.parents):
         try:

@@ -101,7 +101,7 @@ class Client:
         Raises:
             OSError: as for `translate_errors`.
         """
-        with translate_errors(action, place), self._watch.request():
+        with translate_errors(action, place), self._watch.watch_request():
             yield
 
     def _probe(self) -> str:

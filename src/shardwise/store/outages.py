@@ -14,16 +14,16 @@ log = logging.getLogger("shardwise")
 
 
 class OutageWatch:
-    """Logs a warning if a request is under way for long, and the server cannot be reached.
+    """Logs a warning if a request takes long because the server cannot be reached.
 
-    A long request alone is no outage: it may move many bytes. So the server is probed first. Each
+    A request may also take long because it moves many bytes, so the server is probed first. Each
     outage is logged once. A thread runs only while there are requests.
 
     Args:
-        retry_seconds: for how long a request is repeated.
+        retry_seconds: how long obstore repeats a request.
         probe: sends a request that is not repeated. Returns which server cannot be reached, and
-            why; "" if it can be reached.
-        seconds: how long a request may take before the server is probed, and between two probes.
+            why; "" if the server can be reached.
+        seconds: how long to wait for a request before a probe, and how long between two probes.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OutageWatch:
         self._is_reported = False
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def watch_request(self) -> Iterator[None]:
         """Watch the request that the block makes."""
         request = object()
         with self._lock:
@@ -55,7 +55,7 @@ class OutageWatch:
 
     def _watch(self) -> None:
         probed_at = 0.0
-        while (begun_at := self._oldest_or_end()) is not None:
+        while (begun_at := self._oldest_begun_at()) is not None:
             wait = max(begun_at, probed_at) + self._seconds - time.monotonic()
             if wait > 0 or self._is_reported:
                 time.sleep(max(wait, self._seconds / 10))
@@ -65,8 +65,8 @@ class OutageWatch:
             if reason:
                 self._report(begun_at, reason)
 
-    def _oldest_or_end(self) -> float | None:
-        """Return when the oldest request began; None without requests, and then the thread ends."""
+    def _oldest_begun_at(self) -> float | None:
+        """Return when the oldest request began. Without requests, end the thread: return None."""
         with self._lock:
             if not self._begun_at:
                 self._thread = None

@@ -118,7 +118,7 @@ class ShardwiseCheckpoint(Checkpoint):
         }
         self._saved_step = 0
         self._warned_of_monitor = False
-        self._random: dict[str, Any] | None = None
+        self._rng_state: dict[str, Any] | None = None
         self.checkpointer: Checkpointer | None = None
         self.last_handle: SaveHandle | None = None
 
@@ -156,7 +156,7 @@ class ShardwiseCheckpoint(Checkpoint):
             return
         restored = self.checkpointer.restore(self._state(trainer), step=self._resume)
         if restored is not None and not trainer.is_last_batch:
-            self._random = RngState().capture()
+            self._rng_state = RngState().capture()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the random states again, if the training resumes in the middle of an epoch.
@@ -165,9 +165,9 @@ class ShardwiseCheckpoint(Checkpoint):
         the interruption, it has drawn this number before the checkpoint.
         """
         self._saved_step = trainer.global_step  # save only after a further step
-        if self._random is not None:
-            RngState().restore(self._random)
-            self._random = None
+        if self._rng_state is not None:
+            RngState().restore(self._rng_state)
+            self._rng_state = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -175,7 +175,7 @@ class ShardwiseCheckpoint(Checkpoint):
         """Count the batch, and save after every `every_n_train_steps` steps."""
         if self._data is not None:
             self._data.advance()
-        if trainer.is_last_batch and self._saves_epoch(trainer):
+        if trainer.is_last_batch and self._is_epoch_due(trainer):
             return  # on_train_epoch_end saves, with the metrics of the validation
         if self._every_n_train_steps and trainer.global_step % self._every_n_train_steps == 0:
             self._save(trainer)
@@ -185,7 +185,7 @@ class ShardwiseCheckpoint(Checkpoint):
         # Otherwise, Lightning would not step ReduceLROnPlateau in the first epoch after a resume.
         trainer.fit_loop.restarting = False
         self._warn_of_missing_metric(trainer)
-        if self._saves_epoch(trainer):
+        if self._is_epoch_due(trainer):
             self._save(trainer)
 
     def on_exception(
@@ -217,7 +217,7 @@ class ShardwiseCheckpoint(Checkpoint):
             step, self._state(trainer), metrics=metrics, overwrite=went_back
         )
 
-    def _saves_epoch(self, trainer: Trainer) -> bool:
+    def _is_epoch_due(self, trainer: Trainer) -> bool:
         every = self._every_n_epochs
         return every is not None and (trainer.current_epoch + 1) % every == 0
 

@@ -15,7 +15,7 @@ _PLATEAUS = "shardwise_metrics_for_plateaus"
 
 
 class TrainerValues:
-    """The state of a Trainer without weights and optimizers. A per-rank value of the state."""
+    """The state of a Trainer without weights and optimizers. Each rank saves a separate value."""
 
     def __init__(self, trainer: Any) -> None:  # mypy misses attributes that connectors set
         self._trainer = trainer
@@ -31,15 +31,15 @@ class TrainerValues:
             "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
             "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         }
-        for part in self._parts():
+        for part in self._parts_with_state():
             if state := part.state_dict():
                 values[type(part).__qualname__] = state
         if metrics := self._metrics_for_plateaus():
             values[_PLATEAUS] = metrics
         for each in trainer.callbacks:
-            with _explained(each):
+            with _explain_missing_tensors(each):
                 each.on_save_checkpoint(trainer, module, values)
-        with _explained(module):
+        with _explain_missing_tensors(module):
             module.on_save_checkpoint(values)
         return values
 
@@ -61,7 +61,7 @@ class TrainerValues:
             each.on_load_checkpoint(trainer, module, values)
             if (state := values["callbacks"].get(each.state_key)) is not None:
                 each.load_state_dict(state)
-        for part in self._parts():
+        for part in self._parts_with_state():
             if (state := values.get(type(part).__qualname__)) is not None:
                 part.load_state_dict(state)
         trainer.fit_loop.load_state_dict(values["loops"]["fit_loop"])
@@ -81,8 +81,8 @@ class TrainerValues:
         if values[0]["loops"]["fit_loop"]["state_dict"].get("combined_loader"):
             raise StateError(
                 f"{len(values)} ranks have saved, and {world} load, but each rank saved the state "
-                "of its own data loader, which cannot be divided anew: load with the same number "
-                "of ranks, or use a loader of shardwise.data, and pass it as "
+                "of a separate data loader. Such states cannot be divided: load with the same "
+                "number of ranks, or use a loader of shardwise.data, and pass it as "
                 "ShardwiseCheckpoint(data=…)"
             )
         return values[0]
@@ -105,14 +105,14 @@ class TrainerValues:
             and config.monitor in trainer.callback_metrics
         }
 
-    def _parts(self) -> Iterator[Any]:
+    def _parts_with_state(self) -> Iterator[Any]:
         yield self._trainer.precision_plugin
         if self._trainer.datamodule is not None:
             yield self._trainer.datamodule
 
 
 @contextmanager
-def _explained(owner: object) -> Iterator[None]:
+def _explain_missing_tensors(owner: object) -> Iterator[None]:
     """Say what to do if a hook `on_save_checkpoint` needs the weights or the optimizers."""
     try:
         yield

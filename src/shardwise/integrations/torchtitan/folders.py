@@ -39,8 +39,8 @@ def place_below(place: str, name: str) -> str:
     return posixpath.join(path, name) + mark + options
 
 
-def remove_files(store: Store) -> None:
-    """Remove an earlier model of the same step, in any format."""
+def remove_model_directory(store: Store) -> None:
+    """Remove the directory of an earlier model, in any format."""
     if store.exists():
         for name in store.list():
             store.delete(name)

@@ -28,14 +28,14 @@ from shardwise.integrations.torchtitan.folders import (
     find_newest_step,
     list_dcp_steps,
     place_below,
-    remove_files,
+    remove_model_directory,
 )
 from shardwise.retention import Choice, remove_checkpoint
 from shardwise.store import open_store
 
 MODEL_DIRECTORY = "model-step-{step}"
 """The directory of a model that is saved alone at the last step, below the checkpoint folder."""
-_HINT = (
+_LOADER_HINT = (
     "torchtitan's loader cannot continue with another number of data-parallel ranks; leave out its "
     "state with --checkpoint.exclude_from_loading dataloader"
 )
@@ -200,9 +200,11 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         config = self.config
         place = place_below(self.folder, MODEL_DIRECTORY.format(step=step))
         if dist.get_rank() == 0:  # the others wait in the save
-            remove_files(open_store(place))
+            remove_model_directory(open_store(place))
         dtype = TORCH_DTYPE_MAP[config.export_dtype]
-        state = {name: _converted(value, dtype) for name, value in self._model.state_dict().items()}
+        state = {
+            name: _cast_floats(value, dtype) for name, value in self._model.state_dict().items()
+        }
         if not config.last_save_in_hf or self.sd_adapter is None:
             sw.save(place, {MODEL: state}, overwrite=True)
             return
@@ -269,9 +271,9 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         except sw.MismatchError as error:
             if step is None and find_newest_step(self.folder) == 0:
                 return self._restore_state(seed, 0)
-            raise _with_hint(error) from error
+            raise _add_loader_hint(error) from error
         if restored is not None:
-            self._set_dataloader(state)
+            self._load_dataloader(state)
         return restored
 
     def _restore_state(self, state: dict[str, Any], step: int | None) -> int | None:
@@ -297,13 +299,15 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         excluded = self.config.exclude_from_loading
         return {key: each for key, each in self._state_to_save().items() if key not in excluded}
 
-    def _set_dataloader(self, state: Mapping[str, Any]) -> None:
+    def _load_dataloader(self, state: Mapping[str, Any]) -> None:
         if self._dataloader is None or DATALOADER not in state:
             return
         try:
             self._dataloader.load_state_dict(dict(state[DATALOADER]))
         except AssertionError as error:  # torchtitan's loader compares the number of ranks so
-            raise sw.StateError(f"the data loader refused its state ({error}): {_HINT}") from error
+            raise sw.StateError(
+                f"the data loader refused its state ({error}): {_LOADER_HINT}"
+            ) from error
 
     def _load_everything(self, place: str) -> None:
         state = self._state_to_load()
@@ -322,8 +326,8 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         try:
             sw.load(place, state)
         except sw.MismatchError as error:
-            raise _with_hint(error) from error
-        self._set_dataloader(loader_state or state)
+            raise _add_loader_hint(error) from error
+        self._load_dataloader(loader_state or state)
 
     def _load_initial(self) -> bool:
         """Load the weights or the state with which a new run starts; return False for none."""
@@ -386,13 +390,13 @@ def _make_checkpointer(folder: str, config: ShardwiseCheckpointManager.Config) -
     )
 
 
-def _converted(value: Any, dtype: torch.dtype) -> Any:
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float else value
 
 
-def _with_hint(error: sw.MismatchError) -> sw.MismatchError:
+def _add_loader_hint(error: sw.MismatchError) -> sw.MismatchError:
     if not all(problem.startswith(DATALOADER) for problem in error.problems):
         return error
-    summary = f"the data loader's state does not fit: {_HINT}. {error.summary}"
+    summary = f"the data loader's state does not fit: {_LOADER_HINT}. {error.summary}"
     return sw.MismatchError(summary, error.problems)

@@ -28,7 +28,7 @@ def retention_rules(args: Any) -> Keep:
 
 
 @contextmanager
-def without_own_files(args: Any) -> Iterator[bool]:
+def suppress_trainer_files(args: Any) -> Iterator[bool]:
     """Keep the Trainer from writing optimizers and random states; yield the user's choice."""
     chosen = args.save_only_model
     args.save_only_model = True
@@ -39,6 +39,7 @@ def without_own_files(args: Any) -> Iterator[bool]:
 
 
 def refuse_options(args: Any, trial: object) -> None:
+    """Raise a StateError for options that `ShardwiseTrainer` does not support."""
     if trial is not None:
         raise StateError(
             "ShardwiseTrainer does not support hyperparameter_search: use Trainer for the search"

@@ -115,7 +115,7 @@ def step_of_path(path: object) -> int | None:
     return int(match[1]) if match else None
 
 
-def has_weights(folder: str) -> bool:
+def is_written_by_trainer(folder: str) -> bool:
     """Return whether the original Trainer wrote this directory."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return any(name not in (TRAINER_STATE_FILE, SUBDIRECTORY) for name in names)

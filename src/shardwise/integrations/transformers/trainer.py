@@ -21,7 +21,7 @@ from shardwise.integrations.transformers.arguments import (
     best_checkpoint,
     refuse_options,
     retention_rules,
-    without_own_files,
+    suppress_trainer_files,
 )
 from shardwise.integrations.transformers.resuming import (
     SUBDIRECTORY,
@@ -30,7 +30,7 @@ from shardwise.integrations.transformers.resuming import (
     LoadPath,
     RestoreStep,
     TrainRun,
-    has_weights,
+    is_written_by_trainer,
     shared_steps,
     step_of_path,
 )
@@ -84,7 +84,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         with (
             self.open_checkpointer(root, retention_rules(self.args)) as checkpointer,
             tempfile.TemporaryDirectory() as folder,
-            without_own_files(self.args) as saves_only_model,
+            suppress_trainer_files(self.args) as saves_only_model,
         ):
             wanted = resume_from_checkpoint
             try:
@@ -129,7 +129,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
     def _load_best_model(self) -> None:
         run, best = self._run, self.state.best_model_checkpoint
         step = step_of_path(best)
-        if run is None or step is None or has_weights(best):
+        if run is None or step is None or is_written_by_trainer(best):
             super()._load_best_model()
             return
         for handle in run.handles.values():
@@ -189,8 +189,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             return None
         load = self._choose_loader(run, wanted)
         if load is None:
-            own = get_last_checkpoint(self.args.output_dir) if wanted is True else str(wanted)
-            return None if own is None else str(own)
+            path = get_last_checkpoint(self.args.output_dir) if wanted is True else str(wanted)
+            return None if path is None else str(path)
         counters: dict[str, Any] = {"trainer_state": HeldValue(None), "samples_per_step": 0}
         load(counters)
         now, saved = self.get_total_train_batch_size(self.args), counters["samples_per_step"]
@@ -229,11 +229,15 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
     def _choose_loader(self, run: TrainRun, wanted: str | bool) -> RestoreStep | LoadPath | None:
         """Return a function that loads a state from shardwise; None if the Trainer has to load."""
         step = step_of_path(wanted)
-        if step is not None and has_weights(str(wanted)):
+        if step is not None and is_written_by_trainer(str(wanted)):
             return None
         if wanted is True:
             newest = get_last_checkpoint(self.args.output_dir)
-            if newest is not None and has_weights(newest) and not shared_steps(run.checkpointer):
+            if (
+                newest is not None
+                and is_written_by_trainer(newest)
+                and not shared_steps(run.checkpointer)
+            ):
                 return None
             return RestoreStep(run.checkpointer, "newest")
         if wanted == "best":

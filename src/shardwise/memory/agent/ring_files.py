@@ -29,7 +29,7 @@ from shardwise.memory.seal import find_damaged_blocks, has_valid_table
 from shardwise.store.store import Buffer
 
 MOST_BLOCKS = 16
-"""The blocks of a file whose tensors are recorded; the others are left out."""
+"""The most differing blocks of a file whose tensors are recorded; further blocks are left out."""
 log = logging.getLogger("shardwise.agent")
 
 
@@ -149,7 +149,7 @@ def complete_parity(
     Raises:
         StoreError: another node does not answer.
     """
-    group, block = ring_file.ring, ring_file.parity_index or 0
+    group, parity_index = ring_file.ring, ring_file.parity_index or 0
     owner_of = {file: member.node for member in group.members for file, _ in member.files}
     differing = {
         file: _differing_blocks(ring_file, entries[file], owner_of[file], nodes)
@@ -167,8 +167,8 @@ def complete_parity(
     def add(_: int, low: int, part: Buffer) -> None:
         data[low : low + len(part)] ^= part
 
-    pieces = [(block, low) for low in _incomplete_pieces(ring_file, group, index, entries)]
-    encode_parity(group, index, pieces, read, add)
+    lows = _incomplete_sections(ring_file, group, index, entries)
+    encode_parity(group, index, [(parity_index, low) for low in lows], read, add)
     table = data[group.chunk :]
     table[:] = 0
     sums = block_checksums(data[: group.chunk]).astype("<u4").view(np.uint8)
@@ -204,10 +204,10 @@ def _missing_ranges(
             yield max(low, first), min(high, last)
 
 
-def _incomplete_pieces(
+def _incomplete_sections(
     ring_file: RingFile, group: ProtectionGroup, index: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
-    """Yield the offsets of the sections of a parity chunk that lack data of a file."""
+    """Yield the offset of each section of a parity chunk that lacks data of a file."""
     stripe = parity_stripes(group, index)[ring_file.parity_index or 0]
     for low in range(0, group.chunk, SECTION):
         high = min(low + SECTION, group.chunk)
