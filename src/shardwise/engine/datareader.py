@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.errors import CorruptionError, StoreError
+from shardwise.errors import CorruptionError, StoreError, StoreUnavailableError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
@@ -33,6 +33,7 @@ class DataReader:
 
     Raises:
         CorruptionError: the file is missing or has another size, or its checksums were altered.
+        StoreUnavailableError: the storage does not answer, which says nothing about the file.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class DataReader:
             raise CorruptionError(
                 f"{self._label} is missing, but the manifest lists it: copy it too"
             ) from error
+        except StoreUnavailableError:
+            raise
         except StoreError as error:
             raise CorruptionError(
                 f"{self._label} cannot be opened: {error}; copy it again from an intact source"

@@ -17,6 +17,7 @@ from shardwise.errors import (
     CorruptionError,
     FormatError,
     StoreError,
+    StoreUnavailableError,
 )
 from shardwise.layout import row_major
 from shardwise.manifest.checksums import BLOCK, FileChecksums
@@ -191,7 +192,8 @@ def read_manifest(store: Store) -> bytes:
 
     Raises:
         CheckpointNotFoundError: the store has no manifest.
-        FormatError: the manifest is too large.
+        FormatError: the manifest is too large, or not a regular file.
+        StoreUnavailableError: the storage does not answer, which says nothing about the manifest.
     """
     try:
         return store.read(MANIFEST, limit=LARGEST_MANIFEST)
@@ -201,6 +203,8 @@ def read_manifest(store: Store) -> bytes:
         raise CheckpointNotFoundError(
             f"{store} is a file, not a checkpoint: pass the directory of a checkpoint"
         ) from None
+    except StoreUnavailableError:
+        raise
     except StoreError as error:
         raise FormatError(str(error)) from error
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store import leases
 from shardwise.store.conditional_put import create_object, probe_conditional_put, read_if_exists
 from shardwise.store.names import check_name, check_name_to_write
@@ -223,7 +223,9 @@ class ObjectStore:
                 )
             content = bytes(result.bytes())
         if len(content) != size:
-            raise StoreError(f"{place}: the server sent {len(content)} of {size} bytes; try again")
+            raise StoreUnavailableError(
+                f"{place}: the server sent {len(content)} of {size} bytes; try again"
+            )
         return content
 
     def list(self) -> list[str]:

@@ -128,6 +128,28 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
     assert_restores(url, 2)
 
 
+def test_a_step_that_cannot_be_read_in_an_outage_is_not_taken_for_damaged(
+    proxy: FaultProxy, url: str
+) -> None:
+    """Otherwise a restore would silently continue from an older step."""
+    with opened(url, Path("/nowhere"), memory=None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+    proxy.clear()
+    with opened(url, Path("/nowhere"), memory=None) as checkpointer:
+        fault = HttpFault(
+            FaultKind.RESET, count=None, methods=("GET",), path="step-00000002/manifest"
+        )
+        proxy.inject(fault)
+        with pytest.raises(StoreUnavailableError, match="does not answer"):
+            checkpointer.restore(state_of(0))
+        assert any(each.fault is fault for each in proxy.requests)
+        proxy.clear()
+        state = state_of(0)
+        assert checkpointer.restore(state) == 2
+    assert torch.equal(state["t"], state_of(2)["t"])
+
+
 def test_a_restart_in_an_outage_waits_as_long_as_the_url_says_and_loses_nothing(
     proxy: FaultProxy, url: str, shm: Path, tmp_path: Path
 ) -> None:
