@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,29 @@ def _download(jars: Path) -> None:
                     partial.rename(jars / path.name)
 
 
+@dataclass
+class Hdfs:
+    """A running HDFS.
+
+    Attributes:
+        url: its URL.
+        namenode: the process of its NameNode.
+    """
+
+    url: str
+    namenode: subprocess.Popen[bytes]
+    _jars: Path
+    _folder: Path
+
+    def restart_namenode(self) -> None:
+        """Start the NameNode after it was killed. It is not ready at once."""
+        self.namenode.wait()
+        self.namenode = _start(self._jars, self._folder, "namenode.NameNode")
+
+
 @contextmanager
-def running_hdfs(jars: Path, folder: Path) -> Iterator[str]:
-    """Run HDFS on loopback. Yields its URL.
+def running_hdfs(jars: Path, folder: Path) -> Iterator[Hdfs]:
+    """Run HDFS on loopback.
 
     Args:
         jars: the folder with the jars.
@@ -79,12 +100,14 @@ def running_hdfs(jars: Path, folder: Path) -> Iterator[str]:
     url = f"hdfs://127.0.0.1:{_free_port()}"
     _configure(folder / "conf", url)
     _start(jars, folder, "namenode.NameNode", "-format", "-nonInteractive").wait(START_TIMEOUT)
-    servers = [_start(jars, folder, each) for each in ("namenode.NameNode", "datanode.DataNode")]
+    namenode = _start(jars, folder, "namenode.NameNode")
+    datanode = _start(jars, folder, "datanode.DataNode")
+    hdfs = Hdfs(url, namenode, jars, folder)
     try:
-        _await(url, servers, folder)
-        yield url
+        _await(url, [namenode, datanode], folder)
+        yield hdfs
     finally:
-        for server in servers:
+        for server in (hdfs.namenode, datanode):
             server.kill()
             server.wait()
 

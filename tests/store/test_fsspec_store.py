@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store import Store, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, write_file
 from tests.store.remote_files_suite import RemoteFilesSuite
@@ -65,3 +68,32 @@ def test_a_file_system_without_times_cannot_lock(
     store = open_store(place)
     with pytest.raises(StoreError, match="does not tell when"), store.hold("lock", shared=False):
         pass
+
+
+@pytest.mark.parametrize(
+    ("error", "is_outage"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (OSError("Socket is closed"), True),
+        (OSError(errno.EHOSTUNREACH, "no route"), True),
+        (EOFError("paramiko has its own errors"), True),
+        (TypeError("an option of the file system is missing"), False),
+        (OSError(errno.ENOSPC, "full"), False),
+    ],
+    ids=str,
+)
+def test_outages_are_told_from_other_errors_and_the_next_request_connects_anew(
+    place: str, monkeypatch: pytest.MonkeyPatch, error: Exception, is_outage: bool
+) -> None:
+    """Agents try again after an outage only."""
+    store = open_store(place)
+    assert isinstance(store, RemoteFileStore)
+    assert isinstance(store.files, FsspecFiles)
+    write_file(store, KEY, content(5))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(fsspec.filesystem("memory")), "ls", Mock(side_effect=error))
+        with pytest.raises(OSError, match=re.escape(str(error))) as raised:
+            store.list()
+    assert isinstance(raised.value, StoreUnavailableError) == is_outage
+    assert bool(store.files._clients) != is_outage
+    assert store.list() == [KEY]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardwise.errors import StoreError
+import shardwise as sw
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store import open_store
+from shardwise.store.hdfs import HdfsFiles
+from shardwise.store.remote_files import RemoteFileStore
 from shardwise.testing.store_suite import KEY, content, read_file, write_file
-from tests.store.hdfs_server import find_jars, running_hdfs
+from tests.store.hdfs_server import Hdfs, find_jars, running_hdfs
 from tests.store.remote_files_suite import RemoteFilesSuite
 
 pytest.importorskip("hdfs_native", reason="stores in HDFS need hdfs-native")
@@ -25,14 +31,16 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def hdfs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_hdfs(find_jars(request.config), tmp_path_factory.mktemp("hdfs")) as url:
-        yield url
+def hdfs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hdfs]:
+    with running_hdfs(find_jars(request.config), tmp_path_factory.mktemp("hdfs")) as hdfs:
+        yield hdfs
 
 
 @pytest.fixture
-def place(hdfs: str) -> str:
-    return f"{hdfs}/runs/{next(_numbers)}"
+def place(hdfs: Hdfs) -> str:
+    return f"{hdfs.url}/runs/{next(_numbers)}"
 
 
 class TestHdfs(RemoteFilesSuite):
@@ -57,7 +65,7 @@ def test_a_process_that_was_killed_leaves_nothing_that_stops_the_next_save(place
 
 
 def test_an_unreachable_namenode_is_an_error_within_seconds() -> None:
-    with pytest.raises(OSError, match="Connection refused"):
+    with pytest.raises(StoreUnavailableError, match="Connection refused"):
         open_store("hdfs://127.0.0.1:1/run").list()
 
 
@@ -93,3 +101,40 @@ def test_another_user_may_read_but_not_write(place: str, tmp_path: Path) -> None
     )
     assert done.stdout == "refused\n", done.stderr
     assert store.is_writable()
+
+
+def test_an_agent_continues_a_save_after_an_outage(hdfs: Hdfs, place: str, tmp_path: Path) -> None:
+    memory = sw.Memory(dir=str(tmp_path), snapshot_every=1)
+    with sw.Checkpointer(place, memory=memory) as checkpointer:
+        checkpointer.save(1, {"t": torch.ones(1000)})
+        hdfs.namenode.kill()
+        handle = checkpointer.save(2, {"t": torch.full((1000,), 2.0)})
+        assert handle is not None
+        deadline = time.monotonic() + 60
+        while not handle.why_retrying() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert "Connection refused" in handle.why_retrying()
+        hdfs.restart_namenode()
+        handle.result(120.0)
+    state = {"t": torch.zeros(1000)}
+    with sw.Checkpointer(place, memory=None) as checkpointer:
+        assert checkpointer.restore(state) == 2
+    assert state["t"].tolist() == [2.0] * 1000
+
+
+def test_a_server_that_hangs_is_an_error_and_its_files_are_there_afterwards(
+    hdfs: Hdfs, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each request is bounded. The store is usable when the server goes on."""
+    write_file(open_store(place), KEY, content(5000))
+    store = RemoteFileStore(HdfsFiles(hdfs.url, 1.0, 0.5), place.removeprefix(hdfs.url))
+    assert store.list() == [KEY]
+    hdfs.namenode.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match="has not answered for 1 s"):
+                store.list()
+        assert len(caplog.records) == 1, "one warning for each outage"
+    finally:
+        hdfs.namenode.send_signal(signal.SIGCONT)
+    assert read_file(store, KEY) == content(5000).tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.remote_files import Entry, RemoteFileStore
 from shardwise.store.store_url import parse_url
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _VERSION_KEYS = ("ETag", "etag", *_TIME_KEYS)
 _SMALLEST_IN_MILLISECONDS = 1e11  # a larger time is in milliseconds
+_OUTAGE_NUMBERS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+_MISUSE_ERRORS = (AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""Errors of wrong options, or of a client that lacks a method. Other errors may end by themselves.
+"""
 
 
 def open_fsspec(url: str) -> RemoteFileStore:
@@ -168,19 +173,23 @@ class FsspecFiles:
     @contextmanager
     def _use_client(self, path: str) -> Iterator[tuple[AbstractFileSystem, str]]:
         """Yield this process's client, and a path as the client writes it. Translate errors."""
-        with _translate_errors(self.url + path):
-            client = self._clients.get(os.getpid())
-            if client is None:
-                import fsspec
+        try:
+            with _translate_errors(self.url + path):
+                client = self._clients.get(os.getpid())
+                if client is None:
+                    import fsspec
 
-                client = fsspec.url_to_fs(self.url, skip_instance_cache=True)[0]
-                self._clients[os.getpid()] = client
-            full = client._strip_protocol(self.url + path)
-            if client.async_impl:
-                yield client, full
-            else:
-                with self._lock:
+                    client = fsspec.url_to_fs(self.url, skip_instance_cache=True)[0]
+                    self._clients[os.getpid()] = client
+                full = client._strip_protocol(self.url + path)
+                if client.async_impl:
                     yield client, full
+                else:
+                    with self._lock:
+                        yield client, full
+        except StoreUnavailableError:
+            self._clients.pop(os.getpid(), None)  # its connection may have ended
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +265,24 @@ def _translate_errors(place: str) -> Iterator[None]:
             if type(error) in number:
                 name = os.strerror(number[type(error)])
                 raise type(error)(number[type(error)], name, place) from error
+        if _is_outage(error):
+            raise StoreUnavailableError(_describe(place, error)) from error
         raise
+    except _MISUSE_ERRORS as error:
+        raise StoreError(_describe(place, error)) from error
     except Exception as error:  # libraries of file systems have their own, such as paramiko's
-        raise StoreError(
-            f"{place}: fsspec failed: {type(error).__name__}: {error}; check the server, and "
-            "fsspec's configuration in ~/.config/fsspec"
-        ) from error
+        raise StoreUnavailableError(_describe(place, error)) from error
+
+
+def _is_outage(error: OSError) -> bool:
+    """Return whether an error says that the server cannot be reached."""
+    without_number = type(error) is OSError and error.errno is None  # "Socket is closed"
+    is_lost = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
+    return is_lost or without_number or error.errno in _OUTAGE_NUMBERS
+
+
+def _describe(place: str, error: Exception) -> str:
+    return (
+        f"{place}: fsspec failed: {type(error).__name__}: {error}; check the server, and fsspec's "
+        "configuration in ~/.config/fsspec"
+    )

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
+import threading
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.outages import WARNING_SECONDS
 from shardwise.store.remote_files import Entry, RemoteFileStore
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileReader, FileWriter
     from hdfs_native import FileStatus as HdfsStatus
 
+REQUEST_SECONDS = 120.0
 # The client tries to reach a NameNode that does not answer for about 15 s, and then raises. By
 # default, it tries for several minutes.
 CONFIG = {"dfs.client.failover.max.attempts": "4"}
 _ADVICE = "check that its NameNode and DataNodes run and can be reached"
+_TEMPORARY = (
+    "SafeModeException",  # the NameNode starts
+    "StandbyException",
+    "RetriableException",
+    "DataTransferError",
+    "Failed to complete file in time",
+    "There are 0 datanode(s) running",
+    "node(s) are excluded in this operation",  # because they do not answer
+)
+"""Parts of the messages of errors that may end by themselves."""
 _JAVA_TRACE = re.compile(r"\s*(\\n|\n)\s*(\\t|\t)at .*", re.DOTALL)
+
+T = TypeVar("T")
+log = logging.getLogger("shardwise")
 
 
 def open_hdfs(url: str) -> RemoteFileStore:
@@ -56,43 +74,48 @@ def open_hdfs(url: str) -> RemoteFileStore:
 class HdfsFiles:
     """The files of an HDFS file system.
 
+    The client waits without a bound for a server that is reached, but does not answer. So each
+    request runs in a thread, and this class waits only for a limited time. The server may execute
+    the request later.
+
     Args:
         url: `hdfs://namenode:port`, or `hdfs://` and the name of a name service.
+        seconds: the longest time of a request.
+        warning_seconds: how long a request may take before a warning, one for each outage.
     """
 
     url: str
+    seconds: float = field(default=REQUEST_SECONDS, compare=False)
+    warning_seconds: float = field(default=WARNING_SECONDS, compare=False)
     refuses_to_replace = True  # renames in HDFS are atomic
     _clients: dict[int, Client] = field(default_factory=dict, compare=False, repr=False)
+    _has_warned: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[type[HdfsFiles], tuple[str]]:
-        return type(self), (self.url,)
+    def __reduce__(self) -> tuple[type[HdfsFiles], tuple[str, float, float]]:
+        return type(self), (self.url, self.seconds, self.warning_seconds)
 
     def find(self, path: str) -> Entry:
         """Return what is at a path."""
-        with _translate_errors(f"{self.url}{path}"):
-            return _entry(self._client.get_file_info(path))
+        return _entry(self.request(path, lambda: self._client.get_file_info(path)))
 
     def list(self, path: str) -> Mapping[str, Entry]:
         """Return what is in a directory, by name."""
-        with _translate_errors(f"{self.url}{path}"):
-            found = list(self._client.list_status(path))
+        found = self.request(path, lambda: list(self._client.list_status(path)))
         if len(found) == 1 and found[0].path == path and not found[0].isdir:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.url + path)
         return {status.path.rpartition("/")[2]: _entry(status) for status in found}
 
     def open(self, path: str, size: int | None = None) -> _HdfsFile:
         """Open a file."""
-        with _translate_errors(f"{self.url}{path}"):
-            return _HdfsFile(self._client.read(path), self.url + path)
+        return _HdfsFile(self, path, self.request(path, lambda: self._client.read(path)))
 
     def create(self, path: str) -> _HdfsStream:
         """Create a file."""
-        return _HdfsStream(self._writer(path, overwrite=False), self.url + path)
+        return _HdfsStream(self, path, self._writer(path, overwrite=False))
 
     def write_empty(self, path: str) -> None:
         """Create or replace an empty file."""
-        with _translate_errors(f"{self.url}{path}"):
-            self._writer(path, overwrite=True).close()
+        _HdfsStream(self, path, self._writer(path, overwrite=True)).close()
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file under a temporary name, and rename it."""
@@ -107,8 +130,7 @@ class HdfsFiles:
         """Write a small file under a temporary name, and rename it unless its name is taken."""
         temporary = self._write_temporary(path, data)
         try:
-            with _translate_errors(f"{self.url}{path}"):
-                self._client.rename(temporary, path, overwrite=False)
+            self.request(path, lambda: self._client.rename(temporary, path, overwrite=False))
         except OSError:
             # If the answer to the first attempt was lost, the client's second attempt fails.
             if not self._has_content(path, data):
@@ -117,18 +139,61 @@ class HdfsFiles:
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file. An existing one is replaced."""
-        with _translate_errors(f"{self.url}{target}"):
-            self._client.rename(source, target, overwrite=True)
+        self.request(target, lambda: self._client.rename(source, target, overwrite=True))
 
     def delete(self, path: str) -> None:
         """Delete a file."""
-        with _translate_errors(f"{self.url}{path}"):
-            if not self._client.delete(path, recursive=False):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url + path)
+        if not self.request(path, lambda: self._client.delete(path, recursive=False)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url + path)
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory."""
         self.delete(path)
+
+    def request(self, path: str, work: Callable[[], T]) -> T:
+        """Return the result of a request.
+
+        Args:
+            path: the path, for messages.
+            work: sends the request, and waits for the answer.
+
+        Raises:
+            StoreUnavailableError: HDFS does not answer in time, or says that it is not ready.
+            OSError: the request failed.
+        """
+        answer: Future[T] = Future()
+
+        def send() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:  # raised again in the thread that waits
+                answer.set_exception(error)
+
+        threading.Thread(target=send, name="shardwise-hdfs", daemon=True).start()
+        place = f"{self.url}{path}"
+        try:
+            if not wait([answer], self.warning_seconds).done:
+                self._warn(place)
+                if not wait([answer], self.seconds - self.warning_seconds).done:
+                    raise StoreUnavailableError(
+                        f"{place}: HDFS has not answered for {self.seconds:g} s; {_ADVICE}"
+                    )
+            with _translate_errors(place):
+                result = answer.result()
+        except StoreUnavailableError:
+            self._clients.pop(os.getpid(), None)  # the next request connects anew
+            raise
+        self._has_warned.clear()
+        return result
+
+    def _warn(self, place: str) -> None:
+        if not self._has_warned.is_set():
+            self._has_warned.set()
+            log.warning(
+                "%s: HDFS has not answered for %g s. The request fails after %g s at the "
+                "latest; %s",
+                *(place, self.warning_seconds, self.seconds, _ADVICE),
+            )
 
     @property
     def _client(self) -> Client:
@@ -150,8 +215,7 @@ class HdfsFiles:
         from hdfs_native import WriteOptions
 
         options = WriteOptions(overwrite=overwrite, create_parent=True)
-        with _translate_errors(f"{self.url}{path}"):
-            return self._client.create(path, options)
+        return self.request(path, lambda: self._client.create(path, options))
 
     def _write_temporary(self, path: str, data: bytes) -> str:
         directory, _, name = path.rpartition("/")
@@ -179,8 +243,9 @@ class HdfsFiles:
 class _HdfsFile:
     """A file that is open for reading."""
 
+    files: HdfsFiles
+    path: str
     reader: FileReader
-    place: str
 
     @property
     def size(self) -> int:
@@ -189,24 +254,22 @@ class _HdfsFile:
     def read(self, offset: int, count: int) -> bytes:
         if count == 0:
             return b""
-        with _translate_errors(self.place):
-            return self.reader.read_range(offset, count)
+        return self.files.request(self.path, lambda: self.reader.read_range(offset, count))
 
 
 @dataclass(frozen=True, slots=True)
 class _HdfsStream:
     """A file that is being written."""
 
+    files: HdfsFiles
+    path: str
     writer: FileWriter
-    place: str
 
     def write(self, data: memoryview) -> None:
-        with _translate_errors(self.place):
-            self.writer.write(data)
+        self.files.request(self.path, lambda: self.writer.write(data))
 
     def close(self) -> None:
-        with _translate_errors(self.place):
-            self.writer.close()
+        self.files.request(self.path, self.writer.close)
 
 
 def _entry(status: HdfsStatus) -> Entry:
@@ -226,13 +289,19 @@ def _translate_errors(place: str) -> Iterator[None]:
         if error.errno is not None:
             raise
         number = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}.get(type(error))
-        if number is None:
-            raise StoreError(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
-        raise type(error)(number, text, place) from None
+        if number is not None:
+            raise type(error)(number, text, place) from None
+        is_outage = type(error) is OSError or isinstance(error, (ConnectionError, TimeoutError))
+        error_class = StoreUnavailableError if is_outage else StoreError
+        raise error_class(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
+    except ValueError as error:  # no DataNode has a block
+        raise StoreUnavailableError(f"{place}: HDFS failed: {error}; {_ADVICE}") from None
     except RuntimeError as error:
         text = _JAVA_TRACE.sub("", str(error))
         if "PathIsNotEmptyDirectoryException" in text:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), place) from None
         if "AccessControlException" in text:
             raise PermissionError(errno.EACCES, text, place) from None
-        raise StoreError(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
+        is_outage = any(name in text for name in _TEMPORARY)
+        error_class = StoreUnavailableError if is_outage else StoreError
+        raise error_class(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
