@@ -118,5 +118,5 @@ def _difference_text(tensor: TensorDifference) -> Text:
     count = f"{tensor.differing:,} of {tensor.elements:,} elements"
     text = Text.assemble((count, "cyan"), (f" ({percent})", "dim"))
     if tensor.max_abs_difference is not None:
-        text.append(", at most ", "dim").append(f"{tensor.max_abs_difference:.4g}")
+        text.append(", by at most ", "dim").append(f"{tensor.max_abs_difference:.4g}")
     return text

@@ -53,8 +53,8 @@ class ShardwiseCheckpoint(Checkpoint):
             `every_n_train_steps` is given.
         monitor: the name of a logged metric. `save_top_k` then keeps the best checkpoints.
         mode: `"min"` if a smaller metric is better, else `"max"`.
-        save_top_k: how many checkpoints to keep besides the newest. -1 keeps all. Without
-            `monitor`, the newest are kept.
+        save_top_k: how many of the best checkpoints to keep, besides the newest. Without `monitor`,
+            how many of the newest. -1 keeps all.
         resume: what `fit` restores: `"newest"`; `"best"`, by `monitor`; a step; None for nothing.
         data: the `ElasticBatchSampler` or `ElasticStreamLoader` of the training data. The callback
             calls its `advance()` after each batch, and saves its position.

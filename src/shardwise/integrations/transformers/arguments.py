@@ -20,7 +20,7 @@ def best_checkpoint(args: Any) -> Best | None:
 
 
 def retention_rules(args: Any) -> Keep:
-    """Return the rules that keep as many checkpoints as `save_total_limit` allows, or fewer."""
+    """Return the rules of `save_total_limit`. They always keep the newest checkpoint."""
     limit, best = args.save_total_limit, best_checkpoint(args)
     if limit is None or limit <= 0:
         return Keep()
