@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
@@ -89,6 +89,20 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
             store.hold(lock_file(SAVE), shared=False) as other,
         ):
             assert not other
+
+
+def test_a_lock_that_others_hold_is_tried_again(tmp_path: Path) -> None:
+    """An agent ends its save if it gets this error, unless it is `StoreUnavailableError`."""
+    store = LocalStore(tmp_path / step_directory(1))
+    pending = PendingManifest(
+        save_id=SAVE, step=1, manifest="", files=[], nodes=[], leader="", root=str(tmp_path)
+    )
+    with (
+        store.hold(lock_file(SAVE), shared=False),
+        pytest.raises(StoreUnavailableError, match="another process holds it"),
+        lock_for_publishing(pending, LocalStore(tmp_path), Deadline(0.0)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("publisher", ["another save", "an agent that has just ended"])

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
 from shardwise.engine.leftovers import map_in_threads, remove_leftovers
-from shardwise.errors import CheckpointExistsError, FormatError, StoreError
+from shardwise.errors import (
+    CheckpointExistsError,
+    FormatError,
+    StoreError,
+    StoreUnavailableError,
+)
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.files import Deadline
@@ -163,7 +168,8 @@ def lock_for_publishing(
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
-        StoreError: another agent holds the lock.
+        StoreUnavailableError: another process holds the lock, or requests took so long that there
+            was one attempt only.
     """
     store = root.at(step_directory(pending.step))
     lock = lock_file(pending.save_id)
@@ -178,9 +184,9 @@ def lock_for_publishing(
         deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.traits.lock_expiry)
         attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
-            raise StoreError(
-                f"{store}: cannot lock {lock}, because another agent is persisting this save; wait "
-                "until it has ended"
+            raise StoreUnavailableError(
+                f"{store}: cannot lock {lock}, because another process holds it: an agent that "
+                "persists this save, or a Checkpointer that looks for leftovers"
             )
         try:
             yield Publication(store, pending, is_published)
