@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
@@ -11,11 +12,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import shardwise as sw
+from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
-from shardwise.retention import CheckpointInfo, apply_retention, committed_steps, decode_keep
+from shardwise.retention import (
+    CheckpointInfo,
+    apply_retention,
+    choose_step,
+    committed_steps,
+    decode_keep,
+)
 from shardwise.store import LocalStore
 
 HOUR = 3600.0
@@ -102,3 +111,29 @@ def test_the_times_are_those_of_the_manifests(tmp_path: Path) -> None:
     assert apply_retention(root, keep, newest=4, damaged=frozenset()) == [1, 2]
     assert committed_steps(root) == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_directory(s) for s in (3, 4)]
+
+
+def test_a_checkpoint_whose_metrics_cannot_be_read_now_is_neither_removed_nor_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an outage, the best checkpoint would otherwise be removed as one without metrics."""
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        for step, loss in ((1, 0.5), (2, 2.0), (3, 1.0)):
+            checkpointer.save(step, {"a": torch.ones(2)}, metrics={"loss": loss})
+    root, keep, read = LocalStore(tmp_path), sw.Keep(last=1, best=sw.Best("loss")), LocalStore.read
+
+    def fail_at_step_1(store: LocalStore, key: str, *, limit: int) -> bytes:
+        if store.path.name == step_directory(1):
+            raise error
+        return read(store, key, limit=limit)
+
+    for error in (StoreUnavailableError("no answer"), PermissionError(errno.EACCES, "expired")):
+        with monkeypatch.context() as outage:
+            outage.setattr(LocalStore, "read", fail_at_step_1)
+            with pytest.raises(type(error)):
+                apply_retention(root, keep, newest=3, damaged=frozenset())
+            with pytest.raises(type(error)):
+                choose_step(root, sw.Best("loss"))
+    assert committed_steps(root) == [1, 2, 3]
+    assert choose_step(root, sw.Best("loss")) == 1
+    assert apply_retention(root, keep, newest=3, damaged=frozenset()) == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import time
@@ -22,7 +23,13 @@ from shardwise.engine.leftovers import (
     remove_leftovers_below,
 )
 from shardwise.engine.options import check_integer, check_step
-from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StateError,
+    StoreError,
+    StoreUnavailableError,
+)
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.store import Store
@@ -273,6 +280,10 @@ def apply_retention(
 
     Returns:
         The steps that were removed, ascending.
+
+    Raises:
+        OSError: the root does not answer, or a manifest cannot be read. No checkpoint is removed
+            on the ground of metrics that could not be read.
     """
     committed = committed_steps(root)
     steps = [step for step in committed if step <= newest and step not in damaged]
@@ -331,6 +342,7 @@ def choose_step(root: Store, choice: Choice) -> int:
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
+        OSError: the metrics of a checkpoint cannot be read.
     """
     steps = committed_steps(root)
     if choice == "newest":
@@ -360,11 +372,21 @@ def _read_infos(root: Store, steps: Sequence[int]) -> dict[int, CheckpointInfo]:
 
 
 def _read_info(store: Store) -> CheckpointInfo:
-    """Read the time and metrics of a checkpoint. If the manifest is damaged, return neither."""
+    """Read the time and metrics of a checkpoint. If the manifest is damaged, return neither.
+
+    Raises:
+        OSError: the manifest cannot be read now, so its checkpoint may be the best one.
+    """
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
-    except (FormatError, OSError):
+    except (FormatError, FileNotFoundError):
         return CheckpointInfo()
+    except StoreUnavailableError:
+        raise
+    except OSError as error:
+        if isinstance(error, StoreError) or error.errno == errno.EIO:  # the file is damaged
+            return CheckpointInfo()
+        raise
     return info_of_manifest(manifest)
 
 
