@@ -166,7 +166,7 @@ def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, h
 
     assert shown_of_step_1().endswith("storage")
     (place / records.cluster_outcome_record("persist", SAVE)).unlink()
-    assert shown_of_step_1().endswith("not protected: lost with the node")
+    assert shown_of_step_1().endswith("nothing")
     (one,) = run(*status, "--json").document["runs"]
     assert one["snapshots"][0]["protect"] == {"state": "", "seconds": None, "failure": ""}
     assert one["lag"]["protect"]["step"] is None
@@ -276,7 +276,7 @@ def test_a_tensor_that_is_not_protected_is_said_to_be_so(
     protected(home, protection={"copies": copies}, done=done)
     assert tensors(run, home)["model.w"] == (["here-1", "there-2"], 0, [])
     shown = run("agent", "status", "--dir", home.path.parent, "--tensors", "*").out
-    assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["not"] * 3
+    assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["no"] * 3
 
 
 def test_a_manifest_that_cannot_be_trusted_is_an_error(run: Run, home: Home) -> None:

@@ -277,7 +277,6 @@ def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, consol
     shown.add_column("size", justify="right", no_wrap=True)
     for header in ("steps", "in storage", "training"):
         shown.add_column(header, min_width=len(header))
-    shown.add_column("root", overflow="fold")
     for each in runs:
         in_storage = Text("–" if each.persisted is None else str(each.persisted))
         if each.steps and each.persisted != each.steps[-1]:
@@ -288,9 +287,10 @@ def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, consol
             fmt.indices(each.steps) or "–",
             in_storage,
             "yes" if each.training else "no",
-            fmt.printable(each.root or "–"),
         )
     console.print(shown)
+    for each in (run for run in runs if run.root):
+        console.print(f"{each.run} saves to {fmt.printable(each.root or '')}", soft_wrap=True)
     total = fmt.format_bytes(sum(each.bytes for each in runs))
     if cleared:
         console.print(f"cleared {fmt.count(len(runs), 'run')}: {total} freed")
@@ -314,7 +314,7 @@ def _agent_line(node: NodeStatus) -> Text:
     if node.process is not None:
         text.append(f", process {node.process}")
     if node.agent_bytes is not None:
-        text.append(f", {fmt.format_bytes(node.agent_bytes)} of memory")
+        text.append(f", {fmt.format_bytes(node.agent_bytes)}")
     return text
 
 
@@ -360,7 +360,7 @@ def _protection_text(tensor: TensorStatus) -> Text:
         f"{each.kind} on {fmt.names(each.nodes)}" for each in tensor.protections
     )
     if not tensor.survives:
-        return Text(f"partly: {protections}" if protections else "not", "bold red")
+        return Text(f"partly: {protections}" if protections else "no", "bold red")
     return Text(f"against the loss of {fmt.count(tensor.survives, 'node')}: {protections}", "green")
 
 
@@ -397,7 +397,7 @@ def _protectors_text(each: SnapshotStatus) -> Text:
     if each.persist.state == "done":
         return Text("storage")
     is_own = each.bytes > 0 and each.protect.state not in ("under way", "failed")
-    return Text("not protected: lost with the node", "yellow") if is_own else Text("–")
+    return Text("nothing", "yellow") if is_own else Text("–")
 
 
 def _failure_lines(run: RunStatus) -> Iterator[Text]:
