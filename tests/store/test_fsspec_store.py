@@ -94,6 +94,13 @@ def test_outages_are_told_from_other_errors_and_the_next_request_connects_anew(
         broken.setattr(type(fsspec.filesystem("memory")), "ls", Mock(side_effect=error))
         with pytest.raises(OSError, match=re.escape(str(error))) as raised:
             store.list()
+    with monkeypatch.context() as broken:
+        broken.setattr(type(fsspec.filesystem("memory")), "pipe_file", Mock(side_effect=error))
+        if is_outage:  # otherwise a Checkpointer would ignore snapshots in memory
+            with pytest.raises(StoreUnavailableError):
+                store.is_writable()
+        else:
+            assert not store.is_writable()
     assert isinstance(raised.value, StoreUnavailableError) == is_outage
     assert bool(store.files._clients) != is_outage
     assert store.list() == [KEY]

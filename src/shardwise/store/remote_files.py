@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store import leases
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.sequential import SequentialWriter, Stream
@@ -293,7 +293,11 @@ class RemoteFileStore:
         return {name for name, is_there in zip(names, found, strict=True) if is_there}
 
     def is_writable(self) -> bool:
-        """Return whether this user may create files here, by creating and deleting one."""
+        """Return whether this user may create files here, by creating and deleting one.
+
+        Raises:
+            StoreUnavailableError: the server does not answer, so this is unknown.
+        """
         existing: RemoteFileStore | None = self
         while existing is not None and not existing.exists():
             existing = existing.parent
@@ -301,6 +305,8 @@ class RemoteFileStore:
         try:
             self.files.write_empty(probe)
             self.files.delete(probe)
+        except StoreUnavailableError:
+            raise
         except OSError:
             return False
         return True
