@@ -115,7 +115,7 @@ def test_an_agent_continues_a_save_after_an_outage(hdfs: Hdfs, place: str, tmp_p
             time.sleep(0.1)
         assert "Connection refused" in handle.why_retrying()
         hdfs.restart_namenode()
-        handle.result(120.0)
+        handle.result(300.0)
     state = {"t": torch.zeros(1000)}
     with sw.Checkpointer(place, memory=None) as checkpointer:
         assert checkpointer.restore(state) == 2
