@@ -38,7 +38,7 @@ from shardwise.state.rng import RngState
 __all__ = ["collect_state", "load_state", "save_state"]
 _REFUSED_BACKENDS = {
     DistributedType.MEGATRON_LM: "put its model, optimizer and scheduler into a state (see "
-    "docs/guide.md, Megatron-Core), and pass the state to Checkpointer.save",
+    "docs/howto/megatron.md), and pass the state to Checkpointer.save",
     DistributedType.XLA: "use accelerator.save_state",
 }
 _OBJECTS = "objects"
