@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.engine import leftovers
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.group import SoloGroup
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.memory.registry import NodeRegistry
@@ -191,7 +191,7 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
     place = root.at("it")
     name = data_file(0, SAVE_ID)
     place.publish(name, b"x", replace=False)
-    with pytest.raises(StoreError, match="another process removed files of it: r00001-"):
+    with pytest.raises(StoreUnavailableError, match="another process removed files of it: r00001-"):
         publish_manifest(place, b"{}", [name, data_file(1, SAVE_ID)], replace=False)
 
     times = iter([0.0, 11.0])
@@ -202,7 +202,7 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
             place.delete(name)
         return now
 
-    with pytest.raises(StoreError, match="another process removed files"):
+    with pytest.raises(StoreUnavailableError, match="another process removed files"):
         publish_manifest(place, b"{}", [name], replace=False, clock=removed_meanwhile)
     assert place.list() == []
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import Store
 
@@ -37,7 +37,8 @@ def publish_manifest(
 
     Raises:
         FileExistsError: there is another checkpoint, and `replace` is False.
-        StoreError: files of the save were removed. Nothing is committed.
+        StoreUnavailableError: files of the save were removed. Nothing is committed. An agent copies
+            the files again.
     """
     start = clock()
     names = set(store.list())
@@ -48,7 +49,7 @@ def publish_manifest(
     if clock() - start > MAX_PUBLICATION_SECONDS:
         try:
             _refuse_missing(store, files, store.list())
-        except StoreError:
+        except StoreUnavailableError:
             with suppress(OSError):
                 store.delete(MANIFEST)
             raise
@@ -58,7 +59,7 @@ def _refuse_missing(store: Store, files: Collection[str], names: Collection[str]
     missing = sorted(set(files) - set(names))
     if missing:
         more = len(missing) - MOST_NAMES_SHOWN
-        raise StoreError(
+        raise StoreUnavailableError(
             f"{store}: cannot commit this save, because another process removed files of it: "
             f"{', '.join(missing[:MOST_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''}. "
             "Other processes do this only if this process did not reach the storage for long, or "

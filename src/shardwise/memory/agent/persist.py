@@ -133,7 +133,7 @@ class Publication:
         """Publish the manifest, unless it is published.
 
         Raises:
-            StoreError: files of the checkpoint were removed meanwhile.
+            StoreUnavailableError: files of the checkpoint were removed meanwhile.
             CheckpointExistsError: another checkpoint was published there meanwhile. The files of
                 this save are removed.
         """
