@@ -208,6 +208,11 @@ def test_missing_files_and_several_world_sizes_are_refused(saved: Path, tmp_path
     shutil.copy(place / "model_world_size_4_rank_0.pt", place / "model_world_size_4_rank_7.pt")
     with pytest.raises(sw.FormatError, match=r"the file of rank 7, but the world size is 4"):
         sw.open(place)
+    for path in place.glob("*.pt"):
+        path.unlink()
+    (place / "model_world_size_9999999_rank_0.pt").touch()
+    with pytest.raises(sw.FormatError, match=r"has the world size 9999999: expected 1 to"):
+        sw.open(place)
 
 
 def test_a_shard_of_another_rank_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -366,6 +366,8 @@ def load_too_early(run: Run) -> None:
         save_state(accelerator, checkpointer, 2)
         assert "step 2 is saved in the middle of an accumulation" in messages.pop()
         accelerator = make_accelerator(run)
+        with pytest.raises(sw.StateError, match="no objects to save"):
+            save_state(accelerator, checkpointer, 3)
         with pytest.raises(sw.StateError, match=r"model, model_1, optimizer.*after prepare"):
             load_state(accelerator, checkpointer)
         accelerator.prepare(Net(0))

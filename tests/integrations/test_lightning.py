@@ -229,6 +229,7 @@ def test_an_exception_leaves_the_save_to_the_agent(tmp_path: Path, memory: sw.Me
         ({"every_n_epochs": 2.5}, "every_n_epochs=2.5.*whole number"),
         ({"resume": "best"}, "pass monitor="),
         ({"resume": "last"}, "resume='last'.*\"newest\""),
+        ({"resume": True}, 'resume=True.*"newest"'),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

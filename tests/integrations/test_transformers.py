@@ -279,7 +279,8 @@ def saved_steps(run: Run) -> list[int]:
 def best_weights(run: Run) -> dict[str, Any]:
     """Train, and return the weights at the end beside those of the best checkpoint."""
     seen = train(run)
-    checkpoint = sw.open(run.output / "shardwise", step=sw.Best("eval_loss"))
+    best = sw.Best("best_model_step", mode="max")
+    checkpoint = sw.open(run.output / "shardwise", step=best)
     return {**seen, "step": checkpoint.step, "saved": checkpoint.state_dict("model")}
 
 
@@ -299,6 +300,21 @@ def test_the_limit_and_the_best_model_at_the_end(
         assert torch.equal(weight, seen["saved"][name]), name
     assert len(saved_steps(run)) == kept, saved_steps(run)
     assert {step, 14} <= {*saved_steps(run)}
+
+
+def test_of_equal_checkpoints_the_first_is_the_best(gang: Gang, tmp_path: Path) -> None:
+    """So the Trainer says. Another run that resumes from a later step loads it, too."""
+    options = {**EVALUATED, "learning_rate": 0.0, "load_best_model_at_end": True}
+    run = Run(tmp_path / "run", options={**options, "save_total_limit": 2})
+    (seen,) = gang.run(best_weights, run, world=1)
+    assert (seen["best"][0], seen["step"], saved_steps(run)) == (3, 3, [3, 14])
+    source = str(run.output / "checkpoint-14")
+    other = Run(tmp_path / "other", resume=source, options={**options, "max_steps": 16})
+    (resumed,) = gang.run(train, other, world=1)
+    assert resumed["best"][0] == 3
+    assert 3 not in saved_steps(other)
+    for name, weight in resumed["weights"].items():
+        assert torch.equal(weight, seen["saved"][name]), name
 
 
 def test_a_limit_without_a_metric(gang: Gang, tmp_path: Path) -> None:
@@ -328,7 +344,7 @@ def test_resume_from_the_best_from_paths_and_from_the_stock_trainer(
     crash(gang, replace(first, output=tmp_path / "crashed", crash="raise"), 1)
     for name, start, newest in (
         ("first", "best", best),
-        ("first", str(tmp_path / "first" / "checkpoint-9"), 9),
+        ("first", tmp_path / "first" / "checkpoint-9", 9),
         ("other", str(tmp_path / "first" / "checkpoint-6/"), 6),
         ("third", str(tmp_path / "first" / "shardwise" / "step-00000012"), 12),
         ("fourth", str(tmp_path / "crashed" / "shardwise"), NEWEST),
@@ -336,6 +352,9 @@ def test_resume_from_the_best_from_paths_and_from_the_stock_trainer(
         run = replace(first, output=tmp_path / name, resume=start)
         resumed = gang.run(train, run, world=1)
         assert_same_bits(whole, resumed, newest)
+    mistyped = replace(first, resume=str(tmp_path / "first" / "checkpoint-90"))
+    (outcome,) = gang.run_outcomes(train, mistyped, world=1)
+    assert isinstance(outcome.exception, sw.CheckpointNotFoundError), outcome.report
     stock = Run(tmp_path / "stock", stock=True, options=EVALUATED)
     gang.run_outcomes(train, replace(stock, crash="raise"), world=1)
     for start in (True, str(tmp_path / "stock" / "checkpoint-9")):
@@ -352,7 +371,10 @@ def test_an_incomplete_newest_save_is_passed_over(gang: Gang, tmp_path: Path) ->
 
 @pytest.mark.parametrize("parallelism", mostly_long(["plain", "fsdp2"], ["plain"]))
 def test_a_damaged_newest_save_is_passed_over(gang: Gang, tmp_path: Path, parallelism: str) -> None:
-    """The counters of the Trainer are intact, so the damage shows when the weights are loaded."""
+    """The counters of the Trainer are intact, so the damage shows when the weights are loaded.
+
+    Of the checkpoint before, the manifest is damaged.
+    """
     world = 2 if parallelism == "fsdp2" else 1
     whole = gang.run(train, Run(tmp_path / "whole", parallelism=parallelism), world=world)
     run = Run(tmp_path / "run", parallelism=parallelism)
@@ -361,11 +383,12 @@ def test_a_damaged_newest_save_is_passed_over(gang: Gang, tmp_path: Path, parall
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
+    (run.output / "shardwise" / "step-00000006" / "manifest.json").write_text("{")
     outcomes = gang.run_outcomes(
         train, replace(run, resume=str(run.output / "checkpoint-9")), world=world
     )
     assert "CorruptionError" in outcomes[0].report
-    assert_same_bits(whole, gang.run(train, replace(run, resume=True), world=world), 6)
+    assert_same_bits(whole, gang.run(train, replace(run, resume=True), world=world), 3)
 
 
 def test_only_the_model(gang: Gang, tmp_path: Path) -> None:

@@ -132,10 +132,15 @@ def save_state(
         As `Checkpointer.save`.
 
     Raises:
-        StateError: the accelerator uses Megatron-LM or XLA.
+        StateError: the accelerator uses Megatron-LM or XLA, or has no objects.
         ShardwiseError: as for `Checkpointer.save`.
     """
     state = collect_state(accelerator)
+    if state.keys() <= {"rng", "accelerator", "scaler"}:
+        raise StateError(
+            "the Accelerator has no objects to save: call save_state after prepare or "
+            "register_for_checkpointing"
+        )
     handle = checkpointer.save(step, state, metrics=metrics, overwrite=overwrite, force=force)
     if handle is not None and not accelerator.sync_gradients and accelerator.is_main_process:
         log.warning(

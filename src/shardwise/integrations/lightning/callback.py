@@ -101,7 +101,9 @@ class ShardwiseCheckpoint(Checkpoint):
             raise ValueError("ShardwiseCheckpoint: pass either keep= or save_top_k=, not both")
         if resume == "best" and monitor is None:
             raise ValueError('ShardwiseCheckpoint(resume="best"): pass monitor=, too')
-        if isinstance(resume, str) and resume not in ("newest", "best"):
+        if isinstance(resume, bool) or (
+            isinstance(resume, str) and resume not in ("newest", "best")
+        ):
             raise ValueError(
                 f'ShardwiseCheckpoint(resume={resume!r}): expected "newest", "best", a step or None'
             )

@@ -9,14 +9,17 @@ from typing import Any
 from shardwise.errors import StateError
 from shardwise.retention import Best, Keep
 
+BEST_STEP = "best_model_step"
+"""The metric of the steps that were the best so far when they were saved. Its value is the step."""
+
 
 def best_checkpoint(args: Any) -> Best | None:
-    """Return how `TrainingArguments` rank checkpoints; None without `metric_for_best_model`."""
-    metric = args.metric_for_best_model
-    if metric is None:
-        return None
-    name = metric if metric.startswith("eval_") else f"eval_{metric}"
-    return Best(name, mode="max" if args.greater_is_better else "min")
+    """Return how to find the best checkpoint; None without `metric_for_best_model`.
+
+    The Trainer decides which step is the best: of equal values, the first; of steps that are not
+    saved, none. A ranking by the metric could select another step.
+    """
+    return None if args.metric_for_best_model is None else Best(BEST_STEP, mode="max")
 
 
 def retention_rules(args: Any) -> Keep:

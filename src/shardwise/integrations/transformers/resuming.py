@@ -64,16 +64,22 @@ class HeldValue:
 
 @dataclass
 class RestoreStep:
-    """Loads a checkpoint of this run: first the counters, then the rest of the same step."""
+    """Loads a checkpoint of this run: first the counters, then the rest of the same step.
+
+    Attributes:
+        choice: which step; after the first load, the step.
+        may_be_earlier: whether to load an earlier step if the save of this step is incomplete.
+    """
 
     checkpointer: Checkpointer
     choice: Choice
+    may_be_earlier: bool = False
 
     def __call__(self, state: Any) -> None:
         try:
             step = self.checkpointer.restore(state, step=self.choice)
         except CheckpointNotFoundError:
-            if not isinstance(self.choice, int):
+            if not isinstance(self.choice, int) or not self.may_be_earlier:
                 raise
             earlier = [each for each in shared_steps(self.checkpointer) if each < self.choice]
             if not earlier:
@@ -94,6 +100,13 @@ def shared_steps(checkpointer: Checkpointer) -> list[int]:
     steps = [checkpointer.steps()]
     broadcast_object_list(steps)
     return steps[0]
+
+
+def is_directory(path: str) -> bool:
+    """Return whether rank 0 sees a directory."""
+    found = [os.path.isdir(path)]
+    broadcast_object_list(found)
+    return found[0]
 
 
 @dataclass

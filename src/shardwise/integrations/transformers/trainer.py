@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CorruptionError, StateError
 from shardwise.integrations.accelerate import LoaderEpoch, unwrap_optimizer
@@ -30,6 +31,7 @@ from shardwise.integrations.transformers.resuming import (
     LoadPath,
     RestoreStep,
     TrainRun,
+    is_directory,
     is_written_by_trainer,
     shared_steps,
     step_of_path,
@@ -64,7 +66,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         return Checkpointer(root, keep=keep)
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Train as `Trainer.train` does, with the checkpoints of shardwise.
 
@@ -87,6 +92,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             suppress_trainer_files(self.args) as saves_only_model,
         ):
             wanted = resume_from_checkpoint
+            if isinstance(wanted, os.PathLike):
+                wanted = os.fspath(wanted)
             try:
                 while True:
                     self._run = TrainRun(checkpointer, folder, saves_only_model)
@@ -135,7 +142,18 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         for handle in run.handles.values():
             handle.result()
         log.info("loading the best model, of step %d", step)
-        run.checkpointer.restore({"model": self._trained_model()}, step=step, only=["model.*"])
+        state = {"model": self._trained_model()}
+        folder = self._folder_of_other_run(best)
+        if folder is None:
+            run.checkpointer.restore(state, step=step, only=["model.*"])
+        else:
+            api.load(os.path.join(folder, SUBDIRECTORY), state, step=step, only=["model.*"])
+
+    def _folder_of_other_run(self, checkpoint: str) -> str | None:
+        """Return the output directory of a `checkpoint-…`; None for that of this training."""
+        folder = os.path.dirname(os.path.normpath(checkpoint))
+        is_own = os.path.realpath(folder) == os.path.realpath(self.args.output_dir)
+        return None if is_own else folder
 
     def _trained_model(self) -> Any:
         return self.model_wrapped if self.is_deepspeed_enabled else self.model
@@ -169,7 +187,9 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             "trainer_state": HeldValue(json.loads(json.dumps(counters[0]))),
             "samples_per_step": self.get_total_train_batch_size(self.args),
         }
-        measured = {**({} if best is None else {best.metric: float("nan")}), **counters[1]}
+        measured = dict(counters[1])
+        if best is not None:
+            measured[best.metric] = step if self.state.best_global_step == step else float("nan")
         handle = run.checkpointer.save(step, state, metrics=measured, overwrite=True, force=True)
         kept = {step, self.state.best_global_step}
         run.handles = {each: run.handles[each] for each in run.handles if each in kept}
@@ -192,7 +212,9 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             path = get_last_checkpoint(self.args.output_dir) if wanted is True else str(wanted)
             return None if path is None else str(path)
         counters: dict[str, Any] = {"trainer_state": HeldValue(None), "samples_per_step": 0}
+        run.load, run.is_loading = load, True
         load(counters)
+        run.is_loading = False
         now, saved = self.get_total_train_batch_size(self.args), counters["samples_per_step"]
         if now != saved and self.is_world_process_zero():
             log.warning(
@@ -203,7 +225,6 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             )  # fmt: skip
         with open(os.path.join(run.folder, TRAINER_STATE_FILE), "w", encoding="utf-8") as file:
             json.dump(counters["trainer_state"].value, file)
-        run.load = load
         return run.folder
 
     def _checkpoint_before_damage(self, run: TrainRun, error: CorruptionError) -> str:
@@ -249,10 +270,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             return RestoreStep(run.checkpointer, best)
         if step is None:
             return LoadPath(str(wanted))
-        folder = os.path.dirname(os.path.normpath(str(wanted)))
-        if os.path.realpath(folder) != os.path.realpath(self.args.output_dir):
+        folder = self._folder_of_other_run(str(wanted))
+        if folder is not None:
             return LoadPath(os.path.join(folder, SUBDIRECTORY), step)
-        return RestoreStep(run.checkpointer, step)
+        return RestoreStep(run.checkpointer, step, may_be_earlier=is_directory(str(wanted)))
 
 
 class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers

@@ -26,6 +26,7 @@ MODEL, OPTIMIZER, EXTRA_STATE = "model", "optim", "extra_state"
 _FILE = re.compile(
     rf"({MODEL}|{OPTIMIZER}|{EXTRA_STATE})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt"
 )
+MOST_RANKS = 1 << 17
 _STEP = re.compile(r"(?:^|/)global_step_(\d{1,15})(?:/|$)")
 _STATE_KEYS = {MODEL: "model", OPTIMIZER: "optimizer", EXTRA_STATE: "extra_state"}
 _SCHEDULER, _RANDOM_STATE = "lr_scheduler", "rng"
@@ -155,7 +156,12 @@ def _find_files(tree: FileTree) -> _RankFiles:
             f"{tree} has files of several world sizes: {worlds}. These are different checkpoints: "
             "move the files of each world size to a separate directory, and open one of them"
         )
-    (world_size,) = example_of_world
+    ((world_size, example),) = example_of_world.items()
+    if not 0 < world_size <= MOST_RANKS:
+        raise FormatError(
+            f"{tree}: the name {example} has the world size {world_size}: expected 1 to "
+            f"{MOST_RANKS}; the file was renamed; open an intact copy"
+        )
     expected = {
         kind: tuple(f"{kind}_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size))
         for kind in (MODEL, OPTIMIZER, EXTRA_STATE)
