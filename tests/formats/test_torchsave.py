@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -152,3 +153,19 @@ def test_values_of_all_kinds_and_tensors_among_them(tmp_path: Path) -> None:
     target: dict[str, Any] = {"extra": 0}
     sw.load(tmp_path / "a.pt", target, strict=False)
     assert repr(target["extra"]) == repr(value)
+
+
+def test_numpy_arrays_that_are_values_themselves(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2), "table": np.arange(3, dtype=np.int16)},
+        "losses": np.array([0.5, 0.25]),
+        "count": np.array(7),
+    }
+    torch.save(state, tmp_path / "a.pt")
+    target: dict[str, Any] = {
+        "model": {"w": torch.zeros(2), "table": np.zeros(3, np.int16)},
+        "losses": np.zeros(2),
+        "count": np.array(0),
+    }
+    sw.load(tmp_path / "a.pt", target)
+    assert repr(target) == repr(state)

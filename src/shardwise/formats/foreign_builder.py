@@ -183,7 +183,8 @@ class Builder:
         except StateError as error:
             self.left_out.append(str(error))
             return
-        self._objects.append(ObjectEntry(name, plain.value))
+        if name not in plain.contents:
+            self._objects.append(ObjectEntry(name, plain.value))
         for path, array in plain.arrays.items():
             self.add_array(path, array)
         for path, tensor in plain.contents.items():
