@@ -61,6 +61,10 @@ def join_leaves(*parts: NestedLeaves) -> NestedLeaves:
     return NestedLeaves(tuple(files), tensors, join_tables(*tables), values, left_out)
 
 
+MODULE_PREFIX = "model."
+"""Precedes the names of parameters that are at the top level of a state."""
+
+
 def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 - as in `Foreign`
     """Return the description of a state, with the names that `shardwise.save` would give.
 
@@ -149,7 +153,7 @@ class LeafNames:
         in_module = path in self._module_paths or (
             len(self._module_paths) > 0 and _is_extra_state(path)
         )
-        return f"model.{name}" if in_module else name
+        return f"{MODULE_PREFIX}{name}" if in_module else name
 
     def is_in_optimizer(self, path: Path) -> bool:
         """Return whether a leaf is part of the optimizer state of a parameter."""

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.nested import LeafNames
+from shardwise.formats.nested import MODULE_PREFIX, LeafNames
 from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
+from shardwise.formats.readers.dcp.metadata import Metadata
 from shardwise.formats.readers.dcp.reader import unflatten_values
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import check_name
@@ -24,6 +25,7 @@ from shardwise.state.plain_values import JsonValue, decode, encode
 
 DCP_METADATA = "dcp_metadata"
 _PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
+_ARRAYS = "arrays"
 _LONGEST_LIST = 1 << 20
 """The largest total length of all lists in a state, as the paths in a file describe it."""
 
@@ -35,7 +37,8 @@ class FlatState:
     Attributes:
         tensors: the names of the tensors.
         values: the plain values without tensors.
-        encoded: the values with tensors inside, encoded.
+        encoded: the values with tensors inside, encoded. A NumPy array refers to the tensor of its
+            own name.
         paths: the path of each name in the nested state. A name without a path was not flattened.
     """
 
@@ -86,17 +89,23 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
         for path, value in unflatten_values(values, whole).items()
         if path not in group_paths
     }
-    names = LeafNames(optimizers, [state.path(name) for name in state.tensors], unflattened)
+    names = LeafNames(
+        optimizers,
+        [state.path(name) for name in state.tensors],
+        (*unflattened, *map(state.path, state.encoded)),
+    )
     tensor_names = {name: names.name_of(state.path(name)) for name in state.tensors}
     named_values = {names.name_of(path): value for path, value in unflattened.items()}
     objects = {
         name: encode(value, name, allow_pickle=allow_pickle) for name, value in named_values.items()
     }
-    objects |= state.encoded
+    arrays = [name for name, value in state.encoded.items() if _is_array(name, value)]
+    objects |= {name: value for name, value in state.encoded.items() if name not in arrays}
     for optimizer in optimizers:
         name = f"{names.optimizer_name(optimizer)}.{GROUPS}"
         objects[name] = encode_param_groups(optimizer.groups, name)
     metadata = _make_metadata(state, tensor_names, named_values, bytes_io_positions)
+    metadata[_ARRAYS] = dict.fromkeys(arrays)
     if DCP_METADATA in (*tensor_names.values(), *objects):
         raise StateError(
             f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
@@ -105,6 +114,11 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
     for name in (*tensor_names.values(), *objects):
         check_name(name)
     return NamedState(tensor_names, objects)
+
+
+def _is_array(name: str, encoded: JsonValue) -> bool:
+    """Return whether a value is itself an array, which the tensor of this name holds."""
+    return tensor_names_in_value(encoded) == [name]
 
 
 def _make_metadata(
@@ -130,7 +144,7 @@ class SavedValue:
     """The place of a value in a checkpoint.
 
     Attributes:
-        object_name: the object that contains the value.
+        object_name: the object that contains the value; or, for a NumPy array, its tensor.
         keys: the keys that lead to the value.
         bytes_io_position: for a value that was a `BytesIO`, its position.
     """
@@ -191,6 +205,30 @@ def names_in_checkpoint(manifest: Manifest, *, allow_pickle: bool = False) -> Dc
     return _names_by_metadata(metadata, tensors, objects)
 
 
+def names_in_dcp_files(names: DcpNames, metadata: Metadata) -> DcpNames:
+    """Return the names that the files of DCP themselves use.
+
+    They may lack the prefix `model.` of the names in the checkpoint. NumPy arrays, which the
+    checkpoint has as tensors, are values.
+
+    Args:
+        names: the result of `names_in_checkpoint`.
+        metadata: the content of DCP's `.metadata`.
+    """
+    tensors, values = dict(names.tensors), dict(names.values)
+    for name in (*metadata.tensors, *metadata.values):
+        prefixed = f"{MODULE_PREFIX}{name}"
+        if name in metadata.values and tensors.get(name) == name:
+            values[name] = SavedValue(tensors.pop(name))
+        elif name in tensors or name in values:
+            continue
+        elif prefixed in tensors:
+            tensors[name] = tensors.pop(prefixed)
+        elif prefixed in values:
+            values[name] = values.pop(prefixed)
+    return DcpNames(tensors, values, {name: (name,) for name in (*tensors, *values)})
+
+
 def _names_by_metadata(
     metadata: object, tensors: Collection[str], objects: Mapping[str, JsonValue]
 ) -> DcpNames:
@@ -198,6 +236,7 @@ def _names_by_metadata(
     _check_lists(paths.values())
     renamed = {name: str(saved) for name, saved in _part(metadata, _NAMES).items()}
     separate, bytes_io_positions = _part(metadata, _VALUES), _part(metadata, _BYTES_IO)
+    arrays = _part({_ARRAYS: {}, **metadata}, _ARRAYS) if isinstance(metadata, dict) else {}
     dcp_name = {saved: name for name, saved in renamed.items()}
     by_dcp_name = {dcp_name.get(name, name): name for name in tensors}
     names = paths or dict.fromkeys((*by_dcp_name, *objects, *separate))
@@ -207,6 +246,8 @@ def _names_by_metadata(
         place = _locate(paths.get(name, (name,)), objects)
         if name in separate:
             values[name] = SavedValue(DCP_METADATA, (_VALUES, name))
+        elif name in by_dcp_name and name in arrays:
+            values[name] = SavedValue(by_dcp_name[name])
         elif name in by_dcp_name:
             found_tensors[name] = by_dcp_name[name]
         elif place is not None:

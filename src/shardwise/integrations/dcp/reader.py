@@ -34,8 +34,16 @@ from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import check_sample
 from shardwise.errors import MismatchError, StateError, StoreError
 from shardwise.events import Recorder
+from shardwise.formats.file_tree import FileTree
+from shardwise.formats.readers.dcp.metadata import read_metadata as read_dcp_metadata
+from shardwise.formats.readers.dcp.reader import FORMAT as DCP_FORMAT
 from shardwise.formats.specification import Specification
-from shardwise.integrations.dcp.names import DcpNames, SavedValue, names_in_checkpoint
+from shardwise.integrations.dcp.names import (
+    DcpNames,
+    SavedValue,
+    names_in_checkpoint,
+    names_in_dcp_files,
+)
 from shardwise.layout import Box
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import MANIFEST
@@ -131,6 +139,8 @@ class StorageReader(storage.StorageReader):
 
         opened = open_any(get_and_lock_store, SoloGroup(), options=self._options)
         names = names_in_checkpoint(opened.manifest, allow_pickle=self._allow_pickle)
+        if opened.manifest.format == DCP_FORMAT and self._options.spec is None:
+            names = names_in_dcp_files(names, read_dcp_metadata(FileTree(get_store())))
         self._load = _RunningLoad(opened, names, release)
         entries = self._load.entries()
         described = {
@@ -280,7 +290,12 @@ class _RunningLoad:
             return saved.tensor()
 
         return {
-            name: decode(encoded[name], name, read_tensor, allow_pickle=allow_pickle)
+            name: decode(
+                encoded.get(name, {"$": "array", "name": name}),
+                name,
+                read_tensor,
+                allow_pickle=allow_pickle,
+            )
             for name in names
         }
 

@@ -1,0 +1,57 @@
+"""Arrays and flat states in the drop-in for torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import shardwise as sw
+from shardwise.integrations import dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+WRITERS = pytest.mark.parametrize("writer", [dcp, torch_dcp], ids=["ours", "torch"])
+
+
+@WRITERS
+def test_numpy_arrays_come_back_as_arrays(writer: ModuleType, tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "losses": np.array([0.5, 0.25]),
+        "model": {"w": torch.ones(2), "table": np.arange(3, dtype=np.int16)},
+        "count": np.array(7),
+        "list": [np.zeros(0), {"x": np.ones(1)}],
+    }
+    writer.save(state, checkpoint_id=tmp_path / "a")
+    target: dict[str, Any] = {
+        "losses": None,
+        "model": {"w": torch.zeros(2), "table": None},
+        "count": 0,
+        "list": [None, {"x": None}],
+    }
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert repr(target) == repr(state)
+    assert sw.open(tmp_path / "a")["model.table"][...].tolist() == [0, 1, 2]
+
+
+@WRITERS
+def test_the_state_of_a_module_without_a_key(writer: ModuleType, tmp_path: Path) -> None:
+    """Its names in the checkpoint begin with `model.`, but DCP knows them without this prefix."""
+    module = torch.nn.BatchNorm1d(3)
+    writer.save(module.state_dict(), checkpoint_id=tmp_path / "a")
+    target = torch.nn.BatchNorm1d(3)
+    torch.nn.init.normal_(target.weight)
+    dcp.load(target.state_dict(), checkpoint_id=tmp_path / "a")
+    assert torch.equal(target.weight, module.weight)
+    assert set(sw.open(tmp_path / "a")) >= {f"model.{name}" for name in module.state_dict()}
+
+
+@WRITERS
+def test_values_with_tensors_beside_parameters(writer: ModuleType, tmp_path: Path) -> None:
+    """Such a state is not that of a module, so its names stay."""
+    writer.save({"w": torch.ones(2), "pair": (torch.ones(1), 1)}, checkpoint_id=tmp_path / "a")
+    assert {"w", "pair", "pair.0"} <= set(sw.open(tmp_path / "a"))
