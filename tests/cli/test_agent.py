@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.cli.agent import show_status, show_stored_runs
+from shardwise.cli.agent_tables import show_status, show_stored_runs
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
@@ -170,7 +170,7 @@ def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, h
     (one,) = run(*status, "--json").document["runs"]
     assert one["snapshots"][0]["protect"] == {"state": "", "seconds": None, "failure": ""}
     assert one["lag"]["protect"]["step"] is None
-    assert "no step protected" in run(*status).out
+    assert "none protected" in run(*status).out
 
 
 def test_a_damaged_note_hides_nothing_else(run: Run, home: Home) -> None:

@@ -92,12 +92,14 @@ def test_checkpoints_below_other_names_are_named(
 def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
     (root / "step-00000500").mkdir()
     (root / "step-00000500" / "r00000-0123456789abcdef.safetensors").touch()
+    (root.parent / "train.py").write_text("import torch\n")
     checkpoint = root / "step-00000300"
     for path, hint in [
         (f"{root.parent}/rum", f"does not exist: did you mean {root}?"),
         (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
         (f"{root}/step-00000500", "its save is still running, or was interrupted"),
         (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
+        (f"{root.parent}/train.py", "train.py is a file in no known format"),
         ("nonsense://bucket", "unknown scheme nonsense://"),
     ]:
         ran = run(command, path)

@@ -235,7 +235,7 @@ def test_reports_are_sentences(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     place = tmp_path / "saved"
     saved = str(sw.save(place, {"model": model}, step=3))
-    assert saved.startswith(f"saved step 3 to {place}: 288 B in 1 file, of which this rank wrote ")
+    assert saved.startswith(f"saved step 3 to {place}: 288 B in 1 file; this rank wrote ")
     loaded = str(sw.load(place, {"model": model}))
     assert loaded.startswith(f"loaded step 3 from {place}: 288 B, for which this rank read ")
     written = str(sw.export(place, tmp_path / "hf"))

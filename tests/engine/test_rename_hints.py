@@ -181,3 +181,15 @@ def test_a_rename_that_reaches_no_group_of_an_optimizer_leads_to_a_specification
 def test_names_that_the_callers_rename_hides_are_not_suggested_as_they_are() -> None:
     names = ["optimizer.param_groups", "optimizer.net.w.m"]
     assert suggest_renames(["optimizer.param_groups"], names, names, ["optimizer"]) == ""
+
+
+def test_the_key_of_a_bare_state_dict_is_suggested(tmp_path: Path) -> None:
+    """A file of torch.save with a bare state dict has names below "model"."""
+    model, _ = made()
+    torch.save(model.state_dict(), tmp_path / "saved.pt")
+    with pytest.raises(sw.MismatchError, match=r'\{"model": …\} as the state would find all'):
+        sw.load(tmp_path / "saved.pt", model.state_dict())
+    sw.load(tmp_path / "saved.pt", {"model": model.state_dict()})
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tmp_path / "saved.pt", {**model.state_dict(), "other": torch.ones(1)})
+    assert "as the state" not in caught.value.summary

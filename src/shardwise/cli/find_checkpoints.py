@@ -198,8 +198,12 @@ def _list_names(store: Store) -> list[str]:
         names = []
     if names or not store.is_file():
         return names
+    if (parent := store.parent) is not None and parent.at(MANIFEST).is_file():
+        raise CheckpointNotFoundError(
+            f"{store} is a file, but a checkpoint is a directory: did you mean {parent}?"
+        )
     raise _error_naming_foreign(store) or CheckpointNotFoundError(
-        f"{store} is a file, but a checkpoint is a directory: did you mean {store.parent}?"
+        f"{store} is a file in no known format: pass the directory of a checkpoint or of a run"
     )
 
 

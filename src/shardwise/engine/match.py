@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import LocalValue, exchange_with_local_value
 from shardwise.engine.group import Group
-from shardwise.engine.rename_hints import suggest_opened_object, suggest_renames
+from shardwise.engine.rename_hints import suggest_key, suggest_opened_object, suggest_renames
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.name_lookup import SavedNames
@@ -123,8 +123,12 @@ def _describe_mismatch(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> s
     dtype = str(leaf.dtype).removeprefix("torch.")
     if entry.shape != leaf.shape:
         shapes = f"{list(entry.shape)} in the checkpoint, {list(leaf.shape)} in the target"
-        padding = " (a specification can cut the padding of a vocabulary)" if leaf.padded else ""
-        return f"{leaf.name}: shape {shapes}{padding}"
+        hint = ""
+        if leaf.padded:
+            hint = " (a specification can cut the padding of a vocabulary)"
+        elif len(entry.shape) == len(leaf.shape):
+            hint = " (resize= of sw.load copies what both have)"
+        return f"{leaf.name}: shape {shapes}{hint}"
     if entry.dtype != dtype and not cast:
         return (
             f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target "
@@ -241,7 +245,10 @@ def _combine(
         unclaimed = [names[i] for i in np.flatnonzero(~claimed).tolist()]
         hint = suggest_opened_object(missing, names)
         hint = hint or suggest_renames(missing, unexpected, unclaimed, keys)
-        accepts = "strict=False accepts missing and unexpected names; " if strict else ""
+        hint = hint or suggest_key(missing, unclaimed)
+        accepts = ""
+        if strict and (missing or unexpected):
+            accepts = "strict=False accepts missing and unexpected names; "
         raise MismatchError(
             "checkpoint and target do not fit; nothing was written. "
             f"{_describe_missing_files(saved, missing)}{hint}{'; ' if hint else ''}{accepts}"

@@ -72,6 +72,23 @@ def suggest_opened_object(missing: Collection[str], names: Collection[str]) -> s
     return ""
 
 
+def suggest_key(missing: Collection[str], unclaimed: Iterable[str]) -> str:
+    """Return a hint to put the state, such as `model.state_dict()`, below a key; "" if none fits.
+
+    The hint helps if all missing names have the same additional key in the checkpoint.
+    """
+    if not missing:
+        return ""
+    keys_of: dict[str, set[str]] = {}
+    for name in unclaimed:
+        key, _, rest = name.partition(".")
+        keys_of.setdefault(rest, set()).add(key)
+    shared = set.intersection(*(keys_of.get(name, set()) for name in missing))
+    if len(shared) != 1:
+        return ""
+    return f'{{"{shared.pop()}": …}} as the state would find all that is missing'
+
+
 def _key_of(name: str, keys: Iterable[str]) -> str:
     return next((key for key in keys if is_below(name, {key})), name)
 

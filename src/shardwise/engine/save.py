@@ -65,8 +65,9 @@ class SaveReport:
         step = "" if self.step is None else f" step {self.step}"
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return (
-            f"saved{step} to {self.path}: {format_bytes(self.bytes_total)} in {files}, of which "
-            f"this rank wrote {format_bytes(self.bytes_written)}, in {self.seconds['total']:.2f} s"
+            f"saved{step} to {self.path}: {format_bytes(self.bytes_total)} in {files}; this rank "
+            f"wrote {format_bytes(self.bytes_written)} with headers, in "
+            f"{self.seconds['total']:.2f} s"
         )
 
 
