@@ -24,6 +24,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shardwise.events import format_count
+
 
 class ShardwiseError(Exception):
     """The base class of all errors of this library."""
@@ -67,7 +69,7 @@ def _make_spec_error(problem: str, source: str, line: int, column: int, text: st
 
 
 class MismatchError(ShardwiseError, ValueError):
-    """Checkpoint and state do not match, or replicas differ. The message shows 50 problems.
+    """Checkpoint and state do not match, or replicas differ. The message shows up to 50 problems.
 
     Example:
 
@@ -134,7 +136,8 @@ class RankError(ShardwiseError):
         self.operation = operation
         self.failures = failures
         shown = [f"  rank {rank}: {text}" for rank, text in list(failures.items())[:16]]
-        super().__init__(f"{operation} failed on {len(failures)} rank(s):\n" + "\n".join(shown))
+        ranks = format_count(len(failures), "rank")
+        super().__init__(f"{operation} failed on {ranks}:\n" + "\n".join(shown))
 
     def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:
         return type(self), (self.operation, self.failures)

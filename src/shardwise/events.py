@@ -85,6 +85,11 @@ class Recorder:
         return sums
 
 
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and its noun: `1 file`, `2,000 files`, `2 boxes`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def format_bytes(nbytes: int) -> str:
     """Format a number of bytes in a binary unit, for example `0 B`, `1.50 KiB` or `250 MiB`."""
     value = float(nbytes)

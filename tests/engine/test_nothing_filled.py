@@ -64,7 +64,7 @@ def test_a_warning_counts_what_was_missing_and_left_over(
         (record,) = caplog.records
         sw.load(tmp_path, {"model": here}, skip=["model.c.*", "model.b.*"], strict=False)
     assert record.getMessage() == (
-        "load(strict=False): 1 name(s) of the target are not in the checkpoint and stay unchanged "
-        "(model.c.weight); 2 name(s) are only in the checkpoint (model.b.weight, model.b.bias)"
+        "load(strict=False): names that the checkpoint lacks, whose values stay unchanged: "
+        "1 (model.c.weight); names that only the checkpoint has: 2 (model.b.weight, model.b.bias)"
     )
     assert len(caplog.records) == 1

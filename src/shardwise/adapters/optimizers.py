@@ -314,7 +314,8 @@ def _settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
     if not isinstance(encoded, list):
         raise StateError(
             f"{name}: expected a list of groups in the checkpoint, found a "
-            f"{type(encoded).__name__}: leave the optimizer out with skip="
+            f"{type(encoded).__name__}: leave the optimizer out with "
+            f"skip=[{name.removesuffix(GROUPS) + '*'!r}]"
         )
     for group in encoded:
         if not isinstance(group, dict) or not isinstance(group.get("members"), list):

@@ -8,21 +8,18 @@ from itertools import pairwise
 from typing import TypeGuard
 
 from shardwise.events import format_bytes as format_bytes
+from shardwise.events import format_count
 
 MAX_STRING = 40
 MAX_VALUE = 160
 MAX_ITEMS = 4
 MAX_DEPTH = 4
+count = format_count
 
 # Tags of encoded values, by the type of the encoded content.
 _STRING_TAGS = ("int", "float", "complex", "dtype", "device")
 _MAPPING_TAGS = ("dict", "ordered", "counter")
 _BASE64_TAGS = ("bytes", "bytearray", "pickle", "numpy")
-
-
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number and its noun: `1 file`, `2,000 files`, `2 boxes`."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def time(created: str) -> str:

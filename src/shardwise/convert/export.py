@@ -155,19 +155,18 @@ def _select_contents(
     A tied tensor gets separate bytes if the tensor that it is tied to is not selected, or is
     written in another dtype.
     """
-    selection, root, dtype = (
-        Selection.from_patterns(options.only, options.skip),
-        options.root,
-        options.dtype,
-    )
+    root, dtype = options.root, options.dtype
+    selection = Selection.from_patterns(options.only, options.skip)
+    if not manifest.tensors:
+        raise StateError(
+            "nothing to write: the checkpoint has no tensors; choose another checkpoint"
+        )
     tensors = [each for each in manifest.tensors if selection.selects(each.name)]
     if not tensors:
         raise StateError(
             f"nothing to write: only={[*options.only]} and skip={[*options.skip]} select none of "
             f"the {len(manifest.tensors)} tensors, for example not {manifest.tensors[0].name}: "
             "change the patterns"
-            if manifest.tensors
-            else "nothing to write: the checkpoint has no tensors; choose another checkpoint"
         )
     names = dict.fromkeys(each.name for each in tensors)
     start = f"{root}." if root else ""

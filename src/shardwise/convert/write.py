@@ -33,7 +33,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import check_all_together
 from shardwise.errors import CorruptionError
-from shardwise.events import Recorder, format_bytes
+from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import Store, WritableFile, store_below
@@ -69,7 +69,7 @@ class ConversionReport:
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        files = f"{self.files} file{'' if self.files == 1 else 's'}"
+        files = format_count(self.files, "file")
         resumed = f"; {self.resumed} written by an earlier run" if self.resumed else ""
         left = f"; left out: {len(self.left_out)}" if self.left_out else ""
         return (

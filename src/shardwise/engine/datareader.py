@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError, StoreUnavailableError
+from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
@@ -203,8 +204,8 @@ class DataReader:
                 first, last = low + damaged[0] * BLOCK, min(low + (damaged[-1] + 1) * BLOCK, high)
                 raise CorruptionError(
                     f"{self._label}: bytes {first}:{last} differ from those that were saved "
-                    f"({len(damaged)} block(s) fail their checksum); copy the file again from an "
-                    "intact source, or load another checkpoint"
+                    f"({format_count(len(damaged), 'block')} with wrong checksums); copy the file "
+                    "again from an intact source, or load another checkpoint"
                 )
         return data
 

@@ -23,7 +23,7 @@ from shardwise.engine.tensors import (
     split_ties,
 )
 from shardwise.errors import MismatchError
-from shardwise.events import format_bytes
+from shardwise.events import format_bytes, format_count
 from shardwise.layout import Box
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import padded_rows
@@ -64,8 +64,10 @@ class LoadReport:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" step {self.step}"
-        missing = f"; {len(self.missing)} name(s) missing" if self.missing else ""
-        unexpected = f"; {len(self.unexpected)} name(s) left over" if self.unexpected else ""
+        missing = f"; {format_count(len(self.missing), 'name')} missing" if self.missing else ""
+        unexpected = ""
+        if self.unexpected:
+            unexpected = f"; {format_count(len(self.unexpected), 'name')} left over"
         read = format_bytes(self.bytes_read)
         if self.bytes_received:
             read += f" and received {format_bytes(self.bytes_received)} from other nodes"

@@ -257,9 +257,10 @@ def _combine(
         )
     if missing or unexpected:
         log.warning(
-            "load(strict=False): %s; %s",
-            _count_names(missing, "of the target are not in the checkpoint and stay unchanged"),
-            _count_names(unexpected, "are only in the checkpoint"),
+            "load(strict=False): names that the checkpoint lacks, whose values stay unchanged: %s; "
+            "names that only the checkpoint has: %s",
+            _count_names(missing),
+            _count_names(unexpected),
         )
     return unexpected
 
@@ -297,6 +298,6 @@ def _describe_unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[
     ]
 
 
-def _count_names(names: Collection[str], predicate: str) -> str:
+def _count_names(names: Collection[str]) -> str:
     few = ", ".join([*names][:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} name(s) {predicate}" + (f" ({few})" if names else "")
+    return f"{len(names)} ({few})" if names else "0"

@@ -20,7 +20,7 @@ from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
-from shardwise.events import Recorder, format_bytes
+from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
@@ -63,7 +63,7 @@ class SaveReport:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" step {self.step}"
-        files = f"{self.files} file{'' if self.files == 1 else 's'}"
+        files = format_count(self.files, "file")
         return (
             f"saved{step} to {self.path}: {format_bytes(self.bytes_total)} in {files}; this rank "
             f"wrote {format_bytes(self.bytes_written)} with headers, in "

@@ -9,6 +9,7 @@ from contextlib import closing
 import numpy as np
 
 from shardwise.errors import CorruptionError, FormatError
+from shardwise.events import format_count
 from shardwise.layout import find_uncovered_tensors
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
@@ -271,7 +272,8 @@ def _check_coverage(manifest: Manifest, pieces: Pieces) -> None:
     wrong = find_uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
     if len(wrong):
         names = ", ".join(manifest.tensors[i].name for i in wrong[:5].tolist())
-        raise FormatError(f"the pieces of {len(wrong)} tensor(s) overlap or leave gaps: {names}")
+        tensors = format_count(len(wrong), "tensor")
+        raise FormatError(f"the pieces of {tensors} overlap or leave gaps: {names}")
 
 
 def _tensor_shapes(manifest: Manifest, pieces: Pieces) -> Int:

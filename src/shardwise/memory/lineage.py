@@ -76,8 +76,8 @@ class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
 
     def supersedes(self, step: int, epoch: int) -> bool:
         """Return whether the run has superseded a save of this step and epoch."""
-        branch = self.last_resumption_before(step)
-        return branch is not None and epoch < branch.epoch
+        resumption = self.last_resumption_before(step)
+        return resumption is not None and epoch < resumption.epoch
 
 
 def read_or_create_lineage(root: Store) -> Lineage:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.plan.load import Spans, longest_reads
+from shardwise.plan.load import longest_reads
 
 Int = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -38,11 +38,6 @@ class Ranges:
     def select_rows(self, rows: Int | Bool) -> Ranges:
         """Return some of the rows."""
         return Ranges(self.file[rows], self.low[rows], self.high[rows])
-
-    @classmethod
-    def from_spans(cls, spans: Spans) -> Ranges:
-        """Return the byte ranges of spans."""
-        return cls(spans.file, spans.low, spans.high)
 
 
 def unite_ranges(ranges: Sequence[Ranges]) -> Ranges:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import LayoutError, MismatchError
+from shardwise.events import format_count
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
@@ -207,9 +208,9 @@ def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, first
         )
         lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {', '.join(parts)}")
     raise LayoutError(
-        f"the shards of {len(wrong)} tensor(s) leave gaps, or overlap without being equal; "
-        "some rank must hold each element, and ranks that hold the same element must hold equal "
-        "boxes:\n" + "\n".join(lines)
+        f"the shards of {format_count(len(wrong), 'tensor')} leave gaps, or overlap without being "
+        "equal; some rank must hold each element, and ranks that hold the same element must hold "
+        "equal boxes:\n" + "\n".join(lines)
     )
 
 

@@ -129,14 +129,6 @@ def view_for_numpy(data: torch.Tensor) -> torch.Tensor:
     return plain.view(numpy_dtype)
 
 
-def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the strides in bytes of a row-major array."""
-    strides = [itemsize]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides[: len(shape)]))
-
-
 def memory_extent(data: torch.Tensor) -> int:
     """Return the number of elements from a tensor's first to its last element in memory."""
     if data.is_contiguous():

@@ -42,7 +42,7 @@ class GangError(ShardwiseError):
             outcome.rank: outcome.exception for outcome in failed if outcome.exception is not None
         }
         parts = [f"--- rank {rank} ---\n{report}" for rank, report in self.failures.items()]
-        super().__init__(f"failed on {len(failed)} of {len(outcomes)} rank(s)\n" + "\n".join(parts))
+        super().__init__(f"failed on {len(failed)} of {len(outcomes)} ranks\n" + "\n".join(parts))
 
 
 class Gang:

@@ -54,7 +54,7 @@ def test_what_an_idle_node_has_of_an_abandoned_branch_is_not_taken(
     for step, value, why in gang.run(go, replace(cluster, node_of=node_of), None, 6, 3, world=2):
         assert (step, value) == ((4, 204) if saved else (3, 103))
         if not saved:
-            assert "abandoned: the run resumed from step 3" in why
+            assert "superseded: the run resumed from step 3" in why
     until(lambda: not strays(shm))
 
 
@@ -69,4 +69,4 @@ def test_nothing_is_taken_of_what_lay_on_idle_nodes_when_the_run_began_anew(
     assert went[0] is None
     for step, value, why in gang.run(go, cluster, None, 2, 3, world=2):
         assert (step, value) == (2, 202)
-        assert "abandoned: the run started anew" in why
+        assert "superseded: the run started anew" in why

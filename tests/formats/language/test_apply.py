@@ -320,7 +320,7 @@ def test_all_that_is_wrong_is_told() -> None:
     assert error.value.problems == [
         "odd (a.spec:3): [5, 2]: `((gate + up) f)` cannot be 5 with gate = 1, up = 1: "
         "it does not divide",
-        "flat (a.spec:5): [3]: [a b] has 2 dimension(s) on a rank; the array has 1: "
+        "flat (a.spec:5): [3]: [a b] has 2 dimensions on a rank; the array has 1: "
         "correct the dimensions, or use `...` for the others",
         "other: no rule matches it; `skip` what is not wanted",
         "kind: some of its arrays are int32, some int64",

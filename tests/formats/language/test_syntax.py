@@ -62,7 +62,7 @@ def test_captures() -> None:
         ("a -> b [(h + h)]", "two parts of a sum have the same axes"),
         (
             "a [x y] -> b [x]",
-            "1:3: [x] uses the part `x`, but the array has only the part(s) `x y`",
+            "1:3: [x] uses the part `x`, but the array has only `x y`",
         ),
         ("a [(x + y)] -> b [x]", "no tensor takes `y`; call a part that no tensor needs `_`"),
         ("a -> b [(x + _)]", "`_` is a part of an array that no tensor takes"),

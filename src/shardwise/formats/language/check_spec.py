@@ -121,7 +121,7 @@ def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> No
             if local_axes not in array_parts:
                 raise LayoutError(
                     f"{format_shape(rule.shape_of(target))} uses the part "
-                    f"{_format_axes(local_axes)}, but the array has only the part(s) "
+                    f"{_format_axes(local_axes)}, but the array has only "
                     f"{', '.join(map(_format_axes, array_parts))}"
                 )
             used_parts.add(local_axes)

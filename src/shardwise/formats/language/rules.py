@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.errors import LayoutError
+from shardwise.events import format_count
 from shardwise.formats.language.arithmetic import (
     Expression,
     Variable,
@@ -351,7 +352,8 @@ def count_ellipsis_dims(spec: Spec, rule: Rule, target: Target, ndim: int) -> in
     named_dims = sum(drop_axes(dim.axes, indexed_axes) is not None for dim in shape.dims)
     if ndim < named_dims or (ndim > named_dims and shape.ellipsis is None):
         raise LayoutError(
-            f"{format_shape(shape)} has {named_dims} dimension(s) on a rank; the array has {ndim}: "
+            f"{format_shape(shape)} has {format_count(named_dims, 'dimension')} on a rank; the "
+            f"array has {ndim}: "
             "correct the dimensions, or use `...` for the others"
         )
     return ndim - named_dims

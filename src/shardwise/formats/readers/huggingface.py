@@ -17,6 +17,7 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.events import format_count
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray
@@ -189,7 +190,7 @@ def _require_indexed_tensors(
     ]
     if missing:
         raise FormatError(
-            f"{tree}: the index names {len(missing)} tensor(s) that are not in their files, for "
+            f"{tree}: the files lack {format_count(len(missing), 'tensor')} of the index, for "
             f"example {missing[0][:200]!r} in {index[missing[0]]}: the index is of another model; "
             "copy the index and all files from one place"
         )

@@ -166,7 +166,7 @@ class Search:
         nodes: the files of each node.
         infos: the agents of these nodes.
         read: reads records and manifests of the nodes.
-        lineage: the lineage of the run. Snapshots of abandoned branches are skipped.
+        lineage: the lineage of the run. Superseded snapshots are skipped.
     """
 
     nodes: Sequence[NodeFiles]
@@ -252,7 +252,7 @@ class Search:
                 tried_saves.add(manifest.save_id)
                 if epoch not in (None, self._read_epoch(step, manifest.save_id)):
                     continue
-                found = self._why_abandoned(step, manifest.save_id) or self._assemble(
+                found = self._why_superseded(step, manifest.save_id) or self._assemble(
                     step, manifest, each.node
                 )
                 if not isinstance(found, str):
@@ -260,22 +260,22 @@ class Search:
                 reasons.append(found)
         return "; ".join(reasons) or "not committed"
 
-    def _why_abandoned(self, step: int, save_id: str) -> str:
-        """Return why a save belongs to an abandoned branch, or "" if it does not.
+    def _why_superseded(self, step: int, save_id: str) -> str:
+        """Return why a save is superseded, or "" if it is not.
 
-        A save whose epoch is unknown counts as abandoned.
+        A save whose epoch is unknown counts as superseded.
         """
-        branch = None if self.lineage is None else self.lineage.last_resumption_before(step)
-        if branch is None:
+        resumption = None if self.lineage is None else self.lineage.last_resumption_before(step)
+        if resumption is None:
             return ""
         epoch = self._read_epoch(step, save_id)
         if epoch is None:
             return "no pending manifest says whether the run has resumed from an older step since"
-        if epoch >= branch.epoch:
+        if epoch >= resumption.epoch:
             return ""
-        if branch.step < 0:
-            return "abandoned: the run started anew"
-        return f"abandoned: the run resumed from step {branch.step}"
+        if resumption.step < 0:
+            return "superseded: the run started anew"
+        return f"superseded: the run resumed from step {resumption.step}"
 
     def _read_epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""

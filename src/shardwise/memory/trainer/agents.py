@@ -39,7 +39,7 @@ class Membership(msgspec.Struct, array_like=True):
     """The nodes of a run.
 
     Attributes:
-        lineage: the run and its branches.
+        lineage: the run and its resumptions.
         nodes: the agent of each node.
         node_of: the name of each rank's node.
     """
