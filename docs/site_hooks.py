@@ -47,7 +47,7 @@ def page_of(path: str) -> str:
 
 
 def map_links(markdown: str, source: str) -> str:
-    """Replace links to files of the repository by links to pages of the site.
+    """Replace links to files of the repository with links to pages of the site.
 
     Args:
         markdown: the text of the page.
@@ -139,7 +139,7 @@ def show(value: Any) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Replace patterns in the navigation by the pages that are not listed otherwise."""
+    """Replace patterns in the navigation with the pages that are not listed otherwise."""
     listed = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     for section in config.nav or []:
         for title, pages in section.items():

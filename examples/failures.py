@@ -126,7 +126,7 @@ def destroy(launch: Launch, victims: list[Host]) -> None:
 
 
 def replace_lost(hosts: Hosts) -> list[Host]:
-    """Replace the lost hosts by new ones, whose memory is empty."""
+    """Replace the lost hosts with new ones, whose memory is empty."""
     for host in hosts:
         if not host.running:
             host.start()

@@ -1,4 +1,4 @@
-"""Resume a training that torch.distributed.checkpoint saved as in PyTorch's tutorial.
+"""Resume a training run that torch.distributed.checkpoint saved as in PyTorch's tutorial.
 
 The tutorial wraps model and optimizer in an `AppState` under the key "app". Here a dict under the
 same key is enough. The number of ranks may differ.

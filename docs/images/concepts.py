@@ -1,4 +1,4 @@
-"""Draw the pictures of the page of concepts: `python docs/images/concepts.py` writes them."""
+"""Draw the pictures of the concepts page: `python docs/images/concepts.py` writes them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def tiers() -> Iterator[str]:
     yield text(
         "text",
         (24, 276),
-        "restore: loads the newest step of all places, and replaces damaged blocks by their copies",
+        "restore: loads the newest step of all, and replaces damaged blocks with their copies",
         "start",
     )
 

@@ -94,7 +94,7 @@ def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home:
     run = home.run(new_run_id())
     run.path.mkdir(parents=True)
     presence = RankLock(run, 0)
-    with pytest.raises(sw.StoreError, match=r"belongs to another version.*a training uses it"):
+    with pytest.raises(sw.StoreError, match=r"belongs to another version.*a training run uses it"):
         ensure_agent(home, options)
     presence.release()
     presence.release_as_lost()

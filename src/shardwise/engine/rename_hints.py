@@ -55,7 +55,7 @@ def suggest_renames(
 
 
 def suggest_opened_object(missing: Collection[str], names: Collection[str]) -> str:
-    """Return a hint to replace an object of the state by a dict of its parts; "" if none fits.
+    """Return a hint to replace an object of the state with a dict of its parts; "" if none fits.
 
     The hint helps if the state has one value where the checkpoint has several names.
     """

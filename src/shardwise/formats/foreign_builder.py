@@ -295,7 +295,7 @@ def encode_plain(value: object, name: str) -> PlainValue:
 
 @dataclass(slots=True)
 class _Encoder:
-    """Replaces stored arrays by meta tensors, which `encode` returns with their names.
+    """Replaces stored arrays with meta tensors, which `encode` returns with their names.
 
     Attributes:
         name: the name of the value, for messages.

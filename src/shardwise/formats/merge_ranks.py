@@ -84,8 +84,8 @@ def merge_ranks(
 class _Merger:
     """Walks the states of all ranks together.
 
-    The walk replaces a global tensor by a `StoredArray` with a negative file index, which
-    identifies its shards. `place_shards` then replaces these arrays by the shards.
+    The walk replaces a global tensor with a `StoredArray` that has a negative file index, which
+    identifies its shards. `place_shards` then replaces these arrays with the shards.
 
     Attributes:
         files, path, same_bytes: as in `merge_ranks`.

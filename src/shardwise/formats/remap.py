@@ -119,7 +119,7 @@ def _find_tensors_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dty
 
 
 def _drop_averages(remapped: Foreign) -> Foreign:
-    """Replace each average by the only tensor in it, because there are no ranks to average over."""
+    """Replace each average with its only tensor, because there are no ranks to average over."""
     average_by_version = {
         version: average for average, versions in remapped.averages.items() for version in versions
     }

@@ -130,7 +130,7 @@ def resume_from(root: Store, run: str, step: int | None) -> Lineage:
     if before.run != run:
         raise StoreError(
             f"{root}: cannot resume run {run}: the root was emptied meanwhile, and run "
-            f"{before.run} saves to it now; stop one of the two trainings"
+            f"{before.run} saves to it now; stop one of the two"
         )
     after = before.after_resuming(step)
     root.publish(RUN_FILE, msgspec.json.encode(after), replace=True)

@@ -90,7 +90,7 @@ def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
     if any(has_trainers(home.run(run)) for run in home.runs()):
         raise StoreError(
             f"the agent of {home} (process {info.process}) belongs to another version of "
-            "shardwise, and a training uses it: wait until that training has ended, or choose "
+            "shardwise, and a training run uses it: wait until that run has ended, or choose "
             "another directory with Memory(dir=…)"
         )
     end_agent(home, info)

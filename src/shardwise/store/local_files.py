@@ -101,7 +101,7 @@ class LocalReader:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise StoreError(
-                    f"{path} is a symbolic link, which is not followed: replace it by the file"
+                    f"{path} is a symbolic link, which is not followed: replace it with the file"
                 ) from error
             raise
         self._direct: int | None = None

@@ -1,6 +1,6 @@
 """Copies a checkpoint to a mirror: data files first, the manifest last, every block verified.
 
-In the other direction, replaces damaged files of a checkpoint by the files of the mirror.
+In the other direction, replaces damaged files of a checkpoint with the files of the mirror.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def repair_checkpoint(
     throttle: Throttle,
     before_chunk: Callable[[], object] = lambda: None,
 ) -> tuple[Manifest, dict[str, int]]:
-    """Replace damaged files in a directory by the files of another directory with the same save.
+    """Replace damaged files in a directory with the files of another directory with the same save.
 
     All data files in the damaged directory are read. Each file is replaced atomically, and verified
     while it is copied. A manifest that cannot be decoded is replaced. A missing manifest means

@@ -218,7 +218,7 @@ class Mirroring:
         log.info("%s: step %d is in the mirror %s", self._root, step, self._mirror)
 
     def _repair(self, step: int) -> None:
-        """Check a checkpoint in the root, and replace what is damaged by the mirror's files."""
+        """Check a checkpoint in the root, and replace what is damaged with the mirror's files."""
         start = time.monotonic()
         name = step_directory(step)
         suspicion = self._suspected[step]

@@ -65,7 +65,7 @@ def unpickle(
         also_allowed: names that are allowed in addition to `ALLOWED_NAMES`.
         persistent_load: a function that returns the value of a persistent id. Torch pickles
             storages as persistent ids.
-        skip_unknown: replace objects that are not allowed by `UnknownObject`, instead of
+        skip_unknown: replace objects that are not allowed with `UnknownObject`, instead of
             refusing the pickle.
         start: the offset of the pickle in the data, in bytes.
         refuse_huge_values: refuse values that become huge or endless when a reader follows their

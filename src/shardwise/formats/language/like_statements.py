@@ -40,7 +40,7 @@ class LikeStatement:
 def expand_like_statements(
     statements: Sequence[Rule | Skip | LikeStatement], source: SourceText
 ) -> tuple[Rule | Skip, ...]:
-    """Replace each `like` statement by renamed copies of other rules.
+    """Replace each `like` statement with renamed copies of other rules.
 
     Raises:
         SpecError: a `like` statement has the wrong form, or no rule matches it.

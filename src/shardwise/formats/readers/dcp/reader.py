@@ -294,7 +294,7 @@ def unflatten_values(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dic
 
 
 def restore_lists(value: Any) -> Any:
-    """Replace dicts with integer keys by the lists that were flattened to them."""
+    """Replace dicts with integer keys with the lists that were flattened to them."""
     if not isinstance(value, dict):
         return value
     restored = {key: restore_lists(item) for key, item in value.items()}

@@ -125,7 +125,7 @@ def _read_dicts(tree: FileTree, indices: Mapping[str, int]) -> dict[str, dict[An
 
 
 def _convert_optimizers(by_kind: dict[str, list[Any]], same_bytes: SameBytes) -> None:
-    """Replace the optimizers' states by states with named parameters and parts of tensors.
+    """Replace the optimizers' states with states that have named parameters and parts of tensors.
 
     Raises:
         UnknownLayoutError: the files do not say which parameters a flat state belongs to.
