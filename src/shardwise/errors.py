@@ -24,8 +24,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shardwise.events import format_count
-
 
 class ShardwiseError(Exception):
     """The base class of all errors of this library."""
@@ -136,7 +134,7 @@ class RankError(ShardwiseError):
         self.operation = operation
         self.failures = failures
         shown = [f"  rank {rank}: {text}" for rank, text in list(failures.items())[:16]]
-        ranks = format_count(len(failures), "rank")
+        ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
         super().__init__(f"{operation} failed on {ranks}:\n" + "\n".join(shown))
 
     def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:

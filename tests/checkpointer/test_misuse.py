@@ -44,6 +44,7 @@ def checkpointer(**options: Any) -> Callable[[Path], object]:
         (lambda path: sw.Memory(slots=1, parity=1), ValueError, "need slots=2"),
         (lambda path: sw.load("org/Model-7B", {}), sw.CheckpointNotFoundError, "Hugging Face Hub"),
         (lambda path: sw.open("org/Model-7B"), sw.CheckpointNotFoundError, "snapshot_download"),
+        (lambda path: sw.open("c/Model-7B"), sw.CheckpointNotFoundError, "is no checkpoint$"),
         (lambda path: sw.open(path / "c" / MANIFEST), sw.CheckpointNotFoundError, "its directory"),
         (lambda path: sw.save(path / "file", {"t": 1}), sw.StateError, "is a file"),
         (lambda path: sw.Checkpointer(path / "file", memory=None), sw.StateError, "is a file"),

@@ -232,8 +232,8 @@ def _describe_missing(store: Store) -> str:
     """Return why a store has no checkpoint, for an error message."""
     names = store.list()
     if not names:
-        hint = ""
-        if _HUB_ID.fullmatch(str(store)):
+        hint, parent = "", store.parent
+        if _HUB_ID.fullmatch(str(store)) and (parent is None or not parent.exists()):
             hint = (
                 "; if this is the id of a model on the Hugging Face Hub, download it and pass the "
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
