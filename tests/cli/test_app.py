@@ -97,6 +97,7 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
     for path, hint in [
         (f"{root.parent}/rum", f"does not exist: did you mean {root}?"),
         (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
+        (root.parent, f"{root.parent} is not the root of a run: did you mean {root}?"),
         (f"{root}/step-00000500", "its save is still running, or was interrupted"),
         (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
         (f"{root.parent}/train.py", "train.py is a file in no known format"),

@@ -278,6 +278,10 @@ def _error_without_checkpoints(store: Store) -> CheckpointNotFoundError:
             f"{store} has no {MANIFEST}: its save is still running, or was interrupted. Wait "
             "until it ends, or pass another checkpoint"
         )
+    if roots := _find_roots_below(store):
+        return CheckpointNotFoundError(
+            f"{store} is not the root of a run: did you mean {' or '.join(map(str, roots[:3]))}?"
+        )
     if store.exists():
         return CheckpointNotFoundError(
             f"{store} is not a checkpoint, and holds no checkpoints: it has no {MANIFEST}, and its "
@@ -296,3 +300,15 @@ def _error_without_checkpoints(store: Store) -> CheckpointNotFoundError:
         else ""
     )
     return CheckpointNotFoundError(f"{store} does not exist{hint}")
+
+
+def _find_roots_below(store: Store) -> list[Store]:
+    """Return the directories directly below a path that hold the checkpoints of a run."""
+
+    def is_root(below: Store) -> bool:
+        try:
+            return any(step_of_directory(name) is not None for name in below.list())
+        except OSError:  # a file, or a directory that may not be read
+            return False
+
+    return [each for each in map(store.at, store.list()[:MAX_EXAMINED]) if is_root(each)]
