@@ -109,3 +109,19 @@ def save_in_process(place: str) -> None:
 def test_async_save_in_a_process(gang: Gang, tmp_path: Path) -> None:
     gang.run(save_in_process, str(tmp_path / "a"), world=2, timeout=120)
     assert sw.open(tmp_path / "a")["n"] == 5.0
+
+
+def test_saves_with_one_writer_may_overlap(tmp_path: Path) -> None:
+    writer = dcp.StorageWriter(tmp_path / "unused", step=7)
+    futures = []
+    for number in range(3):
+        state = {"w": torch.full((1 << 20,), float(number)), "n": number}
+        place = tmp_path / str(number)
+        futures.append(dcp.async_save(state, checkpoint_id=place, storage_writer=writer))
+    for future in futures:
+        assert isinstance(future, Future)
+        future.result(timeout=60)
+    for number in range(3):
+        saved = sw.open(tmp_path / str(number))
+        assert (saved.step, saved["n"]) == (7, number)
+        assert saved["w"][...].unique().tolist() == [float(number)]

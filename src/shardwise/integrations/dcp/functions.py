@@ -103,7 +103,8 @@ def async_save(
     Raises:
         StateError: an option has no meaning here.
     """
-    writer = _writer(checkpoint_id, storage_writer, use_collectives=use_collectives)
+    # Saves may overlap. Each has a writer of its own, because a writer holds the state of one save.
+    writer = copy.copy(_writer(checkpoint_id, storage_writer, use_collectives=use_collectives))
     own_group = None
     is_thread = async_checkpointer_type is AsyncCheckpointerType.THREAD
     if is_thread and process_group is None and not no_dist and dist.is_initialized():
