@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
+from math import isnan
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch import Tensor
 
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointNotFoundError, StateError
 from shardwise.integrations.lightning.plugin import has_only_weights
-from shardwise.integrations.lightning.trainer_values import TrainerValues
+from shardwise.integrations.lightning.trainer_values import TrainerValues, validation_follows
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.retention import Best, Choice, Keep, choose_step
@@ -66,7 +69,8 @@ class ShardwiseCheckpoint(Checkpoint):
         last_handle: the handle of the last save; None before it.
 
     Raises:
-        ValueError: an option is out of range, or `options` has one that this callback sets.
+        ValueError: an option is out of range, or two options contradict each other.
+        TypeError: an option is unknown.
     """
 
     def __init__(
@@ -92,21 +96,7 @@ class ShardwiseCheckpoint(Checkpoint):
                 raise ValueError(
                     f"ShardwiseCheckpoint({name}={number}): expected a whole number, at least 1"
                 )
-        if save_top_k < -1 or save_top_k == 0:
-            raise ValueError(
-                f"ShardwiseCheckpoint(save_top_k={save_top_k}): expected -1 to keep all "
-                "checkpoints, or at least 1"
-            )
-        if "keep" in options and save_top_k != 1:
-            raise ValueError("ShardwiseCheckpoint: pass either keep= or save_top_k=, not both")
-        if resume == "best" and monitor is None:
-            raise ValueError('ShardwiseCheckpoint(resume="best"): pass monitor=, too')
-        if isinstance(resume, bool) or (
-            isinstance(resume, str) and resume not in ("newest", "best")
-        ):
-            raise ValueError(
-                f'ShardwiseCheckpoint(resume={resume!r}): expected "newest", "best", a step or None'
-            )
+        _check_options(monitor, save_top_k, resume, options)
         if every_n_train_steps is None and every_n_epochs is None:
             every_n_epochs = 1
         self._root = str(root)
@@ -119,7 +109,8 @@ class ShardwiseCheckpoint(Checkpoint):
             **options,
         }
         self._saved_step = 0
-        self._warned_of_monitor = False
+        self._has_saved_metric = self._warned_of_monitor = False
+        self._validated: tuple[int, Tensor | None] | None = None
         self._rng_state: dict[str, Any] | None = None
         self.checkpointer: Checkpointer | None = None
         self.last_handle: SaveHandle | None = None
@@ -153,10 +144,16 @@ class ShardwiseCheckpoint(Checkpoint):
                 "because the plugin ShardwiseCheckpointIO did not save it: leave ckpt_path out; to "
                 "resume a run of ShardwiseCheckpoint, pass ShardwiseCheckpoint(root, resume=STEP)"
             )
+        self._refuse_second_callback(trainer)
+        self._validated = None
         self.checkpointer = Checkpointer(self._root, **self._options)
-        if self._resume is None or trainer.ckpt_path is not None:
+        if trainer.ckpt_path is not None:
             return
-        restored = self.checkpointer.restore(self._state(trainer), step=self._resume)
+        if self._resume is None:
+            self._refuse_later_steps(trainer, self.checkpointer)
+            return
+        choice = self._best() if self._resume == "best" else self._resume
+        restored = self.checkpointer.restore(self._state(trainer), step=choice)
         if restored is not None and not trainer.is_last_batch:
             self._rng_state = RngState().capture()
 
@@ -177,18 +174,29 @@ class ShardwiseCheckpoint(Checkpoint):
         """Count the batch, and save after every `every_n_train_steps` steps."""
         if self._data is not None:
             self._data.advance()
-        if trainer.is_last_batch and self._is_epoch_due(trainer):
-            return  # on_train_epoch_end saves, with the metrics of the validation
-        if self._every_n_train_steps and trainer.global_step % self._every_n_train_steps == 0:
+        if trainer.is_last_batch or validation_follows(trainer):
+            return  # on_train_epoch_end or on_validation_end saves, with the metrics
+        if self._is_step_due(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember the metric, and save if the step is due and the epoch goes on."""
+        if trainer.sanity_checking or self.checkpointer is None:
+            return
+        found = trainer.callback_metrics.get(self._monitor or "")
+        if self._validated is None or not _is_same(found, self._validated[1]):
+            self._validated = trainer.global_step, found
+        if self._is_step_due(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after every `every_n_epochs` epochs."""
+        """Save after every `every_n_epochs` epochs, and if the last step is due."""
         # Otherwise, Lightning would not step ReduceLROnPlateau in the first epoch after a resume.
-        trainer.fit_loop.restarting = False
-        self._warn_of_missing_metric(trainer)
-        if self._is_epoch_due(trainer):
+        # With max_steps, the setter of `restarting` would set True.
+        trainer.fit_loop._restarting = False
+        if self._is_epoch_due(trainer) or self._is_step_due(trainer):
             self._save(trainer)
+        self._warn_of_missing_metric(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -211,30 +219,74 @@ class ShardwiseCheckpoint(Checkpoint):
         self._saved_step = step
         metrics = None
         if self._monitor is not None:
-            found = trainer.callback_metrics.get(self._monitor)
-            metrics = {self._monitor: float("nan") if found is None else float(found)}
+            measured = self._measured(trainer, self._monitor)
+            self._has_saved_metric |= not isnan(measured)
+            metrics = {self._monitor: measured}
         # A training that went back to an earlier step replaces later checkpoints.
         went_back = self._resume not in ("newest", None) or trainer.ckpt_path is not None
         self.last_handle = self.checkpointer.save(
             step, self._state(trainer), metrics=metrics, overwrite=went_back
         )
 
+    def _measured(self, trainer: Trainer, metric: str) -> float:
+        """Return the value of a metric; NaN if it is missing, or of an earlier step's validation.
+
+        Lightning keeps the metrics of a validation until the next one.
+        """
+        found = trainer.callback_metrics.get(metric)
+        step, validated = self._validated or (0, None)
+        is_old = _is_same(found, validated) and step != trainer.global_step
+        return float("nan") if found is None or is_old else float(found)
+
+    def _is_step_due(self, trainer: Trainer) -> bool:
+        every = self._every_n_train_steps
+        return every is not None and trainer.global_step % every == 0
+
     def _is_epoch_due(self, trainer: Trainer) -> bool:
         every = self._every_n_epochs
         return every is not None and (trainer.current_epoch + 1) % every == 0
 
     def _warn_of_missing_metric(self, trainer: Trainer) -> None:
-        if self._monitor in (None, *trainer.callback_metrics) or self._warned_of_monitor:
+        if self._monitor is None or self._warned_of_monitor:
             return
+        if self._monitor in trainer.callback_metrics:
+            if self.last_handle is None or self._has_saved_metric:
+                return
+            reason = (
+                "no step was saved right after a validation until the end of epoch "
+                f"{trainer.current_epoch}, so no checkpoint counts as the best: pass "
+                "every_n_epochs=1, or validate at steps that are saved"
+            )
+        elif trainer.enable_validation and self._validated is None:
+            return
+        else:
+            reason = (
+                f"no such metric was logged until the end of epoch {trainer.current_epoch}, so no "
+                "checkpoint counts as the best; logged so far: "
+                f"{sorted(trainer.callback_metrics)}. Call "
+                f"self.log({self._monitor!r}, …) in the LightningModule, or correct the name"
+            )
         self._warned_of_monitor = True
         if trainer.is_global_zero:
-            log.warning(
-                "ShardwiseCheckpoint(monitor=%r): no such metric was logged until the end of epoch "
-                "%d, so no checkpoint counts as the best; logged so far: %s. Call self.log(%r, …) "
-                "in the LightningModule, or correct the name",
-                self._monitor, trainer.current_epoch, sorted(trainer.callback_metrics),
-                self._monitor,
-            )  # fmt: skip
+            log.warning("ShardwiseCheckpoint(monitor=%r): %s", self._monitor, reason)
+
+    def _refuse_second_callback(self, trainer: Trainer) -> None:
+        callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ShardwiseCheckpoint)]
+        if self._root in [each._root for each in callbacks if each is not self]:
+            raise StateError(
+                f"the Trainer has two ShardwiseCheckpoint callbacks for {self._root}: pass one "
+                "with the options of both, or choose another root for one of them"
+            )
+
+    def _refuse_later_steps(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
+        newest = trainer.strategy.broadcast(checkpointer.latest())
+        if newest is not None and newest > trainer.global_step:
+            raise StateError(
+                f"{self._root} has checkpoints of an earlier training, up to step {newest}, and "
+                "ShardwiseCheckpoint(resume=None) would begin another one at step "
+                f"{trainer.global_step}: choose another root; or, to continue the training, leave "
+                "resume= out"
+            )
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         is_fsdp1 = isinstance(trainer.strategy, FSDPStrategy)
@@ -271,3 +323,40 @@ def _rules_of_retention(save_top_k: int, best: Best | None) -> Keep:
     if best is None:
         return Keep(last=save_top_k)
     return Keep(last=1, best=replace(best, n=save_top_k))
+
+
+def _is_same(value: Tensor | None, earlier: Tensor | None) -> bool:
+    """Return whether two metrics are the same object of Lightning, not only equal numbers."""
+    if value is None or earlier is None:
+        return False
+    return value.data_ptr() == earlier.data_ptr()
+
+
+def _check_options(
+    monitor: str | None, save_top_k: int, resume: object, options: Mapping[str, Any]
+) -> None:
+    if save_top_k < -1 or save_top_k == 0:
+        raise ValueError(
+            f"ShardwiseCheckpoint(save_top_k={save_top_k}): expected -1 to keep all "
+            "checkpoints, or at least 1"
+        )
+    if unknown := sorted(options.keys() - signature(Checkpointer).parameters.keys()):
+        raise TypeError(
+            f"ShardwiseCheckpoint({unknown[0]}=): unknown option. Its options are its own and "
+            "those of shardwise.Checkpointer; not all options of ModelCheckpoint have a "
+            "counterpart"
+        )
+    if "keep" in options and save_top_k != 1:
+        raise ValueError("ShardwiseCheckpoint: pass either keep= or save_top_k=, not both")
+    ranked = options["keep"].best if isinstance(options.get("keep"), Keep) else None
+    if ranked is not None and ranked.metric != monitor:
+        raise ValueError(
+            f"ShardwiseCheckpoint(monitor={monitor!r}, keep=): the rule best= of keep ranks "
+            f"checkpoints by {ranked.metric!r}: pass monitor={ranked.metric!r}"
+        )
+    if resume == "best" and monitor is None:
+        raise ValueError('ShardwiseCheckpoint(resume="best"): pass monitor=, too')
+    if isinstance(resume, bool) or (isinstance(resume, str) and resume not in ("newest", "best")):
+        raise ValueError(
+            f'ShardwiseCheckpoint(resume={resume!r}): expected "newest", "best", a step or None'
+        )

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning
+import torch
 
 from shardwise.errors import StateError
 from shardwise.integrations.lightning.plugin import TENSORS
 
 _PLATEAUS = "shardwise_metrics_for_plateaus"
+_METRICS = "shardwise_metrics"
 
 
 class TrainerValues:
@@ -27,15 +29,17 @@ class TrainerValues:
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "pytorch-lightning_version": lightning.__version__,
-            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "loops": {"fit_loop": self._progress()},
             "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
             "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         }
         for part in self._parts_with_state():
             if state := part.state_dict():
                 values[type(part).__qualname__] = state
-        if metrics := self._metrics_for_plateaus():
-            values[_PLATEAUS] = metrics
+        if plateaus := self._metrics_for_plateaus():
+            monitors = {trainer.lr_scheduler_configs[int(i)].monitor: plateaus[i] for i in plateaus}
+            # After a resume from a validation, Lightning itself steps the schedulers.
+            values |= {_METRICS: monitors} if trainer.validating else {_PLATEAUS: plateaus}
         for each in trainer.callbacks:
             with _explain_missing_tensors(each):
                 each.on_save_checkpoint(trainer, module, values)
@@ -65,10 +69,17 @@ class TrainerValues:
             if (state := values.get(type(part).__qualname__)) is not None:
                 part.load_state_dict(state)
         trainer.fit_loop.load_state_dict(values["loops"]["fit_loop"])
+        epoch = trainer.fit_loop.epoch_progress.current
+        if epoch.processed == epoch.ready:  # With max_steps, Lightning would repeat the epoch's end
+            trainer.fit_loop._restarting = False
+            trainer.fit_loop.epoch_loop.restarting = False
         for config, state in zip(schedulers, values["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         for index, metric in values.get(_PLATEAUS, {}).items():
             module.lr_scheduler_step(schedulers[int(index)].scheduler, metric)
+        trainer.callback_metrics.update(
+            {name: torch.tensor(metric) for name, metric in values.get(_METRICS, {}).items()}
+        )
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
         """Return the values of this rank; those of rank 0 if the number of ranks has changed.
@@ -87,21 +98,46 @@ class TrainerValues:
             )
         return values[0]
 
+    def _progress(self) -> dict[str, Any]:
+        """Return the state of the loops.
+
+        If the training ends in the middle of an epoch, this is the state at the end of the last
+        batch. From the state now, Lightning would begin the next epoch.
+        """
+        loops: dict[str, Any] = self._trainer.fit_loop.state_dict()
+        if self._trainer.is_last_batch or not self._epoch_has_ended():
+            return loops
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        for each in ("total", "current"):
+            epoch, batch = loops["epoch_progress"][each], loops["epoch_loop.batch_progress"][each]
+            epoch["processed"] = epoch["completed"]
+            batch["completed"] = batch["processed"] - 1
+        return loops
+
+    def _epoch_has_ended(self) -> bool:
+        """Return whether this is the hook at the end of an epoch, also of one cut short."""
+        epoch = self._trainer.fit_loop.epoch_progress.current
+        return bool(epoch.processed > epoch.completed)
+
     def _metrics_for_plateaus(self) -> dict[str, float]:
         """Return the metrics for schedulers that Lightning will step after this save, by number.
 
-        At the end of an epoch, Lightning steps schedulers such as ReduceLROnPlateau after the save,
-        and does not repeat this when it resumes.
+        At the end of a batch, a validation and an epoch, Lightning steps schedulers such as
+        ReduceLROnPlateau after the save. Only after a validation, it repeats this when it resumes.
         """
-        trainer = self._trainer
-        if not trainer.is_last_batch:
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        has_ended = self._epoch_has_ended()
+        is_cut_short = has_ended and not trainer.is_last_batch
+        if is_cut_short or not trainer.lightning_module.automatic_optimization:
             return {}
+        interval = "epoch" if has_ended else "step"
+        done = 1 + (trainer.current_epoch if has_ended else loop.batch_idx)
         return {
             str(index): float(trainer.callback_metrics[config.monitor])
             for index, config in enumerate(trainer.lr_scheduler_configs)
             if config.reduce_on_plateau
-            and config.interval == "epoch"
-            and (trainer.current_epoch + 1) % config.frequency == 0
+            and config.interval == interval
+            and done % config.frequency == 0
             and config.monitor in trainer.callback_metrics
         }
 
@@ -124,3 +160,11 @@ def _explain_missing_tensors(owner: object) -> Iterator[None]:
             "ShardwiseCheckpoint has neither weights nor optimizers: change the hook, or use "
             "ModelCheckpoint with the plugin ShardwiseCheckpointIO"
         ) from error
+
+
+def validation_follows(trainer: Any) -> bool:
+    """Return whether Lightning will validate after this batch, before the next one."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return False  # the clocks of ranks differ
+    fit_loop = trainer.fit_loop
+    return bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))

@@ -1,0 +1,165 @@
+"""The callback for Lightning at the ends of batches, validations, epochs and trainings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import Callback
+
+import shardwise as sw
+from shardwise.integrations.lightning import ShardwiseCheckpoint
+from shardwise.retention import committed_steps
+from shardwise.store import LocalStore
+from tests.integrations.lightning_program import Net
+from tests.integrations.test_lightning import (
+    Interrupt,
+    InterruptionError,
+    equal,
+    train_with_callback,
+)
+
+HALVES: dict[str, Any] = {"val_check_interval": 5}
+STEPS_AND_EPOCHS: dict[str, Any] = {"every_n_train_steps": 3, "every_n_epochs": 1}
+
+
+def metrics_of(root: Path) -> dict[int, float | None]:
+    steps = committed_steps(LocalStore(root))
+    return {step: sw.open(root, step=step).metrics["val_loss"] for step in steps}
+
+
+class NoteLosses(Callback):
+    """Notes the loss of each validation, by step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("options", [{}, STEPS_AND_EPOCHS, {"every_n_train_steps": 5}], ids=str)
+def test_a_training_ends_at_max_steps_and_can_be_extended(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """In the middle of an epoch, and after an interruption at the end of the first epoch."""
+    whole, trainer = train_with_callback(
+        tmp_path / "whole", None, -1, limits={"max_steps": 25}, **options
+    )
+    assert trainer.global_step == 25
+    assert committed_steps(LocalStore(tmp_path / "whole"))[-1] == 25 or not options
+    for first in (10, 13, 20):
+        root = tmp_path / str(first)
+        train_with_callback(root, None, -1, limits={"max_steps": first}, **options)
+        parts, trainer = train_with_callback(root, None, -1, limits={"max_steps": 25}, **options)
+        assert trainer.global_step == 25
+        assert equal(parts.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("options", [STEPS_AND_EPOCHS, {"every_n_train_steps": 5}], ids=str)
+def test_a_training_continues_after_a_validation_within_an_epoch(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole, _ = train_with_callback(tmp_path / "whole", None, 3, limits=HALVES, **options)
+    for batch in (7, 12, 17, 22):
+        root = tmp_path / str(batch)
+        with pytest.raises(InterruptionError):
+            train_with_callback(root, None, 3, [Interrupt(batch)], limits=HALVES, **options)
+        parts, _ = train_with_callback(root, None, 3, limits=HALVES, **options)
+        assert equal(parts.state_dict(), whole.state_dict())
+
+
+def test_a_checkpoint_has_the_metric_of_its_own_step(tmp_path: Path) -> None:
+    """Not that of the validation before."""
+    noted = NoteLosses()
+    options: dict[str, Any] = {"monitor": "val_loss", "save_top_k": -1}
+    train_with_callback(
+        tmp_path / "halves", None, 2, [noted], limits=HALVES, every_n_train_steps=5, **options
+    )
+    assert metrics_of(tmp_path / "halves") == noted.losses
+    assert [*noted.losses] == [5, 10, 15, 20]
+    every_other = {"check_val_every_n_epoch": 2}
+    train_with_callback(tmp_path / "epochs", None, 3, limits=every_other, **options)
+    found = metrics_of(tmp_path / "epochs")
+    assert [step for step, value in found.items() if value is not None] == [20]
+    best, _ = train_with_callback(tmp_path / "epochs", None, 2, resume="best", **options)
+    saved = sw.open(tmp_path / "epochs", step=20).state_dict("model")
+    assert equal(best.state_dict(), saved)
+
+
+class StepPlateauNet(Net):
+    """A training whose scheduler reacts to a metric after each step."""
+
+    metric = "train_loss"
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.9, factor=0.9
+        )
+        config = {"scheduler": scheduler, "interval": "step", "monitor": self.metric}
+        return {"optimizer": optimizer, "lr_scheduler": {**config, "frequency": 5, "strict": False}}
+
+
+class HalfEpochPlateauNet(StepPlateauNet):
+    """A training whose scheduler reacts to each validation."""
+
+    metric = "val_loss"
+
+
+@pytest.mark.parametrize("net", [StepPlateauNet, HalfEpochPlateauNet])
+def test_a_scheduler_that_reacts_within_an_epoch_misses_no_step(
+    tmp_path: Path, net: type[Net]
+) -> None:
+    limits = HALVES if net is HalfEpochPlateauNet else {}
+    options: dict[str, Any] = {"net": net, "limits": limits, "every_n_train_steps": 5}
+    whole, _ = train_with_callback(tmp_path / "whole", None, 2, **options)
+    with pytest.raises(InterruptionError):
+        train_with_callback(tmp_path / "parts", None, 2, [Interrupt(7)], **options)
+    parts, _ = train_with_callback(tmp_path / "parts", None, 2, **options)
+    assert equal(parts.state_dict(), whole.state_dict())
+
+
+def test_a_new_training_in_the_root_of_another_is_refused(tmp_path: Path) -> None:
+    train_with_callback(tmp_path, None, 2)
+    with pytest.raises(sw.StateError, match=r"up to step 20.*at step 0: choose another root"):
+        train_with_callback(tmp_path, None, 2, resume=None)
+
+
+def test_two_callbacks_for_one_root_are_refused(tmp_path: Path) -> None:
+    second = ShardwiseCheckpoint(tmp_path, every_n_train_steps=5, memory=None)
+    with pytest.raises(sw.StateError, match="two ShardwiseCheckpoint callbacks for"):
+        train_with_callback(tmp_path, None, 1, [second])
+
+
+def test_an_unknown_option_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"ShardwiseCheckpoint\(save_last=\): unknown option"):
+        ShardwiseCheckpoint(tmp_path, save_last=True)
+
+
+def test_an_epoch_without_validation_warns_of_no_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"check_val_every_n_epoch": 2}
+    train_with_callback(tmp_path, None, 2, limits=limits, monitor="val_loss")
+    assert not [each for each in caplog.records if "val_loss" in each.message]
+
+
+def test_validations_at_steps_that_are_not_saved_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_with_callback(tmp_path, None, 2, monitor="val_loss", every_n_train_steps=3)
+    messages = [each.message for each in caplog.records if "val_loss" in each.message]
+    assert len(messages) == 1
+    assert "no step was saved right after a validation until the end of epoch 0" in messages[0]
