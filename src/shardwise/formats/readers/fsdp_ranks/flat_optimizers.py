@@ -73,6 +73,18 @@ def is_flat_optimizer(state: Mapping[str, Any]) -> bool:
     return any(_is_flat(value) for entry in _entries(state).values() for value in entry.values())
 
 
+def is_whole_optimizer(model: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Return whether neither a model nor its optimizer is sharded, as with FSDP1 on one rank.
+
+    The arrays of flat parameters have one dimension, so an array with more belongs to a parameter.
+    """
+    return not any(isinstance(value, LocalPart) for value in model.values()) and any(
+        isinstance(value, StoredArray) and len(value.shape) > 1
+        for entry in _entries(state).values()
+        for value in entry.values()
+    )
+
+
 def name_parameters(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's state with the names of its parameters, if they follow from the model.
 
@@ -297,8 +309,8 @@ def _convert(
             key: make_part(value) if _is_flat(value) else value for key, value in entry.items()
         }
     (group,) = optimizer[GROUPS]
-    names = [parameters.names[parameter] for parameter in by_parameter]
-    return {STATE: state, GROUPS: [{**group, PARAMS: [*by_parameter], PARAM_NAMES: names}]}
+    names = [*parameters.names]  # also of frozen parameters, which have no state
+    return {STATE: state, GROUPS: [{**group, PARAMS: [*range(len(names))], PARAM_NAMES: names}]}
 
 
 def _part_maker(

@@ -18,6 +18,7 @@ from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
     is_flat_optimizer,
+    is_whole_optimizer,
     name_parameters,
 )
 
@@ -132,6 +133,8 @@ def _convert_optimizers(by_kind: dict[str, list[Any]], same_bytes: SameBytes) ->
     """
     optimizers = by_kind.get(OPTIMIZER, [])
     models = by_kind.get(MODEL, [{} for _ in optimizers])
+    if all(map(is_whole_optimizer, models, optimizers)):
+        return
     if any(map(is_flat_optimizer, optimizers)):
         by_kind[OPTIMIZER] = convert_flat_optimizers(models, optimizers, same_bytes)
     elif optimizers:
