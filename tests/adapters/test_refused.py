@@ -267,7 +267,7 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
         return {"model": model, "optimizer": optimizer}
 
     sw.save(tmp_path, run(torch.optim.AdamW))
-    with pytest.raises(sw.MismatchError, match="saved by another kind of optimizer"):
+    with pytest.raises(sw.MismatchError, match=r"saved by another kind of optimizer.*skip=\['"):
         sw.load(tmp_path, run(torch.optim.SGD))
     sw.load(tmp_path, run(torch.optim.Adam))
 

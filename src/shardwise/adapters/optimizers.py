@@ -225,7 +225,8 @@ class OptimizerBinding(Binding):
         if settings and unexpected and missing:
             yield (
                 f"{name}: saved by another kind of optimizer, whose settings include "
-                f"{', '.join(sorted(unexpected))} and not {', '.join(sorted(missing))}"
+                f"{', '.join(sorted(unexpected))} and not {', '.join(sorted(missing))}: leave it "
+                f"out with skip=[{f'{self.name}.*'!r}]"
             )
 
     def _restore_state(

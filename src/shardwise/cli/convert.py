@@ -159,7 +159,7 @@ def average(
     --take-first matches them. Plain values that differ are left out. `shardwise export --help`
     describes the formats of --to.
 
-    To resume an interrupted run, run the same command again.
+    To resume after an interruption, run the same command again.
 
     \b
     Example:
@@ -195,10 +195,11 @@ def merge_lora(
 ) -> None:
     """Write a model with a LoRA adapter merged into its weights.
 
-    ADAPTER is a directory that PEFT saved, or a checkpoint whose names end in lora_A and lora_B.
-    BASE does not change. `shardwise export --help` describes the formats of --to.
+    ADAPTER is a directory that PEFT saved, or a checkpoint whose names end in lora_A and lora_B, or
+    in lora_a and lora_b. BASE does not change. `shardwise export --help` describes the formats of
+    --to.
 
-    To resume an interrupted run, run the same command again.
+    To resume after an interruption, run the same command again.
 
     \b
     Example:

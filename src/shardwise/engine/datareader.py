@@ -46,7 +46,8 @@ class DataReader:
             self._file: ReadableFile = store.open(entry.name)
         except FileNotFoundError as error:
             raise CorruptionError(
-                f"{self._label} is missing, but the manifest lists it: copy it too"
+                f"{self._label} is missing, but the manifest lists it: copy it from an intact "
+                "source, or load another checkpoint"
             ) from error
         except StoreUnavailableError:
             raise

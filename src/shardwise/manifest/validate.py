@@ -48,7 +48,8 @@ def validated_pieces_of(store: Store, manifest: Manifest) -> Pieces:
                 return file.size
         except FileNotFoundError:
             raise CorruptionError(
-                f"{store}: the file {name} is missing, but the manifest lists it: copy it too"
+                f"{store}: the file {name} is missing, but the manifest lists it: copy it from an "
+                "intact source, or load another checkpoint"
             ) from None
 
     try:
