@@ -12,7 +12,14 @@ from shardwise.adapters import bind_state
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.compile_and_gc import pause_gc, skip_compile
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, has_cpu_backend
+from shardwise.engine.group import (
+    TIMEOUT,
+    Group,
+    SoloGroup,
+    TorchGroup,
+    has_cpu_backend,
+    warn_without_group,
+)
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import SaveRequest
@@ -97,7 +104,7 @@ def save(
             refuse_as_destination(store)
         return SaveRequest(state=local, store=store, arena=arena, options=options)
 
-    with pause_gc(), resolved_group(group) as ranks:
+    with pause_gc(), resolved_group(group, to_save=True) as ranks:
         return save_all(prepare, ranks, PlanCache() if plan_cache is None else plan_cache, recorder)
 
 
@@ -226,17 +233,25 @@ def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
 
 
 @contextmanager
-def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
+def resolved_group(
+    group: dist.ProcessGroup | Group | None, *, to_save: bool = False
+) -> Iterator[Group]:
     """Provide the group of ranks while the block runs: `group`, or the default process group.
 
     If the process group has no backend for CPU tensors, a gloo group of the same ranks is created
     and destroyed at the end of the block.
+
+    Args:
+        group: as the user passed it.
+        to_save: warn if several processes have no process group, because all would save alone.
     """
     if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER of torch.distributed
         raise StateError(
             "group: this rank is not in the process group; call save and load on its members only"
         )
     if group is None and not (dist.is_available() and dist.is_initialized()):
+        if to_save:
+            warn_without_group()
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
         chosen = dist.group.WORLD if group is None else group

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+import shardwise as sw
 from shardwise.engine.group import own_group
 
 
@@ -16,3 +19,18 @@ def test_one_rank_alone_talks_to_nobody() -> None:
         assert own_group(timedelta(seconds=5)) is None
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_without_a_process_group_are_warned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    sw.save(tmp_path / "a", {"t": 1})
+    assert not caplog.messages
+    monkeypatch.setenv("WORLD_SIZE", "23")
+    sw.save(tmp_path / "b", {"t": 1})
+    with sw.Checkpointer(tmp_path / "c", memory=None) as checkpointer:
+        checkpointer.save(1, {"t": 1})
+    (said,) = caplog.messages
+    assert said.startswith("WORLD_SIZE is 23, but there is no process group")
+    assert "init_process_group" in said
