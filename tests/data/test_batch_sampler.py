@@ -124,6 +124,20 @@ def test_the_global_batch_may_change_on_resume() -> None:
     assert train_epoch([after]) == [[6, 7, 8, 9, 10, 11, 12, 13], [14, 15, 16, 17, 18, 19, 0, 1]]
 
 
+def test_a_short_batch_after_a_resume_must_have_a_sample_for_each_rank() -> None:
+    """The global batch has changed, and so has the size of the last batch of this epoch."""
+    (before,) = samplers(1, length=20, global_batch=5)
+    next(iter(before))
+    before.advance()
+    options = {"length": 20, "global_batch": 7, "last_batch": "short"}
+    one, *_ = samplers(2, **options)
+    with pytest.raises(sw.StateError, match=r"15 samples .* are left: .* has 1, too few for 2"):
+        one.load_state_dict(before.state_dict())
+    (alone,) = samplers(1, **options)
+    alone.load_state_dict(before.state_dict())
+    assert [len(batch) for batch in alone] == [7, 7, 1]
+
+
 @pytest.mark.parametrize("changed", [{"length": 21}, {"seed": 1}, {"shuffle": False}])
 def test_another_order_is_refused_on_resume(changed: dict[str, Any]) -> None:
     (before,), (after,) = samplers(1), samplers(1, **changed)
@@ -148,7 +162,7 @@ def test_an_invalid_position_is_refused(samples: object) -> None:
         ({"global_batch": 2}, "global_batch=2.*less than one sample for each of 3 ranks"),
         ({"seed": -1}, r"seed=-1\)"),
         ({"last_batch": "drop"}, "expected 'carry' or 'short'"),
-        ({"last_batch": "short"}, "20 samples has 2, too few for 3 ranks"),
+        ({"last_batch": "short"}, "20 samples: the last batch has 2, too few for 3 ranks"),
         ({"rank": 3}, "expected a rank from 0 to"),
         ({"rank": None}, "pass both"),
     ],

@@ -269,6 +269,7 @@ def test_a_source_needs_a_name(name: Any) -> None:
         ({"weights": {"s0": 0, "s1": 0}}, "not all 0"),
         ({"weights": {"s0": -1, "s1": 2}}, "at least 0"),
         ({"weights": {"s0": float("nan"), "s1": 2}}, "at least 0"),
+        ({"weights": {"s0": 1e308, "s1": 1e308}}, "finite weights"),
         ({"sources": {}}, "at least one source"),
         ({"seed": -1}, r"seed=-1\)"),
         ({"failures_allowed": -1}, r"failures_allowed=-1\)"),
@@ -279,6 +280,12 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
     arguments = {"sources": label_sources([1] * 3, [1] * 9), "streams": 3, **options}
     with pytest.raises(ValueError, match=message):
         ElasticStreamDataset(**arguments)
+
+
+@pytest.mark.parametrize("weights", [[1, 2], {"s0": "x", "s1": 1}, {"s0": None, "s1": 1}])
+def test_weights_must_be_numbers_by_name(weights: Any) -> None:
+    with pytest.raises(TypeError, match=r"ElasticStreamDataset\(weights="):
+        ElasticStreamDataset(label_sources([1] * 3, [1] * 9), streams=3, weights=weights)
 
 
 @pytest.mark.parametrize(

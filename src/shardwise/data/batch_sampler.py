@@ -169,7 +169,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         The number of ranks, `global_batch` and `last_batch` may have changed.
 
         Raises:
-            StateError: the state belongs to another order of samples, or is invalid.
+            StateError: the state belongs to another order of samples, or is invalid; or the last
+                batch of its epoch would have fewer samples than there are ranks.
         """
         samples, batches = state.get("samples"), state.get("batches")
         changed = [
@@ -187,6 +188,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise StateError(f"the state of an ElasticBatchSampler has samples={samples!r}")
         if type(batches) is not int or not 0 <= batches <= samples:
             raise StateError(f"the state of an ElasticBatchSampler has batches={batches!r}")
+        left = self.length - samples % self.length
+        if problem := self._find_too_short_batch(left):
+            raise StateError(
+                f"the state of an ElasticBatchSampler has samples={samples}, after which {left} "
+                f"samples of the epoch are left: {problem}"
+            )
         self._position = self._drawn = samples
         self._batches = batches
         self._ahead = 0
@@ -233,10 +240,18 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"ElasticBatchSampler(global_batch={self.global_batch}): less than one sample for "
                 f"each of {self.world_size} ranks"
             )
-        last = self.length % self.global_batch or self.global_batch
-        if self.last_batch == "short" and last < self.world_size:
+        if problem := self._find_too_short_batch(self.length):
             raise ValueError(
-                f"ElasticBatchSampler(last_batch='short'): the last batch of an epoch of "
-                f"{self.length} samples has {last}, too few for {self.world_size} ranks: pass "
-                "last_batch='carry', or another global_batch"
+                f"ElasticBatchSampler(last_batch='short'): an epoch has {self.length} samples: "
+                f"{problem}"
             )
+
+    def _find_too_short_batch(self, samples: int) -> str | None:
+        """Return a message if some rank gets nothing of the last batch of these samples."""
+        last = samples % self.global_batch or self.global_batch
+        if self.last_batch == "carry" or last >= self.world_size:
+            return None
+        return (
+            f"the last batch has {last}, too few for {self.world_size} ranks: pass "
+            "last_batch='carry', or another global_batch"
+        )

@@ -143,14 +143,22 @@ class ElasticStreamDataset:
 
 def _thresholds(names: tuple[str, ...], weights: Mapping[str, float] | None) -> list[int]:
     """Return, for each source, the end of its part of the numbers below 2⁶⁴."""
-    given = dict.fromkeys(names, 1.0) if weights is None else dict(weights)
+    given = dict.fromkeys(names, 1.0) if weights is None else weights
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"ElasticStreamDataset(weights={weights!r}): expected a weight for each name"
+        )
     if given.keys() != set(names):
         raise ValueError(
             f"ElasticStreamDataset(weights): expected a weight for each of {list(names)}, not for "
             f"{list(given)}"
         )
-    ends = list(accumulate(float(given[name]) for name in names))
-    if not ends or not all(0 <= each < np.inf for each in given.values()) or ends[-1] <= 0:
+    try:
+        numbers = [float(given[name]) for name in names]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"ElasticStreamDataset(weights={weights!r}): {error}") from error
+    ends = list(accumulate(numbers))
+    if not ends or min(numbers) < 0 or not 0 < ends[-1] < np.inf:
         raise ValueError(
             f"ElasticStreamDataset(weights={weights}): expected at least one source, and finite "
             "weights of at least 0 that are not all 0"
