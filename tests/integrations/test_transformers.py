@@ -424,3 +424,20 @@ def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, "shardwise.integrations.transformers", raising=False)
     with pytest.raises(ImportError, match="pip install transformers accelerate"):
         importlib.import_module("shardwise.integrations.transformers")
+
+
+@pytest.mark.parametrize("place", ["", "step-00000001", "link"])
+def test_another_run_that_goes_on_is_resumed_from_one_step(tmp_path: Path, place: str) -> None:
+    """Each resume loads twice: the counters, and then the rest."""
+    from shardwise.integrations.transformers.resuming import LoadPath
+
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "link").symlink_to("step-00000001")
+    load, found = LoadPath(str(root / place)), []
+    for step in (1, 2):
+        sw.save(root / f"step-{step:08}", {"a": step}, step=step)
+        state = {"a": 0}
+        load(state)
+        found.append(state["a"])
+    assert found == [1, 1]

@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointNotFoundError
+from shardwise.manifest.names import step_of_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.retention import Choice
 
@@ -111,13 +112,22 @@ def is_directory(path: str) -> bool:
 
 @dataclass
 class LoadPath:
-    """Loads a checkpoint of another run."""
+    """Loads a checkpoint of another run: first the counters, then the rest of the same step.
+
+    Attributes:
+        path: a checkpoint, or the root of a run.
+        step: which step of the root; after the first load, its number. The other run may go on.
+    """
 
     path: str
     step: Choice = "newest"
 
     def __call__(self, state: Any) -> None:
-        api.load(self.path, state, step=self.step)
+        report = api.load(self.path, state, step=self.step)
+        name, own_name = (os.path.basename(os.path.abspath(p)) for p in (report.path, self.path))
+        step = step_of_directory(name)
+        if step is not None and name != own_name:  # the path is a root
+            self.step = step
 
 
 def step_of_path(path: object) -> int | None:
