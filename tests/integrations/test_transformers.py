@@ -47,6 +47,7 @@ class Run:
         dropout: the probability of dropout, which depends on the random generator of the rank.
         hub: push to the Hub.
         lora: train an adapter of PEFT, and the whole output layer.
+        nodes: each rank has a separate output_dir, and only the root of shardwise is shared.
         shm: where agents keep what they save in the background; None saves without agents.
         options: further arguments of TrainingArguments.
     """
@@ -60,6 +61,7 @@ class Run:
     parallelism: str = "plain"
     hub: bool = False
     lora: bool = False
+    nodes: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,6 +76,7 @@ def make_trainer(run: Run) -> Any:
 
         def open_checkpointer(self, root: str, keep: sw.Keep) -> sw.Checkpointer:
             memory = run.shm and sw.Memory(snapshot_every=0, slots=1, dir=run.shm)
+            root = str(run.output / "shardwise") if run.nodes else root
             return sw.Checkpointer(root, keep=keep, memory=memory)
 
         def create_accelerator_and_postprocess(self) -> None:
@@ -128,9 +131,10 @@ def make_trainer(run: Run) -> Any:
         config = deepspeed_config(run.parallelism, arguments["per_device_train_batch_size"])
         configured = {"use_configured_state": True}
         arguments |= {"use_cpu": False, "deepspeed": config, "accelerator_config": configured}
+    output = run.output / os.environ["RANK"] if run.nodes else run.output
     trainer = Recording(
         model,
-        TrainingArguments(output_dir=str(run.output), **arguments),
+        TrainingArguments(output_dir=str(output), **arguments),
         train_dataset=dataset,
         eval_dataset=dataset[:8],
     )

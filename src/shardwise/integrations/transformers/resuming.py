@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
 
@@ -15,12 +15,14 @@ from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointNotFoundError
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.retention import Choice
+from shardwise.retention import Best, Choice, committed_steps
+from shardwise.store import open_store
 
 SUBDIRECTORY = "shardwise"
 TRAINER_STATE_FILE = "trainer_state.json"
 TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 log = logging.getLogger("shardwise")
+T = TypeVar("T")
 
 
 @dataclass
@@ -80,6 +82,11 @@ class RestoreStep:
         try:
             step = self.checkpointer.restore(state, step=self.choice)
         except CheckpointNotFoundError:
+            if isinstance(self.choice, Best):
+                raise CheckpointNotFoundError(
+                    "no checkpoint of this training was the best by metric_for_best_model when it "
+                    "was saved: pass resume_from_checkpoint=True for the newest checkpoint"
+                ) from None
             if not isinstance(self.choice, int) or not self.may_be_earlier:
                 raise
             earlier = [each for each in shared_steps(self.checkpointer) if each < self.choice]
@@ -96,18 +103,45 @@ class RestoreStep:
         self.choice = step
 
 
+def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_dir: str) -> None:
+    """Correct the path of the best checkpoint in the state of the Trainer, if it is missing.
+
+    The Trainer ignores a best checkpoint without a directory `checkpoint-…`. It is missing if the
+    training was moved, or if only the checkpoints of shardwise, in another place, are left.
+    """
+    recorded = state.get("best_model_checkpoint")
+    if recorded is not None and is_directory(recorded):
+        return
+    step = state.get("best_global_step") if recorded is None else step_of_path(recorded)
+    if isinstance(load, RestoreStep):
+        folder, is_own, steps = output_dir, True, shared_steps(load.checkpointer)
+    elif os.path.basename(os.path.normpath(load.path)) == SUBDIRECTORY:
+        folder, is_own = os.path.dirname(os.path.normpath(load.path)), False
+        steps = from_rank_0(committed_steps(open_store(load.path)))
+    else:
+        return
+    path = os.path.join(folder, f"checkpoint-{step}")
+    if step in steps and (is_own or is_directory(path)):
+        state["best_model_checkpoint"] = path
+        if is_own:
+            os.makedirs(path, exist_ok=True)
+
+
 def shared_steps(checkpointer: Checkpointer) -> list[int]:
     """Return the committed steps as rank 0 sees them, because others may just be written."""
-    steps = [checkpointer.steps()]
-    broadcast_object_list(steps)
-    return steps[0]
+    return from_rank_0(checkpointer.steps())
 
 
 def is_directory(path: str) -> bool:
     """Return whether rank 0 sees a directory."""
-    found = [os.path.isdir(path)]
-    broadcast_object_list(found)
-    return found[0]
+    return from_rank_0(os.path.isdir(path))
+
+
+def from_rank_0(value: T) -> T:
+    """Return the value of rank 0, on all ranks."""
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
 
 
 @dataclass
@@ -139,6 +173,6 @@ def step_of_path(path: object) -> int | None:
 
 
 def is_written_by_trainer(folder: str) -> bool:
-    """Return whether the original Trainer wrote this directory."""
+    """Return whether the original Trainer wrote this directory, as rank 0 sees it."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return any(name not in (TRAINER_STATE_FILE, SUBDIRECTORY) for name in names)
+    return from_rank_0(any(name not in (TRAINER_STATE_FILE, SUBDIRECTORY) for name in names))

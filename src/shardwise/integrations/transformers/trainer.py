@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from shardwise import api
 from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CorruptionError, StateError
+from shardwise.errors import CorruptionError, MismatchError, StateError
 from shardwise.integrations.accelerate import LoaderEpoch, unwrap_optimizer
 from shardwise.integrations.transformers.arguments import (
     best_checkpoint,
@@ -31,6 +31,7 @@ from shardwise.integrations.transformers.resuming import (
     LoadPath,
     RestoreStep,
     TrainRun,
+    find_best_again,
     is_directory,
     is_written_by_trainer,
     shared_steps,
@@ -110,8 +111,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         """Save the model as `Trainer.save_model` does, except in the checkpoints of `train`."""
         if self._run is None or not _internal_call or output_dir is None:
             super().save_model(output_dir, _internal_call=_internal_call)
-        elif self.args.should_save:
-            os.makedirs(output_dir, exist_ok=True)  # the Trainer writes its state there
+        else:  # The Trainer writes its state there. Every rank looks for the directory of the best
+            os.makedirs(output_dir, exist_ok=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._run is None or self._run.folder != resume_from_checkpoint:
@@ -127,7 +128,16 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         run.is_loading = True
-        run.load(self._training_state(run))
+        try:
+            run.load(self._training_state(run))
+        except MismatchError as error:
+            if run.saves_only_model or "scheduler: not in the checkpoint" not in error.problems:
+                raise
+            raise MismatchError(
+                "the checkpoint has no optimizer and no scheduler. If it was saved with "
+                "save_only_model=True, pass this option again, to continue with new ones",
+                error.problems,
+            ) from error
         run.is_loading = False
         run.rng = None if run.saves_only_model else RngState().state_dict()
         run.is_resuming = True
@@ -215,6 +225,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         run.load, run.is_loading = load, True
         load(counters)
         run.is_loading = False
+        find_best_again(counters["trainer_state"].value, load, self.args.output_dir)
         now, saved = self.get_total_train_batch_size(self.args), counters["samples_per_step"]
         if now != saved and self.is_world_process_zero():
             log.warning(
@@ -253,12 +264,9 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         if step is not None and is_written_by_trainer(str(wanted)):
             return None
         if wanted is True:
-            newest = get_last_checkpoint(self.args.output_dir)
-            if (
-                newest is not None
-                and is_written_by_trainer(newest)
-                and not shared_steps(run.checkpointer)
-            ):
+            output_dir = self.args.output_dir
+            newest = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+            if is_written_by_trainer(newest or "") and not shared_steps(run.checkpointer):
                 return None
             return RestoreStep(run.checkpointer, "newest")
         if wanted == "best":
