@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,14 +14,7 @@ from shardwise.adapters import bind_state
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.compile_and_gc import pause_gc, skip_compile
-from shardwise.engine.group import (
-    TIMEOUT,
-    Group,
-    SoloGroup,
-    TorchGroup,
-    has_cpu_backend,
-    warn_without_group,
-)
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, has_cpu_backend
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import SaveRequest
@@ -44,6 +39,8 @@ from shardwise.tiers.record import open_with_mirror
 
 Place = str | os.PathLike[str] | Store
 Index = str | os.PathLike[str]
+
+log = logging.getLogger("shardwise")
 
 
 @skip_compile
@@ -104,7 +101,8 @@ def save(
             refuse_as_destination(store)
         return SaveRequest(state=local, store=store, arena=arena, options=options)
 
-    with pause_gc(), resolved_group(group, to_save=True) as ranks:
+    warn_without_group(group)
+    with pause_gc(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plan_cache is None else plan_cache, recorder)
 
 
@@ -233,25 +231,17 @@ def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
 
 
 @contextmanager
-def resolved_group(
-    group: dist.ProcessGroup | Group | None, *, to_save: bool = False
-) -> Iterator[Group]:
+def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
     """Provide the group of ranks while the block runs: `group`, or the default process group.
 
     If the process group has no backend for CPU tensors, a gloo group of the same ranks is created
     and destroyed at the end of the block.
-
-    Args:
-        group: as the user passed it.
-        to_save: warn if several processes have no process group, because all would save alone.
     """
     if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER of torch.distributed
         raise StateError(
             "group: this rank is not in the process group; call save and load on its members only"
         )
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        if to_save:
-            warn_without_group()
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
         chosen = dist.group.WORLD if group is None else group
@@ -265,6 +255,27 @@ def resolved_group(
             dist.destroy_process_group(gloo_group)
     else:
         yield group
+
+
+def warn_without_group(group: dist.ProcessGroup | Group | None = None) -> None:
+    """Warn once if a launcher has started several ranks, but they have no process group.
+
+    Each process then saves as the only rank, and all of them save to the same place.
+    """
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        return
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdigit() and int(ranks) > 1:
+        _warn_of_lone_ranks(int(ranks))
+
+
+@functools.cache
+def _warn_of_lone_ranks(ranks: int) -> None:
+    log.warning(
+        "WORLD_SIZE is %d, but there is no process group: this process saves alone, as if it "
+        "were the only rank. Call torch.distributed.init_process_group first",
+        ranks,
+    )
 
 
 def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:

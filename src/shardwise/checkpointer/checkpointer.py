@@ -140,6 +140,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
         self._own_group: TorchGroup | None = None
+        api.warn_without_group()
         try:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +21,6 @@ LENGTH_SIZE = 8
 """The size of the length field at the start of the head."""
 FIRST_SIZE = HEAD_SIZE - LENGTH_SIZE
 """The number of bytes of a message that fit into its head."""
-log = logging.getLogger("shardwise")
 
 
 class Group(Protocol):
@@ -222,7 +218,6 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
         LostRankError: a rank died or did not arrive in time.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        warn_without_group()
         return None
     default = dist.distributed_c10d._get_default_group()
     connect_timeout = timeout
@@ -238,27 +233,6 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
             None
         )
     return TorchGroup(group, own=True)
-
-
-def warn_without_group() -> None:
-    """Warn if a launcher has started several ranks, but they have no process group.
-
-    Each process then saves as the only rank, and all of them save to the same place.
-    """
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if world_size.isdigit() and not (dist.is_available() and dist.is_initialized()):
-        _warn_of_ranks_without_group(int(world_size))
-
-
-@functools.cache
-def _warn_of_ranks_without_group(world_size: int) -> None:
-    """Warn once in this process."""
-    if world_size > 1:
-        log.warning(
-            "WORLD_SIZE is %d, but there is no process group: this process saves alone, as if it "
-            "were the only rank. Call torch.distributed.init_process_group first",
-            world_size,
-        )
 
 
 def own_address() -> str | None:
