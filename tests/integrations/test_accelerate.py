@@ -370,7 +370,11 @@ def load_too_early(run: Run) -> None:
             save_state(accelerator, checkpointer, 3)
         with pytest.raises(sw.StateError, match=r"model, model_1, optimizer.*after prepare"):
             load_state(accelerator, checkpointer)
-        accelerator.prepare(Net(0))
+        model = accelerator.prepare(Net(0))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(sw.StateError, match=r"the checkpoint has model_1, optimizer, optimi"):
+            load_state(accelerator, checkpointer)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)  # nothing loaded
         assert load_state(accelerator, checkpointer, only=["model.*"]) == 2
 
 

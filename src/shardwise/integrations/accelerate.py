@@ -30,10 +30,11 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.data import PerRankLoader
-from shardwise.errors import StateError
+from shardwise.errors import MismatchError, StateError
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.retention import Choice
 from shardwise.state.rng import RngState
+from shardwise.state.selection import is_below
 
 __all__ = ["collect_state", "load_state", "save_state"]
 _REFUSED_BACKENDS = {
@@ -42,6 +43,8 @@ _REFUSED_BACKENDS = {
     DistributedType.XLA: "use accelerator.save_state",
 }
 _OBJECTS = "objects"
+_MOST_OBJECTS = 32
+"""Of each kind. If a checkpoint has more, they are only found after the load."""
 log = logging.getLogger("shardwise")
 T = TypeVar("T")
 
@@ -182,22 +185,49 @@ def load_state(
     state = collect_state(accelerator)
     counters: dict[str, Any] = {**_read_counters(accelerator), _OBJECTS: ""}
     state["accelerator"] = counters
-    restored = checkpointer.restore(state, step=step, strict=strict, only=only, skip=skip)
+    starts = checkpointer._start_from is not None and checkpointer.latest() is None
+    further = {} if only or starts or not strict else _further_keys(state)
+    try:
+        restored = checkpointer.restore(
+            {**state, **further}, step=step, strict=strict, only=only, skip=skip
+        )
+    except MismatchError as error:
+        names = [problem.partition(":")[0] for problem in error.problems]
+        _refuse_lacking([key for key in further if any(is_below(n, {key}) for n in names)], error)
+        raise
     if checkpointer.last_restore is None:
         return restored
-    saved = counters[_OBJECTS].split(",") if counters[_OBJECTS] else []
-    if strict and not only and (lacking := [key for key in saved if key not in state]):
-        raise StateError(
-            f"the checkpoint of step {restored} has {', '.join(lacking)}, and the Accelerator has "
-            "no such objects: call load_state after prepare and register_for_checkpointing; or, "
-            "to leave them out, pass strict=False or only="
-        )
+    if strict and not only:  # with start_from=, a snapshot in memory may have been restored
+        saved = counters[_OBJECTS].split(",") if counters[_OBJECTS] else []
+        _refuse_lacking([key for key in saved if key not in state])
     accelerator.step = counters["step"]
     if counters["in_epoch"] and accelerator._models:
         _restore_rng_before_training(accelerator._models[0])
     if accelerator.is_main_process:
         _warn_of_inexact_parts(accelerator, counters["world_size"])
     return restored
+
+
+def _further_keys(state: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Return keys of objects that a checkpoint may have in addition, with empty modules.
+
+    A strict load into these keys fails before it changes anything.
+    """
+    keys: list[str] = []
+    for kind in ("model", "optimizer", "scheduler", "loader"):
+        numbered = [kind, *(f"{kind}_{index}" for index in range(1, _MOST_OBJECTS))]
+        keys += numbered if kind != "loader" else [*numbered, *(f"{k}_position" for k in numbered)]
+    keys += [f"custom_checkpoint_{index}" for index in range(_MOST_OBJECTS)]
+    return {key: nn.Module() for key in keys if key not in state}
+
+
+def _refuse_lacking(lacking: Sequence[str], cause: Exception | None = None) -> None:
+    if lacking:
+        raise StateError(
+            f"the checkpoint has {', '.join(lacking)}, and the Accelerator has no such objects: "
+            "call load_state after prepare and register_for_checkpointing; or, to leave them out, "
+            "pass strict=False or only="
+        ) from cause
 
 
 def _name_objects(key: str, objects: Sequence[T]) -> Iterator[tuple[str, T]]:
