@@ -1,4 +1,4 @@
-"""Resume a Lightning training in plain PyTorch, from the file that Lightning saves by default.
+"""Resume a Lightning run in plain PyTorch, from the file that Lightning saves by default.
 
 python examples/from_lightning.py --root runs/a \
     --start "lightning_logs/version_0/checkpoints/epoch=0-step=10.ckpt"

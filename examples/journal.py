@@ -1,4 +1,4 @@
-"""The journal of a training: rank 0 writes a JSON line for each loss, save and load."""
+"""The journal of a training run: rank 0 writes a JSON line for each loss, save and load."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import shardwise as sw
 
 
 class Journal:
-    """A file of JSON lines; without a path, nothing is written. All ranks call it together."""
+    """A file of JSON lines; without a path, rank 0 prints them. All ranks call it together."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path if rank() == 0 else None
+        self._path = path
 
     def loss(self, step: int, loss: float) -> None:
         """Write the loss of a step."""
@@ -52,9 +52,13 @@ class Journal:
         )
 
     def _write(self, **entry: object) -> None:
-        if self._path is not None:
-            with self._path.open("a") as file:
-                print(json.dumps(entry), file=file)
+        if rank() != 0:
+            return
+        if self._path is None:
+            print(json.dumps(entry), flush=True)
+            return
+        with self._path.open("a") as file:
+            print(json.dumps(entry), file=file)
 
 
 def entries(path: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Train the GPT with DeepSpeed, with any ZeRO stage or a pipeline, and resume from any other.
 
 DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 4 \\
-    examples/reshape_deepspeed.py --stages 2 --zero 1 --root runs/a
+    examples/reshape_deepspeed.py --stages 2 --zero 1 --root runs/a --steps 20
 DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 3 \\
-    examples/reshape_deepspeed.py --zero 3 --root runs/a
-python examples/train.py --root runs/a
+    examples/reshape_deepspeed.py --zero 3 --root runs/a --steps 40
+python examples/train.py --root runs/a --steps 60
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train a small GPT with Megatron-Core under any parallelism, and resume from any other.
 
 torchrun --standalone --nproc-per-node 8 \\
-    examples/reshape_megatron.py --tensor 2 --pipeline 2 --root runs/a
-torchrun --standalone --nproc-per-node 3 examples/reshape_megatron.py --root runs/a
+    examples/reshape_megatron.py --tensor 2 --pipeline 2 --root runs/a --steps 20
+torchrun --standalone --nproc-per-node 3 examples/reshape_megatron.py --root runs/a --steps 40
 
 The remaining ranks are data-parallel and shard the optimizer state.
 """

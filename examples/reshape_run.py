@@ -1,4 +1,4 @@
-"""Run the phases of a training with torchrun, each on its own number of workers."""
+"""Run the phases of a training run with torchrun, each on its own number of workers."""
 
 from __future__ import annotations
 

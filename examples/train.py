@@ -1,8 +1,10 @@
 """Train a small GPT under any parallelism, and resume where another run stopped.
 
-torchrun --standalone --nproc-per-node 4 examples/train.py --parallel fsdp --root runs/a
-torchrun --standalone --nproc-per-node 2 examples/train.py --parallel tp --root runs/a
-python examples/train.py --root runs/a
+torchrun --standalone --nproc-per-node 4 \\
+    examples/train.py --parallel fsdp --root runs/a --steps 20
+torchrun --standalone --nproc-per-node 2 \\
+    examples/train.py --parallel tp --root runs/a --steps 40
+python examples/train.py --root runs/a --steps 60
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=5, help="steps between saves")
     parser.add_argument("--again", type=Path, help="save the restored state to this directory, too")
     parser.add_argument("--die-at", type=int, help="rank 1 kills itself at this step")
-    parser.add_argument("--journal", type=Path, help="append JSON lines to this file")
+    parser.add_argument(
+        "--journal", type=Path, help="append the losses to this file, instead of printing them"
+    )
     return parser
 
 
