@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK
 from shardwise.store.store import Buffer

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import connections, datareader, links, node_ranks, read_once
+from shardwise.engine import connections, data_reader, links, node_ranks, read_once
 from shardwise.manifest.checksums import BLOCK
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
@@ -309,14 +309,14 @@ def change_what_is_received() -> AbstractContextManager[object]:
 def die_in_mid_load() -> AbstractContextManager[object]:
     """This rank is killed once it has read a few spans."""
     calls = iter(range(1000))
-    read = datareader.DataReader.read
+    read = data_reader.DataReader.read
 
-    def killing(self: datareader.DataReader, *args: object) -> object:
+    def killing(self: data_reader.DataReader, *args: object) -> object:
         if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return read(self, *args)  # type: ignore[arg-type]
 
-    return patch.object(datareader.DataReader, "read", killing)
+    return patch.object(data_reader.DataReader, "read", killing)
 
 
 def fail_to_read() -> AbstractContextManager[object]:
@@ -334,7 +334,7 @@ def fail_to_read() -> AbstractContextManager[object]:
 
 def stop_reading() -> AbstractContextManager[object]:
     """This rank never ends a read in time."""
-    return patch.object(datareader.DataReader, "read", lambda *_: time.sleep(6))
+    return patch.object(data_reader.DataReader, "read", lambda *_: time.sleep(6))
 
 
 def refuse_connections() -> AbstractContextManager[object]:

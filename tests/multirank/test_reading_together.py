@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import datareader, load_together, shared_buffers
+from shardwise.engine import data_reader, load_together, shared_buffers
 from shardwise.plan.ranges import Ranges
-from shardwise.plan.share import ReadsOfNode, SharedReads, share_reads
+from shardwise.plan.within_node import ReadsOfNode, SharedReads, share_reads
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 64, 4096
@@ -68,14 +68,14 @@ def die_while_reading(path: str, count: int, victim: int) -> None:
     """One rank is killed once it has read a few spans."""
     if dist.get_rank() == victim:
         calls = iter(range(1000))
-        read = datareader.DataReader.read
+        read = data_reader.DataReader.read
 
         def killing(self: object, *args: object) -> object:
             if next(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             return read(self, *args)  # type: ignore[arg-type]
 
-        datareader.DataReader.read = killing  # type: ignore[method-assign, assignment]
+        data_reader.DataReader.read = killing  # type: ignore[method-assign, assignment]
     load_columns(path, count)
 
 
@@ -163,7 +163,7 @@ def _in_small_reads(
 
 def stop_reading() -> AbstractContextManager[object]:
     """This rank never ends a read in time."""
-    return patch.object(datareader.DataReader, "read", lambda *_: time.sleep(5))
+    return patch.object(data_reader.DataReader, "read", lambda *_: time.sleep(5))
 
 
 def save_foreign(path: Path, count: int) -> str:

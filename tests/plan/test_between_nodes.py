@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from shardwise.plan.between_nodes import (
     NOBODY,
     NodeRates,
-    NodeReads,
+    ReadsBetweenNodes,
     is_sharing_faster,
     reads_of_node,
     share_between_nodes,
 )
 from shardwise.plan.ranges import Ranges, unite_ranges
-from shardwise.plan.share import share_reads
+from shardwise.plan.within_node import share_reads
 
 BLOCK = 64
 Blocks = set[tuple[int, int]]
@@ -38,7 +38,7 @@ def blocks_of(file: int, low: int, high: int) -> Blocks:
     return {(file, block) for block in range(low // BLOCK, high // BLOCK)}
 
 
-def divide(wanted: list[list[Blocks]], largest: int) -> tuple[NodeReads, list[Ranges]]:
+def divide(wanted: list[list[Blocks]], largest: int) -> tuple[ReadsBetweenNodes, list[Ranges]]:
     """Divide as rank 0 does, with each different list once."""
     lists = [unite_ranges([ranges_of(rank) for rank in node]) for node in wanted]
     keys = [b"".join(c.tobytes() for c in (r.file, r.low, r.high)) for r in lists]
@@ -139,7 +139,7 @@ def test_ranks_of_a_node_have_all_that_they_want(wanted: list[list[Blocks]], lar
         assert order == sorted(order)
 
 
-def in_bytes(reads: NodeReads, ranks: list[int]) -> list[npt.NDArray[np.float64]]:
+def in_bytes(reads: ReadsBetweenNodes, ranks: list[int]) -> list[npt.NDArray[np.float64]]:
     sizes = reads.ranges.high - reads.ranges.low
     return [
         np.bincount(reads.lane[reads.node == n], sizes[reads.node == n], minlength=count)

@@ -19,7 +19,7 @@ from shardwise.plan.load import (
     plan_load,
 )
 from shardwise.plan.ranges import Ranges
-from shardwise.plan.share import fraction_saved, share_reads
+from shardwise.plan.within_node import fraction_saved, share_reads
 
 BLOCK = 64
 DIMS = 3

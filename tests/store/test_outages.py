@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import shardwise as sw
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import LocalStore

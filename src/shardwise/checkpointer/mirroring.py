@@ -1,4 +1,4 @@
-"""`RunMirror`: the ranks of a training start, follow and stop the mirroring of their root."""
+"""`RunMirror`: the ranks of a training run start, follow and stop the mirroring of their root."""
 
 from __future__ import annotations
 

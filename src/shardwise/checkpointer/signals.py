@@ -1,4 +1,4 @@
-"""Signals that end a training, deferred until the state is saved."""
+"""Signals that end the training, deferred until the state is saved."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shardwise.cli.box_picture import draw_boxes, rank_style
 from shardwise.cli.find_checkpoints import CommittedCheckpoint, checked_pieces, open_checkpoint
 from shardwise.cli.name_tree import build_tree, list_leaves, print_tree, tensor_bytes
 from shardwise.cli.terminal import AsJson, print_json, print_labelled, stdout_console, table
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.errors import FormatError, StateError
 from shardwise.layout import Box, choose_plane
 from shardwise.manifest.dtypes import DTYPES

@@ -29,7 +29,7 @@ from shardwise.cli.terminal import (
     stdout_console,
 )
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import Event, Recorder
 from shardwise.manifest.checksums import BLOCK

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry

@@ -22,7 +22,7 @@ from shardwise.engine.doorbell import POLL_SECONDS, Doorbell
 from shardwise.engine.shared_buffers import SharedBuffers
 from shardwise.errors import LostRankError, RankError
 from shardwise.plan.between_nodes import NOBODY
-from shardwise.plan.share import SharedReads
+from shardwise.plan.within_node import SharedReads
 
 SECONDS_TO_REPORT = 2.0
 """The longest time to tell a rank of another node that this rank has failed."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone
 from shardwise.engine.tensors import (

@@ -26,7 +26,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.plan.load import Spans, assign_transfers
 from shardwise.plan.ranges import Ranges
-from shardwise.plan.share import SharedReads, fraction_saved, share_reads
+from shardwise.plan.within_node import SharedReads, fraction_saved, share_reads
 from shardwise.store import MappedStore
 
 WORTH_SHARING = 0.05

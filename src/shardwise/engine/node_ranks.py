@@ -33,7 +33,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.shared_buffers import BufferLayout, SharedBuffers, rings_of
 from shardwise.errors import LostRankError, RankError
 from shardwise.manifest.manifest import FileEntry
-from shardwise.plan.share import SharedReads
+from shardwise.plan.within_node import SharedReads
 from shardwise.store import Store, UploadingStore
 
 PLAN_HEAD_SIZE = 8

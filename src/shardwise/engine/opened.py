@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import LARGEST_ELEMENT, DataReader
+from shardwise.engine.data_reader import LARGEST_ELEMENT, DataReader
 from shardwise.engine.group import Group
 from shardwise.errors import (
     CheckpointNotFoundError,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.engine.shared_buffers import SharedBuffers
 from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError

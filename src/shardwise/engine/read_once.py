@@ -46,7 +46,7 @@ from shardwise.errors import LostRankError
 from shardwise.plan.between_nodes import (
     NOBODY,
     NodeRates,
-    NodeReads,
+    ReadsBetweenNodes,
     ReadsOfNode,
     is_sharing_faster,
     reads_of_node,
@@ -270,7 +270,7 @@ class _Lead:
         self._ranks: list[list[int]] = []  # of each node
         self._lists: list[bytes] = []  # the digests of all different lists of byte ranges
         self._senders: list[int] = []  # the rank that sends each list
-        self._reads: NodeReads | None = None
+        self._reads: ReadsBetweenNodes | None = None
         self._networks: list[float] = []  # the rate of each rank
 
     def choose(self, _: object, messages: list[bytes]) -> bytes:
@@ -366,15 +366,15 @@ def _decode_ranges(data: bytes) -> Ranges:
     return Ranges(*np.frombuffer(zlib.decompress(data), np.int64).reshape(3, -1))
 
 
-def _encode_reads(reads: NodeReads) -> bytes:
+def _encode_reads(reads: ReadsBetweenNodes) -> bytes:
     ranges = reads.ranges
     columns = (ranges.file, ranges.low, ranges.high, reads.node, reads.lane, reads.group)
     return zlib.compress(msgspec.msgpack.encode((np.stack(columns).tobytes(), reads.groups)), 1)
 
 
-def _decode_reads(data: bytes) -> NodeReads:
+def _decode_reads(data: bytes) -> ReadsBetweenNodes:
     encoded, groups = msgspec.msgpack.decode(
         zlib.decompress(data), type=tuple[bytes, tuple[tuple[int, ...], ...]]
     )
     file, low, high, node, lane, group = np.frombuffer(encoded, np.int64).reshape(6, -1)
-    return NodeReads(Ranges(file, low, high), node, lane, group, groups)
+    return ReadsBetweenNodes(Ranges(file, low, high), node, lane, group, groups)

@@ -25,7 +25,7 @@ from shardwise.engine.doorbell import OPERATION, LateRanks, ring_doorbell
 from shardwise.errors import RankError
 from shardwise.plan.between_nodes import NOBODY
 from shardwise.plan.ranges import Int
-from shardwise.plan.share import SharedReads
+from shardwise.plan.within_node import SharedReads
 from shardwise.store.store import Buffer
 
 READY, FAILED = 1, 2

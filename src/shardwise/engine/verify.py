@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.data_reader import DataReader
 from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import find_differences, refuse_differences
 from shardwise.errors import CorruptionError

@@ -29,7 +29,7 @@ Measured rates are uncertain, and shared reads need more processor time."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeReads:
+class ReadsBetweenNodes:
     """Reads that several nodes want, in the order in which all nodes process them.
 
     The nodes of a group pass each read on in a circle, in ascending order.
@@ -65,13 +65,13 @@ class NodeReads:
         sizes = self.ranges.high - self.ranges.low
         return int(sizes[is_member[self.group] & (self.node != node)].sum()) if len(self) else 0
 
-    def restrict_to_node(self, node: int) -> NodeReads:
+    def restrict_to_node(self, node: int) -> ReadsBetweenNodes:
         """Return the reads that a node wants, and the groups that it belongs to."""
         kept = [index for index, group in enumerate(self.groups) if node in group]
         new_index = np.full(len(self.groups), NOBODY, np.int64)
         new_index[kept] = np.arange(len(kept))
         rows = np.isin(self.group, kept)
-        return NodeReads(
+        return ReadsBetweenNodes(
             self.ranges.select_rows(rows),
             self.node[rows],
             self.lane[rows],
@@ -151,7 +151,7 @@ def share_between_nodes(
     ranks: Sequence[int],
     *,
     largest_read: int | Int,
-) -> NodeReads:
+) -> ReadsBetweenNodes:
     """Divide the bytes that several nodes want evenly among these nodes.
 
     Args:
@@ -181,10 +181,12 @@ def share_between_nodes(
     node, lane = _assign_nodes(
         ranges.high - ranges.low, group, groups, ranks, alone[np.array(list_of_node, np.int64)]
     )
-    return NodeReads(ranges, node, lane, group, groups)
+    return ReadsBetweenNodes(ranges, node, lane, group, groups)
 
 
-def reads_of_node(reads: NodeReads, node: int, ranks: Mapping[int, Sequence[int]]) -> ReadsOfNode:
+def reads_of_node(
+    reads: ReadsBetweenNodes, node: int, ranks: Mapping[int, Sequence[int]]
+) -> ReadsOfNode:
     """Return what a node reads, receives and sends.
 
     Args:
