@@ -47,6 +47,8 @@ class Run:
         data: "skip" uses skip_first_batches, "stateful" torchdata's loader, "elastic" a sampler.
         crash: every rank fails after step 11: "kill" by a signal, "raise" by an exception.
         dropout: the probability of dropout, which depends on the random generator of the rank.
+        every: save the steps that are a multiple of this.
+        workers: the number of worker processes of the loader.
     """
 
     root: Path
@@ -54,6 +56,8 @@ class Run:
     crash: str = ""
     dropout: float = 0.1
     parallelism: str = "plain"
+    every: int = SAVE_EVERY
+    workers: int = 0
 
 
 class Net(nn.Module):
@@ -106,7 +110,7 @@ def make_loader(run: Run) -> tuple[Any, ElasticBatchSampler | None]:
         sampler = ElasticBatchSampler(SAMPLES, global_batch=GLOBAL_BATCH, seed=3)
         generator = torch.Generator()  # otherwise, each iteration draws from torch's
         return DataLoader(dataset, batch_sampler=sampler, generator=generator), sampler
-    return DataLoader(dataset, batch_size=GLOBAL_BATCH, shuffle=True), None
+    return DataLoader(dataset, GLOBAL_BATCH, shuffle=True, num_workers=run.workers), None
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def train(run: Run) -> dict[str, Any]:
     accelerator.register_for_checkpointing(seen, *([] if sampler is None else [sampler]))
     torch.manual_seed(100 + accelerator.process_index)  # dropout differs between ranks
     losses, batches = {}, {}
-    with sw.Checkpointer(run.root, save_every=SAVE_EVERY, memory=None) as checkpointer:
+    with sw.Checkpointer(run.root, save_every=run.every, memory=None) as checkpointer:
         step = load_state(accelerator, checkpointer) or 0
         while step < STEPS:
             active = loader
@@ -181,9 +185,16 @@ def resume_after_crash(
     return gang.run(train, run, world=worlds[1])
 
 
-def assert_tail(whole: dict[str, Any], resumed: dict[str, Any], key: str, tolerance: float) -> None:
+def assert_tail(
+    whole: dict[str, Any],
+    resumed: dict[str, Any],
+    key: str,
+    tolerance: float,
+    every: int = SAVE_EVERY,
+) -> None:
     """Steps after the newest save, against those of the uninterrupted training."""
-    tail = {step: value for step, value in whole[key].items() if step > CRASH_AT // 3 * 3}
+    newest = CRASH_AT // every * every
+    tail = {step: value for step, value in whole[key].items() if step > newest}
     assert [*resumed[key]] == [*tail]
     for step, value in tail.items():
         assert resumed[key][step] == pytest.approx(value, rel=tolerance, abs=0), step
@@ -206,14 +217,23 @@ def test_a_training_resumes_bit_for_bit_on_as_many_ranks(
     assert_same_bits(whole, resume_after_crash(gang, run, run, (world, world), crash))
 
 
-def assert_same_bits(whole: list[Any], resumed: list[Any]) -> None:
+def assert_same_bits(whole: list[Any], resumed: list[Any], every: int = SAVE_EVERY) -> None:
     for before, after in zip(whole, resumed, strict=True):
         for key in ("losses", "batches"):
-            assert_tail(before, after, key, 0)
+            assert_tail(before, after, key, 0, every)
         for key in ("seen", "calls", "rate", "noise"):
             assert after[key] == before[key], key
         for name, weight in before["weights"].items():
             assert torch.equal(after["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 1), (2, 0)])
+def test_a_stateful_loader_continues_after_a_complete_epoch(
+    gang: Gang, tmp_path: Path, world: int, workers: int
+) -> None:
+    run = Run(tmp_path / "run", data="stateful", every=EPOCH, workers=workers)
+    whole = gang.run(train, replace(run, root=tmp_path / "whole"), world=world)
+    assert_same_bits(whole, resume_after_crash(gang, run, run, (world, world)), EPOCH)
 
 
 @pytest.mark.parametrize("data", ["skip", "elastic"])

@@ -26,7 +26,7 @@ except ImportError as error:
         f"shardwise.integrations.accelerate needs accelerate ({error}): pip install accelerate"
     ) from error
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.data import PerRankLoader
@@ -60,8 +60,15 @@ class LoaderEpoch:
         self._loader = loader
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of epochs that the loader has completed."""
-        return {"epoch": int(getattr(self._loader, "iteration", 0))}
+        """Return the number of epochs that the loader has completed.
+
+        With the last batch of an epoch, the epoch is complete, but accelerate counts it later.
+        """
+        loader = self._loader
+        progress = getattr(loader, "gradient_state", None)
+        is_active = progress is not None and progress.active_dataloader is loader
+        is_last = is_active and bool(getattr(loader, "end_of_dataloader", False))
+        return {"epoch": int(getattr(loader, "iteration", 0)) + is_last}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Let the next iteration begin with the epoch that was saved."""
@@ -72,6 +79,24 @@ class LoaderEpoch:
         sampler = _sampler_of(self._loader)
         if isinstance(sampler, SeedableRandomSampler):
             sampler.set_epoch(epoch)
+
+
+class LoaderPosition(PerRankLoader):
+    """The position of a prepared loader within an epoch, under `use_stateful_dataloader=True`."""
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Set the position. After a completed epoch, let the loader create its next iterator.
+
+        accelerate has created an iterator before, for an epoch that is complete now. From the saved
+        position, torchdata would create two, and draw further random numbers.
+        """
+        sampler = _sampler_of(self.loader)
+        repeats_order = isinstance(sampler, (SeedableRandomSampler, SequentialSampler))
+        has_state = hasattr(getattr(self.loader, "dataset", None), "state_dict")
+        if value["state"].get("_iterator_finished") and repeats_order and not has_state:
+            self.loader.load_state_dict({})
+        else:
+            super().restore(value)
 
 
 def collect_state(accelerator: Accelerator) -> dict[str, object]:
@@ -102,7 +127,7 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
     for key, loader in _name_objects("loader", accelerator._dataloaders):
         state[key] = LoaderEpoch(loader)
         if getattr(loader, "use_stateful_dataloader", False):
-            state[f"{key}_position"] = PerRankLoader(
+            state[f"{key}_position"] = LoaderPosition(
                 loader, rank=accelerator.process_index, world_size=accelerator.num_processes
             )
     for index, custom in enumerate(accelerator._custom_objects):
@@ -204,7 +229,7 @@ def load_state(
     if counters["in_epoch"] and accelerator._models:
         _restore_rng_before_training(accelerator._models[0])
     if accelerator.is_main_process:
-        _warn_of_inexact_parts(accelerator, counters["world_size"])
+        _warn_of_inexact_parts(accelerator, counters["world_size"], bool(counters["in_epoch"]))
     return restored
 
 
@@ -268,13 +293,30 @@ def _restore_rng_before_training(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(restore)
 
 
-def _sampler_of(loader: DataLoader[object]) -> object:
+def _sampler_of(loader: object) -> object:
     get_sampler = getattr(loader, "get_sampler", None)
     return None if get_sampler is None else get_sampler()
 
 
-def _warn_of_inexact_parts(accelerator: Accelerator, saved_world_size: int) -> None:
+def _warn_of_inexact_parts(
+    accelerator: Accelerator, saved_world_size: int, is_in_epoch: bool
+) -> None:
     for key, loader in _name_objects("loader", accelerator._dataloaders):
+        is_in_first_epoch = is_in_epoch and LoaderEpoch(loader).state_dict()["epoch"] == 0
+        has_position = getattr(loader, "use_stateful_dataloader", False)
+        if (
+            is_in_first_epoch
+            and has_position
+            and loader.num_workers > 0
+            and isinstance(_sampler_of(loader), SeedableRandomSampler)
+        ):
+            log.warning(
+                "%s: if a loader has num_workers and use_stateful_dataloader=True, accelerate "
+                "orders the first epoch of a new run differently, so samples of this epoch are "
+                "repeated or left out. Pass num_workers=0, or skip the batches (see "
+                "docs/howto/accelerate.md)",
+                key,
+            )
         if type(_sampler_of(loader)) is RandomSampler:
             log.warning(
                 "%s: a RandomSampler does not repeat its order, so the samples after a restart "
