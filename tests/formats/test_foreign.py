@@ -220,6 +220,18 @@ def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:
         sw.open(tmp_path)
 
 
+def test_files_that_are_no_checkpoints_are_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"torch\.save\)\. Check the path"):
+        sw.open(tmp_path / "notes.txt")
+    np.savez(tmp_path / "arrays.npz", x=np.ones(3))
+    with pytest.raises(FormatError, match=r"without data\.pkl; pass a file of torch\.save"):
+        sw.open(tmp_path / "arrays.npz")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(FormatError, match=r"such as model\.state_dict\(\)"):
+        sw.open(tmp_path / "module.pt")
+
+
 @pytest.mark.parametrize("cut", [0, 10, 25, -1])
 def test_an_index_that_was_altered_is_refused(tmp_path: Path, cut: int) -> None:
     data = encode_index(scattered(np.zeros((2, 2), np.float32), tmp_path, 0))

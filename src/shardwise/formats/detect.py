@@ -158,10 +158,13 @@ def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
             "this format, or leave out format="
         )
     known = ", ".join(reader.name for reader in READERS)
-    files = ", ".join(list(tree.sizes)[:5]) or "no file"
+    contents = ""
+    if tree.single_file is None:
+        files = ", ".join(list(tree.sizes)[:5]) or "no file"
+        contents = f": it contains {files}{', …' if len(tree.sizes) > 5 else ''}"
     return (
-        f"{tree} is not a checkpoint of a known format ({known}): it contains {files}"
-        f"{', …' if len(tree.sizes) > 5 else ''}{_suggest_checkpoints_below(tree)}"
+        f"{tree} is not a checkpoint of a known format ({known}){contents}"
+        f"{_suggest_checkpoints_below(tree)}"
     )
 
 

@@ -95,7 +95,8 @@ def unpickle(
         raise FormatError(
             f"{source}: contains objects that are not read from pickles: "
             f"{', '.join(unknown_names[:MOST_NAMES_SHOWN])}{more}; shardwise ran no code from the "
-            "file. Save without them, or leave them out with skip_unknown=True"
+            "file. Save plain values and tensors instead, such as model.state_dict() in place of a "
+            "model, or leave the objects out with skip_unknown=True"
         )
     return UnpickleResult(value, unknown_names, end)
 

@@ -154,10 +154,15 @@ def read_pickle_bytes(file_range: FileRange) -> bytes:
 def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> tuple[str, bytes]:
     """Return the folder in the archive, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
-    if len(names) != 1:
+    if not names:
+        raise FormatError(
+            f"{file_range.label}: not a file of torch.save: a zip archive without data.pkl; pass a "
+            "file of torch.save, or copy the file again if torch.save wrote it"
+        )
+    if len(names) > 1:
         raise FormatError(
             f"{file_range.label}: not a file of torch.save: a zip archive with {len(names)} files "
-            "data.pkl instead of one; copy the file again from an intact source"
+            "data.pkl; pass a file of torch.save"
         )
     entry = entries[names[0]]
     if entry.size > LARGEST_PICKLE:
