@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
@@ -51,6 +54,10 @@ def freed(n: int) -> torch.Tensor:
         ({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x: nested"),
         (nn.Linear(2, 2), "the state is a Linear: it must be a dict"),
         ({"x": nn.Linear}, "x"),
+        ({"x": datetime.now(timezone.utc)}, r"save value\.isoformat"),
+        ({"x": np.random.default_rng(0)}, r"save generator\.bit_generator\.state"),
+        ({"x": deque([1])}, r"save list\(value\)"),
+        ({"x": DataLoader([1])}, r"use a loader of shardwise\.data"),
     ],
 )
 def test_refused_at_saving(tmp_path: Path, state: Any, said: str) -> None:

@@ -7,6 +7,8 @@ LookupError or RuntimeError, before they allocate more memory than the text take
 from __future__ import annotations
 
 import base64
+import collections
+import datetime
 import enum
 import math
 import pathlib
@@ -18,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 Fields: TypeAlias = dict[str, Any]
 JsonValue: TypeAlias = Any
@@ -192,6 +195,11 @@ _ADVICE_BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     ((set, frozenset), "has no order and cannot be saved: save sorted(value)"),
     (pathlib.PurePath, "cannot be saved: save str(value)"),
     (torch.Generator, "cannot be saved: save generator.get_state()"),
+    (np.random.Generator, "cannot be saved: save generator.bit_generator.state"),
+    ((datetime.date, datetime.time), "cannot be saved: save value.isoformat()"),
+    (datetime.timedelta, "cannot be saved: save value.total_seconds()"),
+    (collections.deque, "cannot be saved: save list(value)"),
+    (DataLoader, "has no state to save: use a loader of shardwise.data, see docs/data.md"),
     (torch.Tensor, "is sparse, quantized or on the meta device and cannot be saved: save it dense"),
     ((np.ndarray, np.generic), "has a dtype that cannot be saved: only numbers can"),
 )
