@@ -32,6 +32,7 @@ class WrittenPiece:
         box: the box of the piece.
         start: the first byte of the piece in the data section of the file.
         file: the file.
+        place: the path or URL of the checkpoint, as the rank knows it.
     """
 
     tensor: str
@@ -40,6 +41,7 @@ class WrittenPiece:
     box: Box
     start: int
     file: FileEntry
+    place: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def make_manifest(
     written: Iterable[Written],
     options: SaveOptions,
     *,
+    place: str,
     save_id: str,
     world_size: int,
     allow_pickle: bool,
@@ -80,13 +83,14 @@ def make_manifest(
         metadata: the tensors and values, as the planner describes them.
         written: the pieces and values of all ranks.
         options: the step and the metrics.
+        place: the path or URL of the checkpoint.
         save_id: the id of the save.
         world_size: the number of ranks.
         allow_pickle: pickle values that have no plain form.
 
     Raises:
         StateError: a value has no plain form, or a name is not allowed.
-        MismatchError: the chunks of a tensor have different dtypes.
+        MismatchError: the chunks of a tensor have different dtypes, or ranks saved elsewhere.
         LayoutError: the chunks of a tensor leave gaps or overlap.
     """
     items = [each for each in written if each is not None]
@@ -98,6 +102,7 @@ def make_manifest(
     for value in values:
         entries |= {name: TensorEntry(name, dtype, shape) for name, dtype, shape in value.tensors}
         pieces += value.pieces
+    _refuse_other_places(pieces, place)
     files = sorted({each.file.name: each.file for each in pieces}.values(), key=lambda f: f.rank)
     manifest = Manifest(
         save_id=save_id,
@@ -119,6 +124,16 @@ def make_manifest(
             "all ranks that hold shards, and without no_dist"
         ) from error
     return manifest
+
+
+def _refuse_other_places(pieces: Iterable[WrittenPiece], place: str) -> None:
+    place_of_rank = {each.file.rank: each.place for each in pieces if each.place != place}
+    if place_of_rank:
+        raise MismatchError(
+            f"ranks do not save to the same place; rank 0 saves to {place}. Pass the same "
+            "checkpoint_id on all ranks; if it contains a time, broadcast it from rank 0:",
+            [f"rank {rank}: {place_of_rank[rank]}" for rank in sorted(place_of_rank)],
+        )
 
 
 def _name_contents(

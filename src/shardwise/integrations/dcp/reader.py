@@ -161,11 +161,25 @@ class StorageReader(storage.StorageReader):
         """Do nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
+        """Return the plan with the checkpoint that this rank has opened."""
+        if self._load is None:
+            return plan
+        opened = self._load.opened
+        return replace(plan, storage_data=(opened.manifest.save_id, str(opened.store)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Return the plans unchanged.
+
+        Raises:
+            MismatchError: ranks have opened different checkpoints.
+        """
+        opened = [plan.storage_data or ("", "") for plan in plans]
+        if len({save_id for save_id, _ in opened}) > 1:
+            raise MismatchError(
+                "ranks do not load the same checkpoint. Pass the same checkpoint_id on all ranks; "
+                "if another process saves there, load the directory of one step:",
+                [f"rank {rank}: {place}" for rank, (_, place) in enumerate(opened)],
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -179,6 +179,7 @@ class StorageWriter(storage.StorageWriter):
         Raises:
             StateError: a name is not allowed.
             LayoutError: the chunks of a tensor leave gaps or overlap.
+            MismatchError: ranks saved to different places.
             CheckpointExistsError: another process saved here meanwhile.
             StoreError, OSError: the storage failed.
         """
@@ -188,6 +189,7 @@ class StorageWriter(storage.StorageWriter):
                 metadata,
                 (result.storage_data for results_of_rank in results for result in results_of_rank),
                 self._options,
+                place=str(running.request.store),
                 save_id=running.save_id,
                 world_size=running.world_size,
                 allow_pickle=self._allow_pickle,
@@ -378,7 +380,7 @@ def _write_parts(parts: Sequence[_Part], rank: int, running: _RunningSave) -> li
     )
     start_of = dict(zip(order, start.tolist(), strict=False))
     return [
-        WrittenPiece(part.name, part.dtype, part.shape, part.box, start_of[i], entry)
+        WrittenPiece(part.name, part.dtype, part.shape, part.box, start_of[i], entry, str(store))
         for i, part in enumerate(parts)
     ]
 
