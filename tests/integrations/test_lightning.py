@@ -225,6 +225,7 @@ def test_an_exception_leaves_the_save_to_the_agent(tmp_path: Path, memory: sw.Me
     [
         ({"every_n_train_steps": 0}, "every_n_train_steps=0.*at least 1"),
         ({"save_top_k": 0}, "save_top_k=0"),
+        ({"save_top_k": "3"}, "save_top_k='3'"),
         ({"save_top_k": 3, "keep": sw.Keep(last=1)}, "either keep= or save_top_k="),
         ({"every_n_epochs": 2.5}, "every_n_epochs=2.5.*whole number"),
         ({"resume": "best"}, "pass monitor="),

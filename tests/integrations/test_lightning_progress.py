@@ -10,13 +10,15 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
 
 import shardwise as sw
-from shardwise.integrations.lightning import ShardwiseCheckpoint
+from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from tests.integrations.lightning_program import Net
+from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset
 from tests.integrations.test_lightning import (
     Interrupt,
     InterruptionError,
@@ -146,6 +148,24 @@ def test_two_callbacks_for_one_root_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"ShardwiseCheckpoint\(save_last=\): unknown option"):
         ShardwiseCheckpoint(tmp_path, save_last=True)
+
+
+def test_a_loader_without_advance_is_named(tmp_path: Path) -> None:
+    loader: Any = DataLoader(make_dataset())
+    with pytest.raises(TypeError, match=r"a DataLoader has no method advance\(\): pass"):
+        ShardwiseCheckpoint(tmp_path, data=loader)
+
+
+def test_a_hyperparameter_that_needs_a_pickle_is_named(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, plugins=[ShardwiseCheckpointIO()],
+        callbacks=[ModelCheckpoint(tmp_path)],
+    )  # fmt: skip
+    net = Net()
+    net.save_hyperparameters({"folder": tmp_path})
+    with pytest.raises(sw.StateError, match=r"hyper_parameters\.folder.*hyperparameters\(ignore="):
+        trainer.fit(net, DataLoader(make_dataset(), batch_size=GLOBAL_BATCH))
 
 
 def test_an_epoch_without_validation_warns_of_no_metric(

@@ -92,11 +92,16 @@ class ShardwiseCheckpoint(Checkpoint):
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
         ):
-            if number is not None and (not isinstance(number, int) or number < 1):
+            if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(
-                    f"ShardwiseCheckpoint({name}={number}): expected a whole number, at least 1"
+                    f"ShardwiseCheckpoint({name}={number!r}): expected a whole number, at least 1"
                 )
         _check_options(monitor, save_top_k, resume, options)
+        if data is not None and not hasattr(data, "advance"):
+            raise TypeError(
+                f"ShardwiseCheckpoint(data=): a {type(data).__name__} has no method advance(): "
+                "pass the ElasticBatchSampler, or the ElasticStreamLoader"
+            )
         if every_n_train_steps is None and every_n_epochs is None:
             every_n_epochs = 1
         self._root = str(root)
@@ -335,9 +340,9 @@ def _is_same(value: Tensor | None, earlier: Tensor | None) -> bool:
 def _check_options(
     monitor: str | None, save_top_k: int, resume: object, options: Mapping[str, Any]
 ) -> None:
-    if save_top_k < -1 or save_top_k == 0:
+    if type(save_top_k) is not int or save_top_k < -1 or save_top_k == 0:
         raise ValueError(
-            f"ShardwiseCheckpoint(save_top_k={save_top_k}): expected -1 to keep all "
+            f"ShardwiseCheckpoint(save_top_k={save_top_k!r}): expected -1 to keep all "
             "checkpoints, or at least 1"
         )
     if unknown := sorted(options.keys() - signature(Checkpointer).parameters.keys()):

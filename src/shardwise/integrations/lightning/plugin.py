@@ -10,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from shardwise import api
 from shardwise.engine.group import SoloGroup
+from shardwise.errors import StateError
 from shardwise.manifest.names import MANIFEST
 from shardwise.retention import remove_checkpoint
 from shardwise.store import open_store
@@ -55,7 +56,17 @@ class ShardwiseCheckpointIO(TorchCheckpointIO):
         rest = {key: value for key, value in checkpoint.items() if key not in TENSORS}
         state = {key: checkpoint[key] for key in TENSORS if key in checkpoint}
         # Values in a list keep their keys. Names of a dict's items are joined by dots.
-        api.save(str(path), {**state, _REST: [rest]}, overwrite=True, group=SoloGroup())
+        try:
+            api.save(str(path), {**state, _REST: [rest]}, overwrite=True, group=SoloGroup())
+        except StateError as error:
+            value, found, _ = str(error).partition(" cannot be saved")
+            if not found or "hyper_parameters" not in value:
+                raise
+            raise StateError(
+                f"{value} cannot be saved, because ShardwiseCheckpointIO writes no pickles: pass a "
+                "plain value to the LightningModule, or leave this one out with "
+                "save_hyperparameters(ignore=[…])"
+            ) from error
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
