@@ -304,7 +304,8 @@ def _parameter_of(parameters: ParametersById, tensor: torch.Tensor, name: str) -
         raise StateError(
             f"{name}: no module in the state has the optimizer's parameter of shape "
             f"{list(tensor.shape)}, so its name is unknown: put the module, or its engine, into "
-            "the state too"
+            "the state too. If it is there, create the optimizer after all that replaces "
+            "parameters, such as fully_shard"
         )
     return parameter
 
