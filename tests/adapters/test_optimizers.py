@@ -149,3 +149,12 @@ def test_several_optimizers_as_a_dict_and_as_a_list(tmp_path: Path) -> None:
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.StateError, match="put the module, or its engine, into the state"):
         sw.save(tmp_path, {"optimizer": optim.SGD(model().parameters(), lr=0.1)})
+
+
+def test_an_optimizer_that_is_older_than_the_parameters_is_explained(tmp_path: Path) -> None:
+    """FSDP2's `fully_shard` replaces the parameters of a module in the same way."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.AdamW(module.parameters())
+    module.weight = nn.Parameter(module.weight.detach().clone())
+    with pytest.raises(sw.StateError, match=r"create the optimizer after .* such as fully_shard"):
+        sw.save(tmp_path, {"model": module, "optimizer": optimizer})
