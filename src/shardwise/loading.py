@@ -102,7 +102,7 @@ def load_state(
         rename = rename_function(options.rename)
         selection = Selection.from_patterns(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
-        saved = SavedNames(opened.manifest, rename, opened.missing_files)
+        saved = SavedNames(opened.manifest, rename, opened.missing_files, opened.left_out)
         arena = Arena.for_reading(opened.store.traits.transfer, options.staging_bytes)
         with recorder.stage("match"):
             match = partial(_match_state, state, saved, selection, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -231,7 +231,7 @@ def _combine(
         problems |= dict.fromkeys(message.problems)
         missing |= dict.fromkeys(message.missing)
         if strict:
-            problems |= dict.fromkeys(f"{name}: not in the checkpoint" for name in message.missing)
+            problems |= dict.fromkeys(_describe_missing(saved, message.missing))
     unexpected = [names[i] for i in np.flatnonzero(under_state_keys & ~claimed).tolist()]
     if strict:
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
@@ -267,6 +267,20 @@ def _combine(
 
 def _unpack_bits(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(bool)
+
+
+def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each missing name; with the reason if it was left out."""
+    parts = (line.partition(": ") for line in saved.left_out)
+    reason_of = {name.removesuffix(".*"): reason for name, _, reason in parts if reason}
+    for name in missing:
+        root = saved.saved_name(name)
+        while root and root not in reason_of:
+            root = root.rpartition(".")[0]
+        is_left_out = root and root not in saved.missing_files
+        yield f"{name}: " + (
+            f"left out: {reason_of[root]}" if is_left_out else "not in the checkpoint"
+        )
 
 
 def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 
@@ -67,6 +67,7 @@ class SavedNames:
         manifest: the manifest of the checkpoint.
         saved_name: returns the name in the checkpoint, given a name of the target.
         missing_files: files that the checkpoint lacks, by the name that each would contain.
+        left_out: a line for each thing that was not read: a name, `: `, and the reason.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class SavedNames:
         manifest: Manifest,
         saved_name: Callable[[str], str] = lambda name: name,
         missing_files: Mapping[str, str] = MappingProxyType({}),
+        left_out: Sequence[str] = (),
     ) -> None:
         self.manifest = manifest
         self.saved_name = saved_name
         self.missing_files = missing_files
+        self.left_out = left_out
         self._tensors = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
         self._objects = {entry.name: entry.value for entry in manifest.objects}
 
