@@ -67,6 +67,15 @@ def test_the_call_says_what_is_expected(
         call(tmp_path)
 
 
+def test_a_step_that_is_not_there_leads_to_the_steps_that_are(tmp_path: Path) -> None:
+    state = {"t": torch.arange(5)}
+    with sw.Checkpointer(tmp_path, memory=None) as cp:
+        handles = [cp.save(step, state) for step in (3, 4)]
+        assert str(handles) == "[<SaveHandle of step 3>, <SaveHandle of step 4>]"
+        with pytest.raises(sw.CheckpointNotFoundError, match=r"step 9 \(newest steps: 3, 4\)$"):
+            cp.restore(state, step=9)
+
+
 def test_no_save_goes_directly_into_the_root_of_a_run(tmp_path: Path) -> None:
     """Such a save would hide the checkpoints of the run. Earlier versions accepted it."""
     root, state = tmp_path / "run", {"t": torch.arange(5)}

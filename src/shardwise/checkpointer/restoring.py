@@ -186,9 +186,7 @@ class Restoring:
         if choice == "newest":
             return self._restore_newest(stored_steps, load)
         selected = stored_steps[0] if isinstance(choice, Best) else operator.index(choice)
-        return self._restore_step(
-            selected, [each for each in stored_steps if each == selected], load
-        )
+        return self._restore_step(selected, stored_steps, load)
 
     def _restore_newest(self, stored_steps: list[int], load: Load) -> RestoreReport | None:
         report, skipped = self._load_first_intact(stored_steps, None, load)
@@ -200,13 +198,13 @@ class Restoring:
         return report
 
     def _restore_step(self, step: int, stored_steps: list[int], load: Load) -> RestoreReport:
-        is_stored = bool(stored_steps)
-        report, skipped = self._load_first_intact(stored_steps, step, load)
-        if report is None and not is_stored:
+        matching_steps = [each for each in stored_steps if each == step]
+        report, skipped = self._load_first_intact(matching_steps, step, load)
+        if report is None and step not in stored_steps:
             reasons = "".join(f"; {each.reason}" for each in skipped)
+            newest = ", ".join(map(str, stored_steps[-5:])) or "none"
             raise CheckpointNotFoundError(
-                f"{self._root} has no checkpoint of step {step}{reasons}; `shardwise ls` shows the "
-                "steps that it has"
+                f"{self._root} has no checkpoint of step {step} (newest steps: {newest}){reasons}"
             )
         if report is None:
             raise self._none_is_intact(skipped, f"of step {step} ")

@@ -233,6 +233,9 @@ class SaveHandle:
         self._copying = copying
         self._mirror = mirror
 
+    def __repr__(self) -> str:
+        return f"<SaveHandle of step {self._report.step}>"
+
     def with_mirror(self, mirror: MirrorWatch) -> SaveHandle:
         """Return the same handle, which can also wait for the mirror of the root."""
         return SaveHandle(self._report, self._pending, self._copying, mirror)
