@@ -81,6 +81,27 @@ def test_the_signal_is_delivered_to_the_handler_of_before(tmp_path: Path) -> Non
     assert heard == [signal.SIGUSR1]
 
 
+def test_a_handler_that_calls_ours_in_turn_is_not_called_again(tmp_path: Path) -> None:
+    """Lightning installs such a handler after the Checkpointer is created."""
+    heard: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+    try:
+        with sw.Checkpointer(tmp_path, save_on_signals=[signal.SIGUSR1], memory=None) as cp:
+            inner: Any = signal.getsignal(signal.SIGUSR1)
+
+            def outer(number: int, frame: Any) -> None:
+                heard.append("outer")
+                inner(number, frame)
+
+            signal.signal(signal.SIGUSR1, outer)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            cp.save(1, {"t": 1})
+            assert cp.preempted
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == ["outer", "outer", "before"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "said"),
     [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 import shardwise as sw
@@ -131,6 +135,47 @@ def test_a_scheduler_that_reacts_within_an_epoch_misses_no_step(
         train_with_callback(tmp_path / "parts", None, 2, [Interrupt(7)], **options)
     parts, _ = train_with_callback(tmp_path / "parts", None, 2, **options)
     assert equal(parts.state_dict(), whole.state_dict())
+
+
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Restores the handler of SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+class SendSignal(Callback):
+    """Sends SIGTERM to this process before a batch, counted over all epochs."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.batch -= 1
+        if self.batch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("sigterm")
+@pytest.mark.parametrize("after_signal", ["deliver", "return"])
+def test_a_signal_saves_the_step_before_lightning_ends_the_training(
+    tmp_path: Path, after_signal: str
+) -> None:
+    """Steps that are not due. Lightning calls its own handler of SIGTERM, then ours."""
+    options: dict[str, Any] = {"every_n_train_steps": 100, "every_n_epochs": 100}
+    whole, _ = train_with_callback(tmp_path / "whole", None, 2, limits=HALVES, **options)
+    signals = {"save_on_signals": [signal.SIGTERM], "after_signal": after_signal}
+    for step in (7, 10, 15):
+        root = tmp_path / str(step)
+        with pytest.raises(SIGTERMException):
+            train_with_callback(
+                root, None, 2, [SendSignal(step)], limits=HALVES, **options, **signals
+            )
+        assert committed_steps(LocalStore(root)) == [step]
+        parts, _ = train_with_callback(root, None, 2, limits=HALVES, **options)
+        if step != 10:  # the validation at the end of the epoch is not repeated
+            assert equal(parts.state_dict(), whole.state_dict())
 
 
 def test_a_new_training_in_the_root_of_another_is_refused(tmp_path: Path) -> None:

@@ -104,10 +104,14 @@ class Signals:
             self._deliver(self._pending)
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        self._pending = number
         # A forked child does not save. After `stop`, another library may have reinstalled this.
-        if os.getpid() != self._process or self._stopped:
+        if os.getpid() == self._process and not self._stopped:
+            self._pending = number
+        elif signal.getsignal(number) is self._handler:
             self._deliver(number)
+        # Otherwise, the handler of another library, which is installed now, has called this one.
+        elif callable(previous := self._previous_handlers[number]):
+            previous(number, frame)
 
     def _deliver(self, number: int) -> None:
         self._pending = 0

@@ -113,7 +113,8 @@ class ShardwiseCheckpoint(Checkpoint):
             "keep": _rules_of_retention(save_top_k, self._best() if monitor else None),
             **options,
         }
-        self._saved_step = 0
+        self._saved_step = self._last_step = 0
+        self._has_stepped = False
         self._has_saved_metric = self._warned_of_monitor = False
         self._validated: tuple[int, Tensor | None] | None = None
         self._rng_state: dict[str, Any] | None = None
@@ -168,7 +169,8 @@ class ShardwiseCheckpoint(Checkpoint):
         Lightning has begun an iteration over the data since, which draws a random number. Without
         the interruption, it has drawn this number before the checkpoint.
         """
-        self._saved_step = trainer.global_step  # save only after a further step
+        self._saved_step = self._last_step = trainer.global_step  # save only after a further step
+        self._has_stepped = False
         if self._rng_state is not None:
             RngState().restore(self._rng_state)
             self._rng_state = None
@@ -179,6 +181,10 @@ class ShardwiseCheckpoint(Checkpoint):
         """Count the batch, and save after every `every_n_train_steps` steps."""
         if self._data is not None:
             self._data.advance()
+        self._has_stepped = trainer.global_step != self._last_step
+        self._last_step = trainer.global_step
+        if self._has_signal():  # Lightning may end the training within the validation
+            self._save(trainer)
         if trainer.is_last_batch or validation_follows(trainer):
             return  # on_train_epoch_end or on_validation_end saves, with the metrics
         if self._is_step_due(trainer):
@@ -191,7 +197,9 @@ class ShardwiseCheckpoint(Checkpoint):
         found = trainer.callback_metrics.get(self._monitor or "")
         if self._validated is None or not _is_same(found, self._validated[1]):
             self._validated = trainer.global_step, found
-        if self._is_step_due(trainer) and not trainer.is_last_batch:
+        if trainer.is_last_batch:
+            return
+        if self._is_step_due(trainer) or self._has_signal():
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -199,7 +207,8 @@ class ShardwiseCheckpoint(Checkpoint):
         # Otherwise, Lightning would not step ReduceLROnPlateau in the first epoch after a resume.
         # With max_steps, the setter of `restarting` would set True.
         trainer.fit_loop._restarting = False
-        if self._is_epoch_due(trainer) or self._is_step_due(trainer):
+        is_due = self._is_epoch_due(trainer) or self._is_step_due(trainer)
+        if is_due or self._has_signal():
             self._save(trainer)
         self._warn_of_missing_metric(trainer)
 
@@ -242,6 +251,16 @@ class ShardwiseCheckpoint(Checkpoint):
         step, validated = self._validated or (0, None)
         is_old = _is_same(found, validated) and step != trainer.global_step
         return float("nan") if found is None or is_old else float(found)
+
+    def _has_signal(self) -> bool:
+        """Return whether any rank has received a signal of `save_on_signals`.
+
+        Within an accumulation of gradients, which are not saved, the answer is no.
+        """
+        checkpointer = self.checkpointer
+        if checkpointer is None or checkpointer._signals is None or not self._has_stepped:
+            return False
+        return checkpointer._signals.find_received_signal(checkpointer._group) > 0
 
     def _is_step_due(self, trainer: Trainer) -> bool:
         every = self._every_n_train_steps
