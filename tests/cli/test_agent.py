@@ -264,6 +264,8 @@ def test_each_tensor_is_told_of_by_what_it_is_protected(run: Run, home: Home) ->
         1,
         ["parity here-1 there-2 there-3"],
     )
+    none = run("agent", "status", "--dir", home.path.parent, "--tensors", "modle.*").out
+    assert "no tensor of step 3 matches the pattern" in none
     shown = run("agent", "status", "--dir", home.path.parent, "--tensors", "model.t*").out
     assert "against the loss of 1 node: parity on here-1, there-2, there-3" in shown
     assert "model.w" not in shown

@@ -159,6 +159,9 @@ def test_large_tensors_are_compared_in_parts(
         {"name": "x", "elements": 210, "differing": 3 * 6 * 3, "max_abs_difference": 3.0},
         {"name": "scalar", "elements": 1, "differing": 1, "max_abs_difference": 1.0},
     ]
+    assert "its only element, by 1" in run("diff", *pair).out
+    sw.save(pair[1], {"x": x + 1}, overwrite=True)
+    assert "all 210 elements, by at most 1" in run("diff", *pair).out
 
 
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 50))

@@ -114,7 +114,7 @@ def _change_text(a: str, b: str) -> Text:
 def _difference_text(tensor: TensorDifference) -> Text:
     """Return how many elements differ, and by how much. It fits into a line with a usual name."""
     if tensor.differing == tensor.elements:
-        count = "its element" if tensor.elements == 1 else f"all {tensor.elements:,} elements"
+        count = "its only element" if tensor.elements == 1 else f"all {tensor.elements:,} elements"
         text = Text(count, "cyan")
     else:
         fraction = tensor.differing / tensor.elements
@@ -122,5 +122,6 @@ def _difference_text(tensor: TensorDifference) -> Text:
         count = f"{tensor.differing:,} of {tensor.elements:,} elements"
         text = Text.assemble((count, "cyan"), (f" ({percent})", "dim"))
     if tensor.max_abs_difference is not None:
-        text.append(", by at most ", "dim").append(f"{tensor.max_abs_difference:.4g}")
+        by = ", by " if tensor.elements == 1 else ", by at most "
+        text.append(by, "dim").append(f"{tensor.max_abs_difference:.4g}")
     return text
