@@ -18,6 +18,8 @@ from shardwise.memory import records
 from shardwise.memory.files import listen_to_bell
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import AgentInfo, StageOutcome
+from shardwise.memory.redundancy.parity import write_parity
+from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
@@ -80,6 +82,32 @@ def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path
     with pytest.raises(sw.StoreError, match="node there has discarded step 10"):
         expecting(served, tmp_path, asked=REQUEST)
     assert 3 * WAIT < time.monotonic() - started < 20.0
+
+
+def test_work_on_a_file_that_another_node_has_discarded_is_not_repeated(
+    served: Served, tmp_path: Path
+) -> None:
+    """The agent does one thing after another: newer snapshots would wait for their protection."""
+    place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
+    place.path.mkdir(parents=True)
+    infos = [
+        AgentInfo("here", "", ""),
+        AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN),
+    ]
+    group = ProtectionGroup(
+        (
+            Member("here", "a", ()),
+            Member("there", "b", (("r00001.safetensors", 1 << 20),)),
+            Member("elsewhere", "c", ()),
+        ),
+        parity=1,
+        chunk=chunk_size([0, 1 << 20, 0], 3, 1),
+    )
+    with closing(Nodes(place, infos, "here", 60.0)) as nodes:
+        started = time.monotonic()
+        with pytest.raises(sw.StoreError, match=r"cannot compute parity: cannot read r00001.*not"):
+            nodes.retry(lambda: write_parity(SAVE, group, 0, nodes.read_range, lambda *_: None))
+        assert time.monotonic() - started < 30
 
 
 @contextmanager

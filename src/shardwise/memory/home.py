@@ -292,12 +292,13 @@ class SnapshotDirectory:
         """Raise if the snapshot is abandoned.
 
         Raises:
-            StoreError: the run was resumed from an older step.
+            StoreError: the snapshot is abandoned.
         """
         if self.has(ABANDONED_MARKER):
             raise StoreError(
-                f"step {self.step} is abandoned: run {self.run.name} was resumed from an older "
-                f"step, so this node discards {self.path}; use a snapshot that was saved later"
+                f"step {self.step} is abandoned: newer snapshots have replaced it, or run "
+                f"{self.run.name} was resumed from another step, so this node discards "
+                f"{self.path}; use a snapshot that was saved later"
             )
 
     def is_committed(self) -> bool:

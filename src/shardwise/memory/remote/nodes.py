@@ -217,10 +217,12 @@ class Nodes:
     def retry(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Call it again while other nodes do not answer.
 
-        An agent that has died is replaced within seconds.
+        An agent that has died is replaced within seconds. A node that answers, but lacks a file,
+        has discarded the snapshot.
 
         Raises:
-            StoreError: a node did not answer for too long, or the snapshot was abandoned.
+            StoreError: a node did not answer for too long, or the snapshot was abandoned, or
+                discarded on a node.
         """
         deadline = Deadline(self._wait)
         while True:
@@ -229,8 +231,8 @@ class Nodes:
                 return work()
             except _NoRetryError:
                 raise
-            except StoreError:
-                if deadline.has_passed():
+            except StoreError as error:
+                if deadline.has_passed() or isinstance(error.__cause__, FileNotFoundError):
                     raise
             self._abandoned.wait(RETRY_PAUSE)
 
