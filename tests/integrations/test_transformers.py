@@ -413,6 +413,7 @@ def test_only_the_model(gang: Gang, tmp_path: Path) -> None:
         ({"resume": "best"}, "needs TrainingArguments\\(metric_for_best_model"),
         ({"resume": "checkpoint-4"}, "no checkpoint"),
         ({"hub": True}, 'pass hub_strategy="end"'),
+        ({"options": {"enable_jit_checkpoint": True}}, "leave it out"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

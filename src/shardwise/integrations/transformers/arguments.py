@@ -47,6 +47,11 @@ def refuse_options(args: Any, trial: object) -> None:
         raise StateError(
             "ShardwiseTrainer does not support hyperparameter_search: use Trainer for the search"
         )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise StateError(
+            "enable_jit_checkpoint saves in the middle of a step, in the Trainer's own format, "
+            "which ShardwiseTrainer does not write: leave it out, and choose a smaller save_steps"
+        )
     if args.push_to_hub and args.hub_strategy != "end":
         raise StateError(
             f"hub_strategy={str(args.hub_strategy)!r} uploads the Trainer's own checkpoints, which "
