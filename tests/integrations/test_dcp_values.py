@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise as sw
 from shardwise.integrations import dcp
@@ -55,3 +57,12 @@ def test_values_with_tensors_beside_parameters(writer: ModuleType, tmp_path: Pat
     """Such a state is not that of a module, so its names stay."""
     writer.save({"w": torch.ones(2), "pair": (torch.ones(1), 1)}, checkpoint_id=tmp_path / "a")
     assert {"w", "pair", "pair.0"} <= set(sw.open(tmp_path / "a"))
+
+
+def test_a_value_that_cannot_be_copied_or_pickled_is_named(tmp_path: Path) -> None:
+    state = {"a": {"b": [1, threading.Lock()]}}
+    with pytest.raises(CheckpointException, match=r"a\.b: the planner cannot pickle"):
+        dcp.save(state, checkpoint_id=tmp_path / "a")
+    with pytest.raises(sw.StateError, match=r"^a\.b\.1: a lock that cannot be copied"):
+        dcp.async_save(state, checkpoint_id=tmp_path / "a")
+    assert not (tmp_path / "a").exists()

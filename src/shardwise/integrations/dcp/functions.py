@@ -139,8 +139,12 @@ class HostCopyStager(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a copy of the state. A tensor that the state has twice is copied once."""
-        copied: StateDict = _copy_to_host(state_dict, {})
+        """Return a copy of the state. A tensor that the state has twice is copied once.
+
+        Raises:
+            StateError: a value cannot be copied. The message names it.
+        """
+        copied: StateDict = _copy_to_host(state_dict, {}, "")
         return copied
 
     def synchronize_staging(self) -> None:
@@ -150,17 +154,26 @@ class HostCopyStager(AsyncStager):
         """Do nothing: the copy is freed after the save."""
 
 
-def _copy_to_host(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _copy_to_host(value: Any, copies: dict[int, torch.Tensor], name: str) -> Any:
     """Return a copy of a value; `copies` has the copy of each tensor so far, by the tensor's id."""
     if isinstance(value, torch.Tensor):
         if id(value) not in copies:
             copies[id(value)] = _copy_tensor_to_host(value)
         return copies[id(value)]
+    prefix = f"{name}." if name else ""
     if isinstance(value, dict):
-        return {key: _copy_to_host(item, copies) for key, item in value.items()}
+        return {key: _copy_to_host(each, copies, f"{prefix}{key}") for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copy_to_host(item, copies) for item in value)
-    return copy.deepcopy(value)
+        return type(value)(
+            _copy_to_host(each, copies, f"{prefix}{i}") for i, each in enumerate(value)
+        )
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # deepcopy runs code of the value
+        raise StateError(
+            f"{name}: a {type(value).__name__} that cannot be copied: {error}: leave it out of the "
+            "state, or give it state_dict() and load_state_dict()"
+        ) from error
 
 
 def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import islice
 from math import prod
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -298,7 +299,13 @@ def _resolve_value(
 ) -> tuple[WrittenValue, list[_Part]]:
     """Return the value of an item, and the tensors inside it."""
     name = item.index.fqn
-    data = planner.resolve_data(item)
+    try:
+        data = planner.resolve_data(item)
+    except (TypeError, AttributeError, PicklingError) as error:
+        raise StateError(
+            f"{name}: the planner cannot pickle this value: {error}: leave it out of the state, or "
+            "give it state_dict() and load_state_dict()"
+        ) from error
     if not isinstance(data, BytesIO):
         raise StateError(
             f"{name}: the planner resolved the item of a value to a {type(data).__name__}: "
