@@ -178,6 +178,32 @@ def test_a_signal_saves_the_step_before_lightning_ends_the_training(
             assert equal(parts.state_dict(), whole.state_dict())
 
 
+class RequeueAsLightning(Callback):
+    """Saves as Lightning does before it requeues a Slurm job."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 7:
+            connector = trainer._checkpoint_connector
+            trainer.save_checkpoint(connector.hpc_save_path(trainer.default_root_dir))
+            raise InterruptionError
+
+
+def test_a_job_that_lightning_requeued_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint lacks the position of the sampler."""
+    for name in ("NTASKS", "NTASKS_PER_NODE", "JOB_ID"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    for name in ("LOCALID", "PROCID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    options: dict[str, Any] = {"limits": {"default_root_dir": tmp_path / "lightning"}}
+    with pytest.raises(InterruptionError):
+        train_with_callback(tmp_path / "run", None, 1, [RequeueAsLightning()], **options)
+    with pytest.raises(sw.StateError, match=r"hpc_ckpt_1.*requeued the Slurm job.*save_on_signals"):
+        train_with_callback(tmp_path / "run", None, 1, **options)
+
+
 def test_a_new_training_in_the_root_of_another_is_refused(tmp_path: Path) -> None:
     train_with_callback(tmp_path, None, 2)
     with pytest.raises(sw.StateError, match=r"up to step 20.*at step 0: choose another root"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
@@ -144,6 +145,12 @@ class ShardwiseCheckpoint(Checkpoint):
                 "or ModelParallelStrategy, or let Lightning save, and load its files with sw.load"
             )
         path = str(trainer.ckpt_path or "")
+        if os.path.basename(path).startswith("hpc_ckpt"):
+            raise StateError(
+                f"Lightning resumes from {path}, which it saved when it requeued the Slurm job. "
+                "This file lacks the position of the data: remove it, and let ShardwiseCheckpoint("
+                'save_on_signals=[signal.SIGUSR1], after_signal="requeue") save and requeue instead'
+            )
         if path and has_only_weights(path):
             raise StateError(
                 f"fit(ckpt_path={path!r}): Lightning can load only the weights of this checkpoint, "
