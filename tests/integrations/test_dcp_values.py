@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import shardwise as sw
 from shardwise.integrations import dcp
+from tests.formats.comparing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 WRITERS = pytest.mark.parametrize("writer", [dcp, torch_dcp], ids=["ours", "torch"])
@@ -57,6 +60,35 @@ def test_values_with_tensors_beside_parameters(writer: ModuleType, tmp_path: Pat
     """Such a state is not that of a module, so its names stay."""
     writer.save({"w": torch.ones(2), "pair": (torch.ones(1), 1)}, checkpoint_id=tmp_path / "a")
     assert {"w", "pair", "pair.0"} <= set(sw.open(tmp_path / "a"))
+
+
+@WRITERS
+@pytest.mark.parametrize("keys", [("model", "optim"), ("", "optim"), ("", "")], ids=str)
+def test_flattened_optimizers(writer: ModuleType, keys: tuple[str, str], tmp_path: Path) -> None:
+    """Each hyperparameter of each parameter has a name, as in checkpoints of torchtitan."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    groups = [{"params": [*each.parameters()], "lr": 0.25 * i} for i, each in enumerate(module)]
+    optimizer = torch.optim.AdamW(groups)
+    module(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict() -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key, part in zip(keys, get_state_dict(module, optimizer, options=options), strict=True):
+            state |= {key: part} if key else part
+        return state
+
+    expected = copy.deepcopy(state_dict())
+    writer.save(expected, checkpoint_id=tmp_path / "a")
+    for parameter in module.parameters():
+        parameter.data.fill_(9)
+        optimizer.state[parameter]["exp_avg"].fill_(9)
+    for group in optimizer.param_groups:
+        group["lr"] = 9.0
+    target = state_dict()
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert_same(target, expected)
 
 
 def test_a_value_that_cannot_be_copied_or_pickled_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from io import BytesIO
+from itertools import product
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -205,28 +206,50 @@ def names_in_checkpoint(manifest: Manifest, *, allow_pickle: bool = False) -> Dc
     return _names_by_metadata(metadata, tensors, objects)
 
 
-def names_in_dcp_files(names: DcpNames, metadata: Metadata) -> DcpNames:
-    """Return the names that the files of DCP themselves use.
+def names_in_dcp_files(names: DcpNames, metadata: Metadata, manifest: Manifest) -> DcpNames:
+    """Add the names that the files of DCP themselves use.
 
-    They may lack the prefix `model.` of the names in the checkpoint. NumPy arrays, which the
-    checkpoint has as tensors, are values.
+    They may lack the prefix `model.` or `optimizer.` of the names in the checkpoint, and name the
+    hyperparameters of each parameter. NumPy arrays, tensors in the checkpoint, are values of DCP.
 
     Args:
         names: the result of `names_in_checkpoint`.
         metadata: the content of DCP's `.metadata`.
+        manifest: the manifest of the checkpoint.
     """
     tensors, values = dict(names.tensors), dict(names.values)
+    objects = {entry.name: SavedValue(entry.name) for entry in manifest.objects}
+    other_values = {**_hyperparameters_by_parameter(manifest), **values, **objects}
     for name in (*metadata.tensors, *metadata.values):
-        prefixed = f"{MODULE_PREFIX}{name}"
         if name in metadata.values and tensors.get(name) == name:
             values[name] = SavedValue(tensors.pop(name))
-        elif name in tensors or name in values:
+        if name in tensors or name in values:
             continue
-        elif prefixed in tensors:
-            tensors[name] = tensors.pop(prefixed)
-        elif prefixed in values:
-            values[name] = values.pop(prefixed)
+        for full_name in (name, f"{MODULE_PREFIX}{name}", f"optimizer.{name}"):
+            if full_name in names.tensors:
+                tensors[name] = names.tensors[full_name]
+                break
+            if full_name in other_values:
+                values[name] = other_values[full_name]
+                break
     return DcpNames(tensors, values, {name: (name,) for name in (*tensors, *values)})
+
+
+def _hyperparameters_by_parameter(manifest: Manifest) -> dict[str, SavedValue]:
+    """Return them as `StateDictOptions(flatten_optimizer_state_dict=True)` names them."""
+    found = {}
+    for entry in manifest.objects:
+        if entry.name.rpartition(".")[2] != GROUPS or not isinstance(entry.value, list):
+            continue
+        for i, group in enumerate(entry.value):
+            if isinstance(group, dict) and isinstance(group.get("value"), dict):
+                members = group.get("members")
+                for key, member in product(
+                    group["value"], members if type(members) is list else ()
+                ):
+                    place = SavedValue(entry.name, (i, "value", key))
+                    found[f"{entry.name}.{member}.{key}"] = place
+    return found
 
 
 def _names_by_metadata(

@@ -140,7 +140,8 @@ class StorageReader(storage.StorageReader):
         opened = open_any(get_and_lock_store, SoloGroup(), options=self._options)
         names = names_in_checkpoint(opened.manifest, allow_pickle=self._allow_pickle)
         if opened.manifest.format == DCP_FORMAT and self._options.spec is None:
-            names = names_in_dcp_files(names, read_dcp_metadata(FileTree(get_store())))
+            metadata = read_dcp_metadata(FileTree(get_store()))
+            names = names_in_dcp_files(names, metadata, opened.manifest)
         self._load = _RunningLoad(opened, names, release)
         entries = self._load.entries()
         described = {
