@@ -52,7 +52,7 @@ def test_what_one_rank_saves_it_loads_and_opens(
     for name, data in state_of(sizes).items():
         assert torch.equal(checkpoint[name][...], data)
         assert torch.equal(checkpoint[name][1 : BLOCK + 1], data[1 : BLOCK + 1])
-    assert moto.unfinished_uploads() == []
+    assert moto.unfinished_uploads(url) == []
 
 
 def test_a_checkpoint_is_replaced_only_with_overwrite(moto: Server) -> None:  # noqa: F811
@@ -89,7 +89,7 @@ def test_two_ranks_divide_the_files(gang: Gang, moto: Server) -> None:  # noqa: 
     assert gang.run(save_on_each_rank, url, SIZES, world=2) == [[], []]
     assert len([key for key in moto.keys(url) if key.endswith(".safetensors")]) == 2
     assert differences(url, SIZES) == []
-    assert moto.unfinished_uploads() == []
+    assert moto.unfinished_uploads(url) == []
 
 
 def upload_requests_of_rank(url: str) -> int:

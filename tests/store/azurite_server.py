@@ -66,9 +66,14 @@ class AzureServer:
         """Return the keys of all blobs below a URL."""
         return self._list(url, {})
 
-    def unfinished_uploads(self) -> list[str]:
-        """Return the keys of blobs that have blocks, but do not exist."""
-        whole = f"az://{CONTAINER}"
+    def unfinished_uploads(self, url: str) -> list[str]:
+        """Return the keys of blobs of a test that have blocks, but do not exist.
+
+        Args:
+            url: what `new_url` returned to the test, or a URL below.
+        """
+        path = url.partition("?")[0].removeprefix(f"az://{CONTAINER}/")
+        whole = f"az://{CONTAINER}/{path.partition('/')[0]}"
         blobs = self._list(whole, {})
         return [
             key for key in self._list(whole, {"include": "uncommittedblobs"}) if key not in blobs

@@ -58,10 +58,16 @@ class Server:
         """Return the URL of a path that no test has used."""
         return self.url(f"test-{secrets.token_hex(6)}/run", **options)
 
-    def unfinished_uploads(self) -> list[str]:
-        """Return the keys of all unfinished multipart uploads in the bucket (S3 only)."""
+    def unfinished_uploads(self, url: str) -> list[str]:
+        """Return the keys of unfinished multipart uploads of a test (S3 only).
+
+        Args:
+            url: what `new_url` returned to the test, or a URL below.
+        """
+        path = url.partition("?")[0].removeprefix(f"{self.scheme}://{BUCKET}/")
         found = s3_client(self.endpoint).list_multipart_uploads(Bucket=BUCKET)
-        return [upload["Key"] for upload in found.get("Uploads", [])]
+        keys = [upload["Key"] for upload in found.get("Uploads", [])]
+        return [key for key in keys if key.partition("/")[0] == path.partition("/")[0]]
 
     def keys(self, url: str) -> list[str]:
         """Return the keys of all objects below a URL (S3 only)."""

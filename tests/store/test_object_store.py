@@ -83,11 +83,11 @@ def upload(store: Store, data: Buffer, order: Sequence[int], threads: int = 4) -
 
 @pytest.mark.parametrize("size", [PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 7])
 def test_objects_of_several_parts_are_written_and_read(moto: Server, size: int) -> None:  # noqa: F811
-    store = open_store(moto.new_url(part_mib="5"))
-    data = content(size)
+    url = moto.new_url(part_mib="5")
+    store, data = open_store(url), content(size)
     upload(store, data, range(-(-size // CHUNK)))
     assert read_file(store, KEY) == data.tobytes()
-    assert moto.unfinished_uploads() == []
+    assert moto.unfinished_uploads(url) == []
 
 
 def test_chunks_of_an_upload_may_come_roughly_in_order(moto: Server) -> None:  # noqa: F811
@@ -117,7 +117,8 @@ def test_chunks_in_reverse_order_are_written_or_refused_at_once(moto: Server) ->
 
 
 def test_an_upload_that_is_not_committed_leaves_nothing(moto: Server) -> None:  # noqa: F811
-    store = open_store(moto.new_url(part_mib="5"))
+    url = moto.new_url(part_mib="5")
+    store = open_store(url)
     for written in (0, 1, 12):
         file = store.create(KEY, 20 * CHUNK)
         for index in range(written):
@@ -129,7 +130,7 @@ def test_an_upload_that_is_not_committed_leaves_nothing(moto: Server) -> None:  
         file.commit()
     file.close()
     assert store.list() == []
-    assert moto.unfinished_uploads() == []
+    assert moto.unfinished_uploads(url) == []
 
 
 def test_each_byte_is_written_once(moto: Server) -> None:  # noqa: F811
@@ -238,7 +239,7 @@ def test_abandoned_uploads_are_aborted_at_the_next_start(moto: Server) -> None: 
     client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}-of-others/file")
     with sw.Checkpointer(url, memory=None):
         pass
-    assert moto.unfinished_uploads() == [f"{prefix}-of-others/file"]
+    assert moto.unfinished_uploads(url) == [f"{prefix}-of-others/file"]
     assert open_store(f"{url.replace('/run?', '/run-of-others?')}").abort_uploads(0) == 1
 
 
@@ -317,11 +318,12 @@ def test_idle_uploads_are_told_by_the_clock_of_the_server(seaweedfs: Server) -> 
 
 def test_uploads_of_other_keys_with_the_same_beginning_are_kept(moto: Server) -> None:  # noqa: F811
     """An upload aborts earlier ones of its own key, which a killed process may have left."""
-    store, client = open_store(moto.new_url(part_mib="5")), s3_client(moto.endpoint)
+    url = moto.new_url(part_mib="5")
+    store, client = open_store(url), s3_client(moto.endpoint)
     for key in (KEY, f"{KEY}.index"):
         client.create_multipart_upload(Bucket=BUCKET, Key=f"{store.url.path}/{key}")
     upload(store, content(6 * CHUNK), range(6))
-    assert moto.unfinished_uploads() == [f"{store.url.path}/{KEY}.index"]
+    assert moto.unfinished_uploads(url) == [f"{store.url.path}/{KEY}.index"]
     assert store.abort_uploads(0) == 1
 
 

@@ -71,7 +71,7 @@ def test_checkpoints_are_saved_kept_and_restored(azurite: AzureServer, url: str)
     sw.load(url, target, step=2)
     assert torch.equal(target["t"], state_of(2)["t"])
     sw.open(url, step=2).verify()
-    assert azurite.unfinished_uploads() == []
+    assert azurite.unfinished_uploads(url) == []
     steps = {key.partition("/")[0] for key in azurite.keys(url)}
     assert steps == {"step-00000002", "step-00000003"}
 
@@ -93,7 +93,7 @@ def test_a_large_object_is_uploaded_in_parts(
     finally:
         file.close()
     assert read_file(store, KEY) == data.tobytes()
-    assert azurite.unfinished_uploads() == []
+    assert azurite.unfinished_uploads(url) == []
 
 
 def test_an_upload_that_is_not_committed_leaves_nothing(azurite: AzureServer, url: str) -> None:  # noqa: F811
@@ -102,12 +102,12 @@ def test_an_upload_that_is_not_committed_leaves_nothing(azurite: AzureServer, ur
     file.write_at(0, content(12 * CHUNK))
     # A part that is under way would arrive after the end of the upload.
     wait_until(lambda: azurite.uncommitted_blocks(f"{store.url.path}/{KEY}") == 2)
-    assert len(azurite.unfinished_uploads()) == 1
+    assert len(azurite.unfinished_uploads(url)) == 1
     assert store.list() == []
     assert not store.exists()
     file.close()
     assert store.list() == []
-    assert azurite.unfinished_uploads() == []
+    assert azurite.unfinished_uploads(url) == []
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

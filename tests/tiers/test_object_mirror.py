@@ -79,7 +79,7 @@ def test_a_copy_to_a_bucket_is_continued(moto: Server, tmp_path: Path) -> None:
     assert each.catch_up(SavedSteps)
     assert each.record.steps[1].bytes == 0
     assert committed_steps(store) == [1]
-    assert not moto.unfinished_uploads()
+    assert not moto.unfinished_uploads(url)
 
 
 def test_a_bucket_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:

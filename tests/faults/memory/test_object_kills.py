@@ -173,7 +173,7 @@ class Run:
         assert steps == list(range(1, max(steps) + 1))
 
     def unfinished_uploads(self) -> list[str]:
-        return [each for each in self.server.unfinished_uploads() if self.path in each]
+        return self.server.unfinished_uploads(self.direct)
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_an_agent_is_killed_at_a_request_and_the_next_one_goes_on(
     assert_restores(url, 2)
     steps = sorted(key.partition("/")[0] for key in keys_below(url, moto))
     assert steps == ["run.json", *["step-00000001"] * 2, *["step-00000002"] * 2]
-    assert moto.unfinished_uploads() == []
+    assert moto.unfinished_uploads(url) == []
 
 
 def save_and_die(url: str, step: int, at: int | None) -> list[str]:
