@@ -51,7 +51,11 @@ def _download(jars: Path) -> None:
         try:
             subprocess.run(
                 [*download, "--dest", folder, "pyspark==2.4.8"],
-                env={**os.environ, "PIP_CONSTRAINT": str(constraint)},
+                env={
+                    **os.environ,
+                    "PIP_CONSTRAINT": str(constraint),
+                    "PIP_BUILD_CONSTRAINT": str(constraint),  # from pip 25.3 on
+                },
                 timeout=DOWNLOAD_TIMEOUT,
                 check=True,
                 capture_output=True,
