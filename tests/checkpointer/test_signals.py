@@ -24,6 +24,7 @@ def train(root: Path, number: int, **options: Any) -> tuple[list[int], bool]:
         for step in range(1, 9):
             if step == 3 and last:
                 os.kill(os.getpid(), number)
+            assert cp.has_received_signal() == (step == 3)
             cp.save(step, {"t": step})
             if cp.preempted:
                 break

@@ -14,11 +14,7 @@ from types import TracebackType
 from typing import Literal
 
 from shardwise import api
-from shardwise.checkpointer.restoring import (
-    RestoreReport,
-    Restoring,
-    resolve_choice,
-)
+from shardwise.checkpointer.restoring import RestoreReport, Restoring, resolve_choice
 from shardwise.checkpointer.saving import Saving, open_snapshots
 from shardwise.checkpointer.settings import (
     Settings,
@@ -240,6 +236,16 @@ class Checkpointer:
         """Whether a signal has caused a save. The value is the same on all ranks."""
         return self._signals is not None and self._signals.has_acted
 
+    def has_received_signal(self) -> bool:
+        """Return whether any rank has received a signal of `save_on_signals` since the last save.
+
+        The next `save` will save its step. All ranks call this together.
+        """
+        return self._find_signal() > 0
+
+    def _find_signal(self) -> int:
+        return 0 if self._signals is None else self._signals.find_received_signal(self._group)
+
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """The differences between replicas that the last `save` found; the same on all ranks."""
@@ -282,9 +288,7 @@ class Checkpointer:
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
-        signal_number = (
-            0 if self._signals is None else self._signals.find_received_signal(self._group)
-        )
+        signal_number = self._find_signal()
         durable = force or signal_number > 0 or self._settings.is_durable_step(step)
         handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
         if signal_number and self._signals is not None:

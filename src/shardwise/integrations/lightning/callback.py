@@ -264,10 +264,9 @@ class ShardwiseCheckpoint(Checkpoint):
 
         Within an accumulation of gradients, which are not saved, the answer is no.
         """
-        checkpointer = self.checkpointer
-        if checkpointer is None or checkpointer._signals is None or not self._has_stepped:
+        if self.checkpointer is None or not self._has_stepped:
             return False
-        return checkpointer._signals.find_received_signal(checkpointer._group) > 0
+        return self.checkpointer.has_received_signal()
 
     def _is_step_due(self, trainer: Trainer) -> bool:
         every = self._every_n_train_steps
