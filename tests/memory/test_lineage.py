@@ -154,13 +154,13 @@ def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
     lineage = lineage.after_resuming(20)
     step, why = chosen([idle], lineage)
     assert step == 20
-    assert why.count("abandoned: the run resumed from step 20") == 2
+    assert why.count("superseded: the run resumed from step 20") == 2
     assert chosen([idle, busy], lineage)[0] == 30
     again = {35: saved(35, 1, of=of)}
     assert chosen([idle, busy | again], lineage)[0] == 35
     assert chosen([idle, busy], lineage.after_resuming(None)) == (
         None,
-        str([(s, "memory: abandoned: the run started anew") for s in (37, 35, 30, 21, 20, 19)]),
+        str([(s, "memory: superseded: the run started anew") for s in (37, 35, 30, 21, 20, 19)]),
     )
 
 
