@@ -139,7 +139,7 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "says"),
     [
-        ({"embed.weight": "model-00002-of-00003.safetensors"}, "the files lack 1 tensor of the index"),
+        ({"embed.weight": "model-00002-of-00003.safetensors"}, "lack 1 tensor of the index"),
         ({"embed.weight": "missing.safetensors"}, "1 is missing: missing.safetensors"),
         ({"embed.weight": "../outside.safetensors"}, "1 is missing: ../outside.safetensors"),
         ({"embed.weight": "/etc/passwd"}, "not a file of weights"),
