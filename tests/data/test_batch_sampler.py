@@ -131,7 +131,7 @@ def test_a_short_batch_after_a_resume_must_have_a_sample_for_each_rank() -> None
     before.advance()
     options = {"length": 20, "global_batch": 7, "last_batch": "short"}
     one, *_ = samplers(2, **options)
-    with pytest.raises(sw.StateError, match=r"15 samples .* are left: .* has 1, too few for 2"):
+    with pytest.raises(sw.StateError, match=r"15 samples .* remain: .* has 1, too few for 2"):
         one.load_state_dict(before.state_dict())
     (alone,) = samplers(1, **options)
     alone.load_state_dict(before.state_dict())

@@ -192,7 +192,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if problem := self._find_too_short_batch(left):
             raise StateError(
                 f"the state of an ElasticBatchSampler has samples={samples}, after which {left} "
-                f"samples of the epoch are left: {problem}"
+                f"samples of the epoch remain: {problem}"
             )
         self._position = self._drawn = samples
         self._batches = batches

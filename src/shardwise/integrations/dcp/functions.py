@@ -103,7 +103,7 @@ def async_save(
     Raises:
         StateError: an option has no meaning here.
     """
-    # Saves may overlap. Each has a writer of its own, because a writer holds the state of one save.
+    # Saves may overlap, and a writer holds the state of one save. So each save gets a copy.
     writer = copy.copy(_writer(checkpoint_id, storage_writer, use_collectives=use_collectives))
     own_group = None
     is_thread = async_checkpointer_type is AsyncCheckpointerType.THREAD

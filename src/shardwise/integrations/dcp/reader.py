@@ -296,7 +296,10 @@ class _RunningLoad:
     def _read_objects(
         self, names: Iterable[str], *, verify: bool, allow_pickle: bool
     ) -> dict[str, object]:
-        """Return values of the checkpoint by name, with the tensors inside them."""
+        """Return values of the checkpoint by name, with the tensors inside them.
+
+        A value that is itself a NumPy array is stored as a tensor.
+        """
         checkpoint = Checkpoint(self.opened, verify=verify)
         encoded = {entry.name: entry.value for entry in self.opened.manifest.objects}
 
@@ -305,12 +308,9 @@ class _RunningLoad:
             return saved.tensor()
 
         return {
-            name: decode(
-                encoded.get(name, {"$": "array", "name": name}),
-                name,
-                read_tensor,
-                allow_pickle=allow_pickle,
-            )
+            name: decode(encoded[name], name, read_tensor, allow_pickle=allow_pickle)
+            if name in encoded
+            else read_tensor(name).numpy()
             for name in names
         }
 

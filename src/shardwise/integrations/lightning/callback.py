@@ -198,7 +198,7 @@ class ShardwiseCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the metric, and save if the step is due and the epoch goes on."""
+        """Remember the metric, and save if the step is due and the epoch continues."""
         if trainer.sanity_checking or self.checkpointer is None:
             return
         found = trainer.callback_metrics.get(self._monitor or "")

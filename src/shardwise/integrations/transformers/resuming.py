@@ -107,7 +107,7 @@ def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_
     """Correct the path of the best checkpoint in the state of the Trainer, if it is missing.
 
     The Trainer ignores a best checkpoint without a directory `checkpoint-…`. It is missing if the
-    training was moved, or if only the checkpoints of shardwise, in another place, are left.
+    training was moved, or if only shardwise's checkpoints, which are in another place, still exist.
     """
     recorded = state.get("best_model_checkpoint")
     if recorded is not None and is_directory(recorded):
@@ -150,7 +150,7 @@ class LoadPath:
 
     Attributes:
         path: a checkpoint, or the root of a run.
-        step: which step of the root; after the first load, its number. The other run may go on.
+        step: which step of the root; after the first load, its number. The other run may continue.
     """
 
     path: str
