@@ -1,30 +1,54 @@
-"""Write the results into docs/benchmarks.md as tables, between its markers."""
+"""Write the results into pages of the documentation as tables, between their markers."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Result = dict[str, Any]
+from benchmarks.summary import Result, compare
+
 MARKED = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def rewrite_page(page: Path, results: Path) -> None:
-    """Replace the text between the markers by tables of the results."""
+def rewrite_pages(pages: Iterable[Path], results: Path) -> None:
+    """Replace the text between the markers of pages by tables of the results."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    of_all = {"machine": machine, "summary": summary, "count": count_goals, "goals": goals}
 
     def content(match: re.Match[str]) -> str:
         name = match[1]
-        own = [result for result in found if result["question"] == name]
-        text = {"machine": machine, "goals": goals}.get(name, result_tables)(
-            found if name in ("machine", "goals") else own
-        )
+        if name in of_all:
+            text = of_all[name](found)
+        else:
+            text = result_tables([result for result in found if result["question"] == name])
         return f"{name}{match[2]}\n{text}\n\n"
 
-    page.write_text(MARKED.sub(content, page.read_text()))
+    for page in pages:
+        page.write_text(MARKED.sub(content, page.read_text()))
+
+
+def summary(results: list[Result]) -> str:
+    """Return a table of the main comparisons with others."""
+    rows = [
+        [
+            each.text,
+            f"{each.our_seconds:.2g} s",
+            f"{each.peer}: {each.peer_seconds:.2g} s",
+            f"**{each.ratio:.2g} ×**",
+        ]
+        for each in compare(results)
+    ]
+    return table(["what", "shardwise", "other", "times as fast"], rows)
+
+
+def count_goals(results: list[Result]) -> str:
+    """Return how many goals are reached, as a sentence."""
+    found = [goal["reached"] for result in results for goal in result["goals"]]
+    return f"{sum(found)} of {len(found)} [goals](benchmarks/goals.md) are reached."
 
 
 def machine(results: list[Result]) -> str:

@@ -1,4 +1,4 @@
-"""Run the benchmarks and write the tables of docs/benchmarks.md."""
+"""Run the benchmarks and write the tables of docs/benchmarks.md and of the pages below it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import rewrite_page
+from benchmarks.page import rewrite_pages
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+DOCS = HERE.parent / "docs"
+PICTURE = DOCS / "images" / "results.py"
 RESULTS = HERE / "results"
 
 
@@ -77,7 +78,8 @@ def main() -> None:
     chosen = [run for run in RUNS if run.question in asked or run.question.split("_")[0] in asked]
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
-        rewrite_page(PAGE, RESULTS)
+        rewrite_pages([DOCS / "benchmarks.md", *(DOCS / "benchmarks").glob("*.md")], RESULTS)
+        subprocess.run([sys.executable, PICTURE], check=True)
     if failed:
         sys.exit(f"{len(failed)} benchmarks failed, see above: " + "; ".join(map(str, failed)))
 

@@ -30,6 +30,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)")
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]+)\.svg" ?/?>')
+TABLE = re.compile(r"<table>.*?</table>", re.S)
+HEADER = re.compile(r"<th[^>]*>(.*?)</th>", re.S)
+ROW = re.compile(r"<tr>.*?</tr>", re.S)
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{\n(.*?)^\}\n", re.S | re.M)
 ALWAYS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/notebook.ipynb")
 
@@ -178,12 +181,31 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the variant of a picture that fits the theme, which readers can change."""
-    return PICTURE.sub(
-        r'<img alt="\1" src="\2.light.svg#only-light"/>'
-        r'<img alt="\1" src="\2.dark.svg#only-dark"/>',
-        html,
+    """Fit pictures to the theme and the screen, and say in each cell of a table what it is."""
+    return TABLE.sub(label_cells, PICTURE.sub(variants_of, html))
+
+
+def variants_of(picture: re.Match[str]) -> str:
+    """Return a picture for both themes, also as narrow as a phone if it is drawn for one."""
+    alt, path = picture.groups()
+    narrow = (ROOT / "docs" / "images" / f"{posixpath.basename(path)}.narrow.svg").exists()
+    widths = {"wide": "", "narrow": ".narrow"} if narrow else {"": ""}
+    return "".join(
+        f'<img alt="{alt}" class="{width}" src="{path}{suffix}.{theme}.svg#only-{theme}"/>'
+        for width, suffix in widths.items()
+        for theme in ("light", "dark")
     )
+
+
+def label_cells(table: re.Match[str]) -> str:
+    """Give each cell the header of its column. Phones show it, because they stack the cells."""
+    headers = [re.sub("<[^>]+>", "", each).strip() for each in HEADER.findall(table[0])]
+
+    def label_row(row: re.Match[str]) -> str:
+        labels = iter(headers)
+        return re.sub("<td", lambda _: f'<td data-label="{next(labels, "")}"', row[0])
+
+    return ROW.sub(label_row, table[0])
 
 
 class ExampleBlocks(griffe.Extension):

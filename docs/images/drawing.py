@@ -53,6 +53,21 @@ def arrow(start: float, end: float, y: float, content: str) -> Iterator[str]:
     yield text("text", ((start + end) / 2, y - 10), content)
 
 
+def arrow_down(start: Point, end: float, content: str) -> Iterator[str]:
+    """Yield an arrow down to a height, with a text to its right."""
+    x, y = start
+    yield f'<path class="line" d="M {x:g} {y:g} V {end - 8:g}"/>'
+    yield f'<path class="head" d="M {x:g} {end:g} l -5 -10 h 10 z"/>'
+    yield text("text", (x + 14, (y + end) / 2 + 4), content, "start")
+
+
+def moved(by: Point, content: Iterable[str]) -> Iterator[str]:
+    """Yield a part of the picture at another place."""
+    yield f'<g transform="translate({by[0]:g} {by[1]:g})">'
+    yield from content
+    yield "</g>"
+
+
 def labelled(style: str, corner: Point, size: Point, content: str) -> Iterator[str]:
     """Yield a coloured rectangle with a label in its middle."""
     yield rectangle(style, corner, size)

@@ -1,13 +1,16 @@
-"""Draw the picture of the README: `python docs/images/idea.py` writes idea.svg."""
+"""Draw the picture of the README: `python docs/images/idea.py` writes idea.svg.
+
+idea.narrow.svg has the same parts one below the other. The site shows it on phones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from drawing import arrow, picture, rectangle, text, write_picture
+from drawing import Point, arrow, arrow_down, moved, picture, rectangle, text, write_picture
 
-WIDTH, HEIGHT = 960, 372
+WIDE, NARROW = (960, 372), (400, 800)
 RANKS = 4
 GAP = 6.0
 
@@ -61,35 +64,51 @@ def stored() -> Iterator[str]:
     yield text("code", (356, 318), "…", "start")
 
 
-def loaded() -> Iterator[str]:
-    """Yield the same tensor under three other shardings."""
-    yield text("title", (820, 58), "Loaded")
+def loaded(title: Point, shardings: Sequence[tuple[Point, Point]]) -> Iterator[str]:
+    """Yield the same tensor under three other shardings.
+
+    Args:
+        title: where the title is.
+        shardings: for each sharding, the corner of its tensor and the start of its label.
+    """
+    yield text("title", title, "Loaded")
     targets = (
         (1, 2, "tensor parallel", "2 ranks"),
         (2, 2, "FSDP × TP", "4 ranks"),
         (3, 1, "FSDP", "3 ranks"),
     )
-    for number, (rows, columns, name, ranks) in enumerate(targets):
-        y = 82 + 90 * number
-        for shape, _ in sharded((744, y), 72, rows, columns):
+    for (rows, columns, name, ranks), (corner, (x, y)) in zip(targets, shardings, strict=True):
+        for shape, _ in sharded(corner, 72, rows, columns):
             yield shape
-        yield text("text", (832, y + 32), name, "start")
-        yield text("text", (832, y + 50), ranks, "start")
+        yield text("text", (x, y), name, "start")
+        yield text("text", (x, y + 18), ranks, "start")
 
 
-def content() -> Iterator[str]:
+def wide() -> Iterator[str]:
     """Yield the three parts of the picture, from left to right."""
     yield from saved()
     yield from arrow(216, 298, 186, "write once")
     yield from stored()
     yield from arrow(626, 728, 186, "read boxes")
-    yield from loaded()
+    yield from loaded((820, 58), [((744, y), (832, y + 32)) for y in (82, 172, 262)])
+
+
+def narrow() -> Iterator[str]:
+    """Yield the three parts of the picture, from top to bottom."""
+    yield from moved((70, -24), saved())
+    yield from arrow_down((200, 236), 284, "write once")
+    yield from moved((-260, 260), stored())
+    yield from arrow_down((200, 610), 656, "read boxes")
+    yield from loaded((74, 650), [((x, 672), (x, 764)) for x in (22, 152, 272)])
 
 
 def pictures() -> dict[str, Iterator[str]]:
     """Return the lines of each file, by name."""
     title = "Four ranks save a tensor as pieces; other shardings load from these."
-    return {"idea": picture(title, (WIDTH, HEIGHT), content())}
+    return {
+        "idea": picture(title, WIDE, wide()),
+        "idea.narrow": picture(title, NARROW, narrow()),
+    }
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(documented) >= expected
 
 
-@pytest.mark.parametrize("script", ["idea", "concepts"])
+@pytest.mark.parametrize("script", ["idea", "concepts", "results"])
 def test_pictures_are_what_their_scripts_draw(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PICTURES))
     for name, lines in runpy.run_path(str(PICTURES / f"{script}.py"))["pictures"]().items():
@@ -101,7 +101,7 @@ def test_pictures_are_what_their_scripts_draw(script: str, monkeypatch: pytest.M
 def test_every_picture_is_shown_and_has_colours_for_the_dark() -> None:
     text = "".join(page.read_text() for page in [*OUTSIDE, *PAGES])
     for picture in PICTURES.glob("*.svg"):
-        assert f"images/{picture.name})" in text, picture.name
+        assert f"images/{picture.name.replace('.narrow', '')})" in text, picture.name
         assert "prefers-color-scheme: dark" in picture.read_text(), picture.name
 
 
