@@ -107,10 +107,12 @@ def test_every_picture_is_shown_and_has_colours_for_the_dark() -> None:
 
 @pytest.mark.long
 def test_the_site_builds_and_its_pages_load_nothing_from_the_network(tmp_path: Path) -> None:
-    """Also checks the links of the built pages, and that both variants of pictures exist."""
+    """Also checks links, both variants of pictures, and what phones need."""
     pytest.importorskip("mkdocs", reason="this test needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    assert 'data-label="tests"' in (tmp_path / "supported.html").read_text(encoding="utf-8")
+    assert "idea.narrow.light.svg" in (tmp_path / "index.html").read_text(encoding="utf-8")
     for page in tmp_path.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?([^\s\">]+)", html)
