@@ -191,8 +191,26 @@ def test_all_fits_80_columns(tmp_path: Path) -> None:
     assert max(map(len, bars)) <= 80
 
 
-def test_a_closed_pipe_is_no_error(root: Path) -> None:
-    command = f"{sys.executable} -m shardwise inspect {root / 'step-00000100'} --all | true"
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("--help", "ls {root}", "ls {root} --json", "inspect {root} --all", "inspect --help"),
+        *(
+            "verify {root}",
+            "verify {root}/step-00000100 --json",
+            "diff {root} {root}/step-00000100",
+        ),
+        *("rm {root} --step 100 --yes", "export {root} {root}-hf --to hf", "agent status"),
+        *("average {root}/step-00000100 {root} {root}-mean", "plan-memory --parameters 7e9"),
+    ],
+)
+def test_a_closed_pipe_is_no_finding(root: Path, command: str) -> None:
+    damaged = next((root / "step-00000200").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    reading, writing = os.pipe()
+    os.close(reading)
     environ = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
-    done = subprocess.run(command, shell=True, capture_output=True, env=environ, check=False)
-    assert done.stderr == b""
+    words = [sys.executable, "-m", "shardwise", *command.format(root=root).split()]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, env=environ, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

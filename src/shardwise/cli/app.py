@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -30,17 +32,35 @@ EXIT_PIPE_CLOSED = 141  # the status that a shell reports for SIGPIPE: 128 + 13
 class CommandGroup(TyperGroup):
     """Runs commands. On an error, it prints a message to stderr instead of a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the arguments. This prints the help and the version."""
+        with _exit_if_pipe_is_closed():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> object:
         """Run the command. Exit with 1 if a checkpoint is damaged, and with 2 on other errors."""
+        with _exit_if_pipe_is_closed():
+            try:
+                return super().invoke(ctx)
+            except BrokenPipeError:
+                raise
+            except (ShardwiseError, OSError) as error:
+                print_error(_error_message(error))
+                damaged = isinstance(error, CorruptionError)
+                raise typer.Exit(EXIT_DAMAGED if damaged else EXIT_FAILED) from error
+
+
+@contextmanager
+def _exit_if_pipe_is_closed() -> Iterator[None]:
+    """Exit quietly, as other tools do, if nobody reads the output, as in `... | head -1`."""
+    try:
         try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(EXIT_PIPE_CLOSED) from error
-        except (ShardwiseError, OSError) as error:
-            print_error(_error_message(error))
-            damaged = isinstance(error, CorruptionError)
-            raise typer.Exit(EXIT_DAMAGED if damaged else EXIT_FAILED) from error
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_PIPE_CLOSED) from error
 
 
 def _error_message(error: Exception) -> str:
@@ -88,6 +108,7 @@ def options(
       0  success
       1  a checkpoint is damaged, or two checkpoints differ
       2  the command failed or was called incorrectly
+    141  nobody read all of the output, as in `shardwise verify ROOT | head -1`
     """
 
 

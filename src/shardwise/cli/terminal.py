@@ -102,8 +102,14 @@ def progress(total: int) -> Iterator[Advance]:
         yield advance
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise again, because rich would exit with 1, which means a finding."""
+        raise  # noqa: PLE0704 - rich calls this in `except BrokenPipeError`
+
+
 def _console(stream: IO[str]) -> Console:
-    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    console = _Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH_WITHOUT_TERMINAL
     return console
