@@ -17,6 +17,9 @@ from tests.forked_agents import forking_agents
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)
 settings.load_profile("shardwise")
+# The processes that tests start run the same source as the tests, also in a second work tree.
+SOURCE = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
 # Tests talk to servers of this machine only. Without credentials, clients would ask the network.
 os.environ.update(
     AWS_ACCESS_KEY_ID="tests",
