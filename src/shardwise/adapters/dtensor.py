@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from shardwise.errors import LayoutError, StateError
 from shardwise.layout import Box, MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.state.leaves import Fragment
+from shardwise.state.tensor_memory import with_memory
 
 _SUPPORTED = (Replicate, Shard, _StridedShard)
 
@@ -23,9 +24,12 @@ def fragments_of_dtensor(name: str, tensor: DTensor) -> tuple[Fragment, ...]:
         StateError: a placement is a pending reduction.
         LayoutError: the local tensor does not match the placements.
     """
-    local = tensor._local_tensor.detach()  # like to_local(), but without an autograd node
     return fragments_of_local_tensor(
-        name, local, tuple(tensor.shape), tensor.device_mesh, tensor.placements
+        name,
+        tensor._local_tensor,  # to_local() would make an autograd node
+        tuple(tensor.shape),
+        tensor.device_mesh,
+        tensor.placements,
     )
 
 
@@ -39,9 +43,10 @@ def fragments_of_local_tensor(
     """Return the boxes of a local tensor, given the global shape, the mesh and the placements.
 
     Raises:
-        StateError: a placement is a pending reduction.
+        StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
+    local = with_memory(name, local)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()

@@ -16,6 +16,7 @@ from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import Fragment, TensorLeaf
+from shardwise.state.tensor_memory import with_memory
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -71,7 +72,7 @@ class FlatRange:
 
     def leaf(self, name: str, flat: torch.Tensor, tie_key: object = None) -> TensorLeaf:
         """Return the range of a flat tensor as a leaf of the global tensor."""
-        fragments = self.fragments(flat)
+        fragments = self.fragments(with_memory(name, flat))
         return TensorLeaf(name, flat.dtype, self.shape, fragments, tie_key, padded=self.padded)
 
 
@@ -147,7 +148,7 @@ class Parameter:
         for part in self.flat:
             name = f"{prefix}.{part.name}.{key}"
             if is_flat:
-                leaves.append(part.leaf(name, value.detach().view(-1)))
+                leaves.append(part.leaf(name, with_memory(name, value).view(-1)))
             else:
                 _refuse_unless_scalar(name, value)
                 leaves.append(tensor_leaf(name, value))
@@ -222,9 +223,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _leaf_like(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
     shape = tuple(like.shape)
-    fragments = fragments_of_local_tensor(
-        name, value.detach(), shape, like.device_mesh, like.placements
-    )
+    fragments = fragments_of_local_tensor(name, value, shape, like.device_mesh, like.placements)
     return TensorLeaf(name, value.dtype, shape, fragments)
 
 

@@ -17,6 +17,7 @@ from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.state.leaves import Fragment, Shards, TensorLeaf, memory_extent, same_bytes
+from shardwise.state.tensor_memory import with_memory
 
 TensorLike = torch.Tensor | Shards
 
@@ -29,7 +30,8 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     """
     if isinstance(tensor, Shards):
         check_dtype(name, tensor.dtype)
-        return TensorLeaf(name, tensor.dtype, tensor.shape, tensor.fragments, id(tensor))
+        fragments = tuple(Fragment(f.box, with_memory(name, f.data)) for f in tensor.fragments)
+        return TensorLeaf(name, tensor.dtype, tensor.shape, fragments, id(tensor))
     check_dtype(name, tensor.dtype)
     if is_lazy(tensor):
         raise StateError(
@@ -44,7 +46,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     if tensor.layout != torch.strided:
         raise StateError(f"{name}: {tensor.layout} tensors cannot be saved; save {name}.to_dense()")
     shape = tuple(tensor.shape)
-    data = tensor.detach()
+    data = with_memory(name, tensor)
     after_load = None
     if data.is_conj() or data.is_neg():
         # The memory holds conjugated or negated values: fill a copy, and assign the copy.
@@ -89,6 +91,8 @@ def _tie_key(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
     data = fragments[0].data
     if data.is_meta:
         return id(tensor)
+    if not data.data_ptr():
+        return None
     memory = data.data_ptr(), data.shape, data.stride(), data.device
     return memory, tensor.dtype, fragments[0].box
 
@@ -133,8 +137,8 @@ def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
             continue
         seen_tie_keys.add(leaf.tie_key)
         for data in (fragment.data for fragment in leaf.fragments):
-            if data.numel() and not data.is_meta:
-                start = data.data_ptr()
+            start = 0 if data.is_meta else data.data_ptr()
+            if start and data.numel():
                 stop = start + memory_extent(data) * data.element_size()
                 ranges.setdefault(data.device, []).append((start, stop, index))
     overlapping: set[int] = set()

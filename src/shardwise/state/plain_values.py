@@ -41,6 +41,7 @@ from shardwise.state.json_fields import (
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
 from shardwise.state.leaves import Shards
+from shardwise.state.tensor_memory import with_memory
 
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
@@ -260,7 +261,7 @@ def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | No
             f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
             "tensor, or make it an item of the state"
         )
-    return tensor_fields(value)
+    return tensor_fields(with_memory(cursor.name, value))
 
 
 def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:

@@ -359,7 +359,7 @@ def _is_same(value: Tensor | None, earlier: Tensor | None) -> bool:
     """Return whether two metrics are the same object of Lightning, not only equal numbers."""
     if value is None or earlier is None:
         return False
-    return value.data_ptr() == earlier.data_ptr()
+    return value.data_ptr() == earlier.data_ptr() != 0
 
 
 def _check_options(
