@@ -173,6 +173,5 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn.patches
     assert list(norms) == [10, 20, 30, 40]
     assert groups[0]["value"]["lr"] == 0.01
-    means = [torch.as_tensor(sw.open(f"notebook/{run}")["model.0.weight"]) for run in "ab"]
-    mean = ((means[0].double() + means[1].double()) / 2).float().bfloat16()
-    assert torch.equal(published["model.0.weight"][...], mean)
+    weight = torch.as_tensor(sw.open("notebook/a")["model.0.weight"])
+    assert torch.equal(published["model.0.weight"][...], weight.bfloat16())

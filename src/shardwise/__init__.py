@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
-    from shardwise.combining import average as average
-    from shardwise.combining import merge_lora as merge_lora
     from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.engine.divergence import Divergence as Divergence
     from shardwise.engine.load import LoadReport as LoadReport
@@ -80,10 +78,8 @@ _MODULE_OF_NAME = {
     "StoreError": "errors",
     "Tls": "memory.options",
     "VerifyReport": "engine.verify",
-    "average": "combining",
     "export": "exporting",
     "load": "api",
-    "merge_lora": "combining",
     "open": "api",
     "save": "api",
     "spec": "formats.specification",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import torch.distributed as dist
 
@@ -14,10 +13,8 @@ from shardwise.convert.export import (
     MAX_FILE,
     MAX_MEMORY,
     ExportOptions,
-    digest_source,
     write_export,
 )
-from shardwise.convert.sources import CheckpointSource
 from shardwise.convert.write import ConversionReport
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
@@ -111,14 +108,4 @@ def _export(
 
         with recorder.stage("open"):
             opened = open_any(open_and_hold, group, options.resume_key, open_options)
-        open_source = partial(CheckpointSource, opened, verify=options.verify)
-        return write_export(
-            options,
-            opened.manifest,
-            open_source,
-            [(opened, None)],
-            digest_source(opened),
-            opened.left_out,
-            group,
-            recorder,
-        )
+        return write_export(options, opened, group, recorder)

@@ -18,7 +18,7 @@ from tests.cli.conftest import Run
 from tests.cli.states import save_steps
 
 COMMANDS = (
-    *("ls", "inspect", "verify", "diff", "export", "average", "merge-lora", "rm"),
+    *("ls", "inspect", "verify", "diff", "export", "rm"),
     *("plan-interval", "plan-memory"),
 )
 PROBE = """

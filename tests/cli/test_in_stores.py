@@ -174,10 +174,3 @@ def test_an_interrupted_export_goes_on(root: str, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(found[name][...], wanted[name][...]) for name in found)
     with pytest.raises(sw.CheckpointExistsError, match="not empty"):
         sw.export(source, target, only=["model.*"])
-
-
-def test_checkpoints_in_stores_are_averaged(root: str) -> None:
-    places = [below(root, f"step-{step:08}") for step in (100, 200)]
-    sw.average(places, below(root, "mean"), only=["model.*"])
-    one, mean = (sw.open(each).tensors() for each in (places[0], below(root, "mean")))
-    assert all(torch.equal(mean[name][...], one[name][...]) for name in mean)

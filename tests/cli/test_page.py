@@ -37,9 +37,6 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
     one, two = root / "step-00000100", tmp_path / "two"
     state = {"model": {"w": torch.ones(3, 2)}, "epoch": 4, "mine": sw.PerRank({"seed": 1})}
     sw.save(two, state, step=1)
-    factors = {"lora_a": torch.ones(1, 2), "lora_b": torch.ones(3, 1)}
-    sw.save(tmp_path / "base", {"model": {"x.weight": torch.ones(3, 2)}})
-    sw.save(tmp_path / "adapter", {"adapter": {"x": factors}})
     sw.save(tmp_path / "three", {**state, "model": {"w": torch.zeros(3, 2)}, "epoch": 5})
     data = next(one.glob("*.safetensors"))
     content = bytearray(data.read_bytes())
@@ -53,8 +50,6 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
         "verify": [(root,)],
         "diff": [(two, tmp_path / "three")],
         "export": [(two, tmp_path / "published")],
-        "average": [(two, tmp_path / "three", tmp_path / "mean")],
-        "merge-lora": [(tmp_path / "base", tmp_path / "adapter", tmp_path / "new", "--alpha", "1")],
         "rm": [(root, "--step", "200", "--yes")],
         "plan-interval": [tuple(interval.split())],
         "plan-memory": [("--parameters", "8.03e9", "--nodes", "4", "--parity", "1")],

@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.convert import write
 from shardwise.convert.journal import RECORDS
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, RunningChecksums
-from shardwise.convert.sources import CheckpointSource
+from shardwise.convert.source import CheckpointSource
 from shardwise.convert.write import write_contents
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup

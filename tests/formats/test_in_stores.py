@@ -17,7 +17,6 @@ from shardwise.engine.buffers import aligned_buffer
 from shardwise.store import LocalStore, Store, open_store, store_below
 from shardwise.store.object_reader import ObjectReader
 from shardwise.testing.gang import Gang
-from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.test_torchranks import save as save_ranks
 from tests.formats.test_trainers import assert_loads, lightning_state, trained
@@ -178,22 +177,6 @@ def test_files_of_fsdp_ranks_are_the_same(moto: Server, gang: Gang, tmp_path: Pa
         url = moto.new_url()
         upload(place, open_store(url))
         require_same(place, url)
-
-
-@pytest.mark.parametrize("kind", mostly_long(["patterns", "transposed", "wholes"], ["wholes"]))
-def test_an_adapter_is_merged(moto: Server, tmp_path: Path, kind: str) -> None:  # noqa: F811
-    place = unpacked("peft", tmp_path) / "peft" / kind
-    url = open_store(moto.new_url())
-    for name in ("base", "adapter"):
-        upload(place / name, url.at(name))
-    options = {"to": "hf", "root": ""}
-    sw.merge_lora(place / "base", place / "adapter", tmp_path / "here", **options)
-    target = str(url.at("merged"))
-    sw.merge_lora(str(url.at("base")), str(url.at("adapter")), target, **options)
-    require_same(tmp_path / "here", target)
-    name = "adapter_model.safetensors"  # the file alone, without its configuration
-    sw.merge_lora(str(url.at("base")), str(url.at("adapter").at(name)), str(url.at("x")), **options)
-    require_same(tmp_path / "here", str(url.at("x")))
 
 
 def checkpoint_in(place: Path) -> Path:

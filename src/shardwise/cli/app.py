@@ -13,8 +13,8 @@ from typer.core import TyperGroup
 
 import shardwise
 from shardwise.cli.agent import agent
-from shardwise.cli.convert import average, export, merge_lora
 from shardwise.cli.diff import diff
+from shardwise.cli.export import export
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
@@ -84,7 +84,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 plans = (plan_interval, plan_memory)
-for command in (ls, inspect, verify, diff, export, average, merge_lora, rm, *plans):
+for command in (ls, inspect, verify, diff, export, rm, *plans):
     app.command()(command)
 app.add_typer(agent, name="agent")
 

@@ -1,20 +1,19 @@
-"""Export tensors and values of a manifest: check the options, select, plan the files, write."""
+"""Export a checkpoint that is open: check the options, select, plan the files, write."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from shardwise.convert.plan import ExportContents, Source, TargetTensor, describe_empty_root
+from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_root
 from shardwise.convert.targets import TARGETS
-from shardwise.convert.write import SMALLEST_MEMORY, Conversion, ConversionReport, CopiesToCompare
-from shardwise.engine.buffers import Arena
+from shardwise.convert.write import SMALLEST_MEMORY, Conversion, ConversionReport
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import StateError
@@ -32,7 +31,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """The options that `export`, `average` and `merge_lora` share: see `shardwise.export`."""
+    """The options of an export: see `shardwise.export`."""
 
     target: str | os.PathLike[str]
     to: str
@@ -86,44 +85,29 @@ class ExportOptions:
 
 
 def write_export(
-    options: ExportOptions,
-    manifest: Manifest,
-    open_source: Callable[[Arena], Source],
-    copies: CopiesToCompare,
-    source_id: str,
-    left_out: Sequence[str],
-    group: Group,
-    recorder: Recorder,
+    options: ExportOptions, opened: Opened, group: Group, recorder: Recorder
 ) -> ConversionReport:
-    """Write the selected tensors and values of a manifest. All ranks call this function together.
-
-    Args:
-        manifest: the manifest of the source.
-        open_source: returns the source of the tensors, which reads through the given arena.
-        copies: copies of tensors to compare before anything is written.
-        source_id: identifies the source, so that only the same export is resumed.
-        left_out: names that the source itself left out, with reasons.
+    """Write the selected tensors and values of a checkpoint. All ranks call it together.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
         StateError: nothing is selected, or the format cannot hold a name that is selected.
-        MismatchError: a source stores a tensor several times, and the copies differ.
+        MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    identity = f"{source_id}: {options.resume_key}"
-    selected, tensors = _select_contents(options, manifest)
+    identity = f"{_digest_source(opened)}: {options.resume_key}"
+    selected, tensors = _select_contents(options, opened.manifest)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))
     plan_files = TARGETS[options.to]
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file, config)
     return Conversion(
-        open_source=open_source,
-        copies=copies if options.verify else [],
+        opened=opened,
+        verify=options.verify,
         files=plan_files(contents),
         folder=open_store(options.target),
         identity=identity,
         max_memory=options.max_memory,
-        left_out=tuple(left_out),
         group=group,
         recorder=recorder,
     ).run()
@@ -138,7 +122,7 @@ def _read_config(store: Store) -> bytes:
         return FileRange.whole_file(file, 0, str(store)).read(0, file.size)
 
 
-def digest_source(opened: Opened) -> str:
+def _digest_source(opened: Opened) -> str:
     """Return an id of a source: the path, and a digest of the manifest and the pieces."""
     pieces = opened.pieces
     digest = hashlib.blake2b(encode_manifest(opened.manifest), digest_size=16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardwise.errors import StateError
 from shardwise.layout import Box
@@ -41,18 +41,6 @@ class TensorPart:
     def size(self) -> int:
         """The size in bytes."""
         return self.box.size * DTYPES[self.dtype].itemsize
-
-
-class Source(Protocol):
-    """The source of an export, from which any part of a tensor can be read."""
-
-    def read(self, parts: list[tuple[TensorPart, Buffer]]) -> None:
-        """Fill each buffer with its part.
-
-        Raises:
-            CorruptionError: bytes differ from the bytes that were saved.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ checksummed and written. Memory is bounded, whatever the size of the checkpoint.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ from shardwise.convert.plan import (
     RangeChecksums,
     RunningChecksums,
     Segment,
-    Source,
     TensorPart,
     size_of,
 )
+from shardwise.convert.source import CheckpointSource
 from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group
@@ -42,14 +42,12 @@ from shardwise.store.store import Buffer
 SMALLEST_MEMORY = 16 << 20
 LARGEST_CHUNK = 32 << 20
 ALIGNMENT = 4096
-CopiesToCompare = Sequence[tuple[Opened, Collection[str] | None]]
-"""Checkpoints with the names of tensors whose copies to compare; None: all written tensors."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """The result of `export`, `average` or `merge_lora`. Bytes and seconds are this rank's.
+    """The result of `export`. Bytes and seconds are this rank's.
 
     Attributes:
         path: the path of the target.
@@ -83,22 +81,20 @@ class Conversion:
     """One export. All ranks of the group run it together and share the files.
 
     Attributes:
-        open_source: returns the source of the tensors, which reads through the given arena.
-        copies: copies of tensors to compare before anything is written.
+        opened: the source.
+        verify: whether to verify checksums, and to compare all copies of the written tensors.
         files: the files to write.
         folder: a place that is new, empty, or has files of the same export.
         identity: identifies the source and the options; only the same export is resumed.
         max_memory: the most host memory that each rank uses, in bytes.
-        left_out: names that the source itself left out, with reasons.
     """
 
-    open_source: Callable[[Arena], Source]
-    copies: CopiesToCompare
+    opened: Opened
+    verify: bool
     files: ExportFiles
     folder: Store
     identity: str
     max_memory: int
-    left_out: tuple[str, ...]
     group: Group
     recorder: Recorder
 
@@ -111,10 +107,9 @@ class Conversion:
             MismatchError: the source stores a tensor several times, and the copies differ.
             RankError: another rank failed. Complete files stay, and the next run resumes.
         """
-        written_names = _tensor_names(self.files.tensor_files)
-        for opened, names in self.copies:
-            compared = written_names if names is None else names
-            check_all_together(opened, compared, self.max_memory, self.recorder, self.group)
+        if self.verify:
+            names = _tensor_names(self.files.tensor_files)
+            check_all_together(self.opened, names, self.max_memory, self.recorder, self.group)
         journal = Journal(self.folder, self.identity)
         own_files = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
 
@@ -143,7 +138,7 @@ class Conversion:
             files=len(self.files.tensor_files),
             bytes_written=sum(file.size for file in own_files),
             resumed=resumed,
-            left_out=(*self.left_out, *self.files.left_out),
+            left_out=(*self.opened.left_out, *self.files.left_out),
             seconds=self.recorder.seconds(),
         )
 
@@ -152,8 +147,8 @@ class Conversion:
 
         Returns the number of files that were complete, and the checksums of all files, encoded.
         """
-        chunk = chunk_size(self.max_memory)
-        source = self.open_source(Arena(chunk))
+        chunk = _chunk_size(self.max_memory)
+        source = CheckpointSource(self.opened, Arena(chunk), verify=self.verify)
         resumed = 0
         sums_of_files: dict[str, list[int]] = {}
         with self.recorder.stage("plan", 2 * sum(file.size for file in files)):
@@ -185,7 +180,7 @@ def _tensor_names(files: tuple[OutputFile, ...]) -> set[str]:
     return {part.name for each in files for part in each.segments if isinstance(part, TensorPart)}
 
 
-def chunk_size(max_memory: int) -> int:
+def _chunk_size(max_memory: int) -> int:
     """Return the bytes to read or write at a time. An export needs about six times as many."""
     return min(LARGEST_CHUNK, max_memory // 8) // ALIGNMENT * ALIGNMENT
 
@@ -201,7 +196,9 @@ def _divide_among_ranks(files: tuple[OutputFile, ...], ranks: int) -> list[list[
     return shares
 
 
-def _write_file(file: OutputFile, source: Source, target: Store, chunk: int) -> RangeChecksums:
+def _write_file(
+    file: OutputFile, source: CheckpointSource, target: Store, chunk: int
+) -> RangeChecksums:
     """Write a file, which appears under its name when it is durable."""
     folder, name = _folder_of(target, file.name)
     try:
@@ -261,7 +258,7 @@ class _Chunk:
 
 
 def write_contents(
-    file: OutputFile, source: Source, writable: WritableFile, max_bytes: int
+    file: OutputFile, source: CheckpointSource, writable: WritableFile, max_bytes: int
 ) -> list[int]:
     """Write the contents of a file, and make them durable.
 

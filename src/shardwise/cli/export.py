@@ -1,12 +1,11 @@
-"""`shardwise export`, `average` and `merge-lora`: write a checkpoint made from others."""
+"""`shardwise export`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,25 +32,8 @@ def _option(metavar: str, text: str) -> Any:
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint, or the root of a run: its newest one.")
 ]
-Sources = Annotated[
-    list[str], typer.Argument(metavar="SRC...", help="Two or more checkpoints, in any formats.")
-]
-Base = Annotated[str, typer.Argument(metavar="BASE", help="The model, in any format.")]
-Adapter = Annotated[
-    str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter, or a checkpoint of LoRA tensors.")
-]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The new directory to write.")]
 Step = Annotated[int | None, _option("N", "The step, if SRC is a root. Default: the newest.")]
-Weight = Annotated[
-    list[float] | None, _option("N", "The weight of one SRC. Repeat it for each SRC, in order.")
-]
-TakeFirst = Annotated[
-    list[str] | None,
-    _option("PATTERN", "Copy matching names from the first SRC. Repeatable."),
-]
-Alpha = Annotated[
-    float | None, _option("N", "The LoRA alpha: scaling is N / rank. Default: PEFT's lora_alpha.")
-]
 To = Annotated[str, _option("FORMAT", "The format: hf, dcp, torch, deepspeed-universal or native.")]
 Only = Annotated[
     list[str] | None, _option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
@@ -123,125 +105,34 @@ def export(
     To share the work among processes:
       torchrun --nproc-per-node 4 -m shardwise export SRC DST
     """
-    from shardwise import exporting
-
-    options: dict[str, Any] = {
-        "step": "newest" if step is None else step,
-        "spec": _make_specification(spec, files, let or []),
-        "skip_unknown": skip_unknown,
-        "format": format,
-        "index": index,
-    }
-    write = partial(exporting.export, source, target, **options)
-    _run_conversion(
-        write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json
-    )
-
-
-def average(
-    sources: Sources,
-    target: Target,
-    weight: Weight = None,
-    take_first: TakeFirst = None,
-    to: To = "native",
-    only: Only = None,
-    skip: Skip = None,
-    root: Root = "model",
-    dtype: DType = None,
-    config: Config = None,
-    max_memory: MaxMemory = "1G",
-    max_file: MaxFile = "5G",
-    as_json: AsJson = False,
-) -> None:
-    """Write the average of several checkpoints.
-
-    Averages floating-point tensors. All other tensors must be equal in all checkpoints, unless
-    --take-first matches them. Plain values that differ are left out. `shardwise export --help`
-    describes the formats of --to.
-
-    To resume after an interruption, run the same command again.
-
-    \b
-    Example:
-      shardwise average RUN/step-00000100 RUN/step-00000200 AVERAGE \\
-          --only 'model.*'
-    """
-    from shardwise import combining
-
-    if len(sources) < 2:
-        raise typer.BadParameter(f"SRC {sources[0]}: pass two or more checkpoints before DST")
-    write = partial(
-        combining.average, sources, target, weights=weight or None, take_first=take_first or ()
-    )
-    _run_conversion(
-        write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json
-    )
-
-
-def merge_lora(
-    base: Base,
-    adapter: Adapter,
-    target: Target,
-    alpha: Alpha = None,
-    to: To = "native",
-    only: Only = None,
-    skip: Skip = None,
-    root: Root = "model",
-    dtype: DType = None,
-    config: Config = None,
-    max_memory: MaxMemory = "1G",
-    max_file: MaxFile = "5G",
-    as_json: AsJson = False,
-) -> None:
-    """Write a model with a LoRA adapter merged into its weights.
-
-    ADAPTER is a directory that PEFT saved, or a checkpoint whose names end in lora_A and lora_B, or
-    in lora_a and lora_b. BASE does not change. `shardwise export --help` describes the formats of
-    --to.
-
-    To resume after an interruption, run the same command again.
-
-    \b
-    Example:
-      shardwise merge-lora llama adapter merged --to hf \\
-          --config llama/config.json
-    """
-    from shardwise import combining
-
-    write = partial(combining.merge_lora, base, adapter, target, alpha=alpha)
-    _run_conversion(
-        write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json
-    )
-
-
-def _run_conversion(
-    write: Callable[..., ConversionReport],
-    to: str,
-    only: list[str] | None,
-    skip: list[str] | None,
-    root: str,
-    dtype: str | None,
-    config: str | None,
-    max_memory: str,
-    max_file: str,
-    *,
-    as_json: bool,
-) -> None:
-    """Check the options that all three commands share, call `write`, and print its report."""
     _check_choice("--to", to, FORMATS)
     _check_choice("--dtype", dtype or FLOATS[0], FLOATS)
-    options = {
+    options: dict[str, Any] = {
         "to": to,
+        "step": "newest" if step is None else step,
         "only": only or (),
         "skip": skip or (),
         "root": root,
         "dtype": dtype,
         "config": config,
+        "spec": _make_specification(spec, files, let or []),
+        "skip_unknown": skip_unknown,
+        "format": format,
+        "index": index,
         "max_memory": _parse_size("--max-memory", max_memory, MIN_MEMORY),
         "max_file": _parse_size("--max-file", max_file, 1),
     }
+    _run_export(source, target, options, as_json=as_json)
+
+
+def _run_export(source: str, target: str, options: dict[str, Any], *, as_json: bool) -> None:
+    """Export together with the other processes of torchrun, if any. Rank 0 prints the report."""
+    from shardwise import exporting
+
     with _join_process_group() as is_rank_0, _progress_of_events() as on_event:
-        report = write(**options, on_event=on_event if is_rank_0 else None)
+        report = exporting.export(
+            source, target, **options, on_event=on_event if is_rank_0 else None
+        )
     if is_rank_0 and as_json:
         print_json(report)
     elif is_rank_0:

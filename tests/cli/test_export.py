@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.cli.app import app
-from shardwise.cli.convert import FLOATS, FORMATS, MIN_MEMORY
+from shardwise.cli.export import FLOATS, FORMATS, MIN_MEMORY
 from shardwise.convert import export
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import SMALLEST_MEMORY
