@@ -254,3 +254,22 @@ def test_validations_at_steps_that_are_not_saved_are_reported(
     messages = [each.message for each in caplog.records if "val_loss" in each.message]
     assert len(messages) == 1
     assert "no step was saved right after a validation until the end of epoch 0" in messages[0]
+
+
+@pytest.mark.parametrize("is_data", [True, False])
+def test_only_data_that_begin_anew_are_called_not_resumable(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, is_data: bool
+) -> None:
+    """In the middle of an epoch. Without `data=`, the loader of a resumed run begins its epoch."""
+    with pytest.raises(InterruptionError):
+        train_with_callback(tmp_path, None, callbacks=[Interrupt(5)], every_n_train_steps=3)
+    recwarn.clear()
+    if is_data:
+        train_with_callback(tmp_path, None, every_n_train_steps=3)
+    else:
+        checkpoint = ShardwiseCheckpoint(tmp_path, every_n_train_steps=3, memory=None)
+        limits: dict[str, Any] = {"max_epochs": 2, "logger": False, "enable_progress_bar": False}
+        trainer = Trainer(accelerator="cpu", callbacks=[checkpoint], **limits)
+        trainer.fit(Net(), DataLoader(make_dataset(), batch_size=GLOBAL_BATCH))
+    warned = [str(each.message) for each in recwarn if "not resumable" in str(each.message)]
+    assert len(warned) == (0 if is_data else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
 from math import isnan
@@ -19,6 +20,7 @@ from torch import Tensor
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointNotFoundError, StateError
 from shardwise.integrations.lightning.plugin import has_only_weights
+from shardwise.integrations.lightning.resumable_data import without_warning_of_lost_position
 from shardwise.integrations.lightning.trainer_values import TrainerValues, validation_follows
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
@@ -119,6 +121,7 @@ class ShardwiseCheckpoint(Checkpoint):
         self._has_saved_metric = self._warned_of_monitor = False
         self._validated: tuple[int, Tensor | None] | None = None
         self._rng_state: dict[str, Any] | None = None
+        self._until_first_batch = ExitStack()
         self.checkpointer: Checkpointer | None = None
         self.last_handle: SaveHandle | None = None
 
@@ -181,6 +184,16 @@ class ShardwiseCheckpoint(Checkpoint):
         if self._rng_state is not None:
             RngState().restore(self._rng_state)
             self._rng_state = None
+            if self._data is not None:
+                self._until_first_batch.enter_context(
+                    without_warning_of_lost_position(trainer, self._data)
+                )
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """End what lasts until the first batch."""
+        self._until_first_batch.close()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -223,12 +236,14 @@ class ShardwiseCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Leave pending saves to the agents."""
+        self._until_first_batch.close()
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
             self.checkpointer = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait until all saves are durable."""
+        self._until_first_batch.close()
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None
