@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shardwise.testing import Gang
@@ -17,6 +18,9 @@ from tests.forked_agents import forking_agents
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)
 settings.load_profile("shardwise")
+# With another number of threads, torch computes other bits, and its threads do not survive a fork.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 # The processes that tests start run the same source as the tests, also in a second work tree.
 SOURCE = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))

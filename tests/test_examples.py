@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 import shardwise as sw
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
-from tests.formats.foreign_goldens import unpacked
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,7 +119,11 @@ def test_a_training_of_dcps_tutorial_goes_on(
 
 
 def test_a_training_of_lightning_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = unpacked("lightning", tmp_path / "made")
+    pytest.importorskip("lightning", reason="the training that goes on is one of Lightning")
+    from tests.compat.foreign import make_lightning
+
+    made = tmp_path / "made"
+    make_lightning.main(made)
     script, run = example("from_lightning"), tmp_path / "run"
     start = made / "epoch=0-step=10.ckpt"
     run_main(script, monkeypatch, "--start", start, "--root", run, "--steps", "15")

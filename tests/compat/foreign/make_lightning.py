@@ -1,6 +1,6 @@
 """Make the checkpoints of lightning.tar.xz, with Lightning 2.6.6.
 
-PYTHONPATH=examples python tests/compat/foreign/make_lightning.py FOLDER
+python -m tests.compat.foreign.make_lightning FOLDER
 tar cJf tests/compat/foreign/lightning.tar.xz -C FOLDER .
 """
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import lightning
 import torch
-from from_lightning import Net, batch, loss_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+
+from examples.from_lightning import Net, batch, compute_loss
 
 
 class Module(lightning.LightningModule):
@@ -24,7 +25,7 @@ class Module(lightning.LightningModule):
         self.net = Net()
 
     def training_step(self, inputs: Tensor) -> Tensor:
-        return loss_of(self.net, inputs)
+        return compute_loss(self.net, inputs)
 
     def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
