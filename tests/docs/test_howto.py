@@ -26,6 +26,7 @@ import shardwise as sw
 from shardwise.testing import Gang
 from tests.docs.blocks import (
     DOCS,
+    PRINTED,
     Block,
     blocks_of,
     changed_by,
@@ -50,6 +51,8 @@ SECONDS_TO_SAVE = 30.0
 def test_every_block_parses(page: str) -> None:
     for block in blocks_of(page):
         check_syntax(block)
+        floats = [each for each in PRINTED.findall(block.text) if re.search(r"\d\.\d", each)]
+        assert not floats, "another processor computes other floats"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shardwise.formats.detect import read_foreign
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.validate import validate_foreign
 from tests.formats.comparing import assert_same
-from tests.formats.conftest import LEGACY, Checkpoints
+from tests.formats.conftest import GOLDEN_OR_LIVE, LEGACY, Checkpoints
 from tests.formats.reference import read_tensors
 
 TIED = ("float32", "interleaved")
@@ -76,6 +76,7 @@ def test_values_are_there_too(megatron: Checkpoints) -> None:
     )
 
 
+@pytest.mark.parametrize("megatron", [GOLDEN_OR_LIVE[1]], indirect=True)
 @pytest.mark.parametrize("case", ["llama", "experts"])
 def test_a_run_goes_on_with_other_parallelism(megatron: Checkpoints, case: str) -> None:
     found = logits_of(megatron, case)
@@ -102,6 +103,7 @@ def test_hugging_face_takes_it(megatron: Checkpoints) -> None:
     with torch.no_grad():
         logits = model(torch.randint(0, 60, (2, 16), generator=generator)).logits
     wanted = logits_of(megatron)["now"][..., :60]
+    # Another framework on another processor sums the products in another order.
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -1,0 +1,46 @@
+"""What each archive of this directory holds. `test_contents.py` checks it.
+
+A golden file holds state that a framework stored, never a result that a test computes again: matrix
+products, sums and exponential functions round differently on other processors.
+"""
+
+from __future__ import annotations
+
+SAVED = "a checkpoint, as the framework saved it"
+HELD = "the values that the framework held at the save, or restored from it"
+COMPUTED = "computed from a checkpoint; tests compare it with a tolerance, which they explain"
+
+_MEGATRON = {"*.distcp": SAVED, ".metadata": SAVED, "metadata.json": SAVED, "expected.pt": HELD}
+_MEGATRON_16 = {**_MEGATRON, "common.pt": SAVED}
+CONTENTS: dict[str, dict[str, str]] = {
+    "bytecheckpoint": {"global_step_3/*": SAVED, "expected.pt": HELD},
+    "deepspeed": {
+        "deepspeed/[24]/*/*": SAVED,
+        "deepspeed/[24]/*.expected.pt": HELD,
+    },
+    "deepspeed_autotp": {"deepspeed-autotp/zero*": SAVED, "deepspeed-autotp/expected.pt": HELD},
+    "deepspeed_parallel": {
+        "deepspeed-parallel/*/*": SAVED,
+        "deepspeed-parallel/*.expected-[0-3].pt": HELD,
+    },
+    "lightning": {"epoch=0-step=10.ckpt": SAVED},
+    "megatron_bfloat16": _MEGATRON_16,
+    "megatron_dp_reshardable": {k: v for k, v in _MEGATRON_16.items() if v == SAVED},
+    "megatron_fully_reshardable": _MEGATRON_16,
+    "megatron_fully_reshardable_0.19": _MEGATRON,
+    "megatron_fully_sharded_model_space": _MEGATRON_16,
+    "megatron_legacy": {
+        "megatron-legacy/4/*/*": SAVED,
+        "megatron-legacy/4/*.expected.pt": HELD,
+        "megatron-legacy/4/*.logits.pt": COMPUTED,
+    },
+    "megatron_plain": _MEGATRON_16,
+    "megatron_plain_0.19": _MEGATRON,
+    "torchsnapshot": {
+        ".snapshot_metadata": SAVED,
+        "[01]/*": SAVED,
+        "batched/*": SAVED,
+        "expected.pt": HELD,
+    },
+}
+"""For each archive: patterns of its files, each with what these files are."""
