@@ -98,43 +98,15 @@ def test_the_boxes_of_a_tensor_and_their_ranks_are_told(run: Run, sharded: Path)
         assert each["bytes"] == 48
 
 
-def test_a_grid_of_ranks_is_drawn(run: Run, sharded: Path) -> None:
+def test_very_many_boxes_are_listed_in_part(run: Run, sharded: Path) -> None:
     lines = run("inspect", sharded, "grid").out.splitlines()
-    top = next(i for i, line in enumerate(lines) if "┌" in line)
-    bottom = next(i for i, line in enumerate(lines) if "└" in line)
-    picture = lines[top : bottom + 1]
-    assert lines[top - 1].split() == ["0", "4", "8"]
-    assert [line.split()[0] for line in picture if line[0] != " "] == ["0", "3", "6"]
-    ranks = [[c for c in line if c.isdigit()] for line in picture if line[0] == " "]
-    assert [found for found in ranks if found] == [["0", "1"], ["2", "3"]]
-    assert sum(line.count("┼") for line in picture) == 1
-    assert any(line.split()[:3] == ["3", "[3:6,", "4:8]"] for line in lines[bottom:])
-
-
-def test_rows_a_line_and_a_cube_are_drawn(run: Run, sharded: Path) -> None:
-    rows = run("inspect", sharded, "rows").out
-    assert rows.count("├") == 3
-    assert "┬" not in rows
-    line = run("inspect", sharded, "line").out
-    assert line.count("┬") == 3
-    assert "├" not in line
-    cube = run("inspect", sharded, "cube").out
-    assert cube.count("┼") == 1
-    assert "dimensions 0 and 1, at 0 of 2" in cube
-
-
-def test_very_many_boxes_become_blocks(run: Run, sharded: Path) -> None:
-    out = run("inspect", sharded, "many").out
-    assert "┌" not in out
-    assert any(len(line) == 64 and set(line) <= set("█▒░") for line in out.splitlines())
-    assert "368 more: --all lists them" in out
+    assert any(line.split()[:3] == ["3", "[3:6,", "4:8]"] for line in lines)
+    assert "368 more: --all lists them" in run("inspect", sharded, "many").out
     assert run("inspect", sharded, "many", "--all").out.count(".safetensors") == 400
 
 
-def test_one_box_needs_no_picture(run: Run, step: Path) -> None:
-    out = run("inspect", step, "model.embed.weight").out
-    assert "┌" not in out
-    assert "[0:32, 0:8]" in out
+def test_one_box_is_listed(run: Run, step: Path) -> None:
+    assert "[0:32, 0:8]" in run("inspect", step, "model.embed.weight").out
 
 
 def test_a_scalar_and_an_empty_tensor_are_shown(run: Run, tmp_path: Path) -> None:

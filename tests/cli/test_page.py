@@ -43,7 +43,6 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     (root / "step-00000400").mkdir()
-    interval = "--step-time 1 --snapshot-cost 0.1 --persist-cost 1 --nodes 16 --failures-per-day 3"
     commands: dict[str, list[tuple[str | Path, ...]]] = {
         "ls": [(root,)],
         "inspect": [(two,), (two, "model.w"), (two, "epoch"), (two, "mine")],
@@ -51,7 +50,6 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
         "diff": [(two, tmp_path / "three")],
         "export": [(two, tmp_path / "published")],
         "rm": [(root, "--step", "200", "--yes")],
-        "plan-interval": [tuple(interval.split())],
         "plan-memory": [("--parameters", "8.03e9", "--nodes", "4", "--parity", "1")],
     }
     page = described()

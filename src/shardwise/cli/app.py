@@ -17,7 +17,6 @@ from shardwise.cli.diff import diff
 from shardwise.cli.export import export
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
-from shardwise.cli.plan_interval import plan_interval
 from shardwise.cli.plan_memory import plan_memory
 from shardwise.cli.rm import rm
 from shardwise.cli.terminal import print_error
@@ -83,8 +82,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-plans = (plan_interval, plan_memory)
-for command in (ls, inspect, verify, diff, export, rm, *plans):
+for command in (ls, inspect, verify, diff, export, rm, plan_memory):
     app.command()(command)
 app.add_typer(agent, name="agent")
 

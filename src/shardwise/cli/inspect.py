@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.box_picture import draw_boxes, rank_style
 from shardwise.cli.find_checkpoints import CommittedCheckpoint, checked_pieces, open_checkpoint
 from shardwise.cli.name_tree import build_tree, list_leaves, print_tree, tensor_bytes
 from shardwise.cli.terminal import AsJson, print_json, print_labelled, stdout_console, table
 from shardwise.engine.data_reader import DataReader
 from shardwise.errors import FormatError, StateError
-from shardwise.layout import Box, choose_plane
+from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.manifest.pieces import Pieces
@@ -284,35 +283,20 @@ def _show_tensor(
     if not boxes:
         return
     console.print()
-    if len(boxes) > 1:
-        _show_picture(entry.shape, boxes, console)
     boxes_table = table()
     boxes_table.add_column("rank", justify="right", no_wrap=True)
     boxes_table.add_column("box", no_wrap=True)
     boxes_table.add_column("size", justify="right", no_wrap=True)
     boxes_table.add_column("file", no_wrap=True)
     for each in boxes if show_all else boxes[:MAX_LISTED_BOXES]:
-        rank = Text(f" {each.rank} ", rank_style(each.rank))
         box = str(Box(each.offset, each.shape)).replace(",", ", ")
-        boxes_table.add_row(rank, Text(box), fmt.format_bytes(each.bytes), Text(each.file, "dim"))
+        boxes_table.add_row(
+            str(each.rank), Text(box), fmt.format_bytes(each.bytes), Text(each.file, "dim")
+        )
     console.print(boxes_table)
     unlisted = len(boxes) - MAX_LISTED_BOXES
     if unlisted > 0 and not show_all:
         console.print(Text(f"… {unlisted:,} more: --all lists them", "dim"))
-
-
-def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Console) -> None:
-    view = choose_plane(shape, [Box(each.offset, each.shape) for each in boxes])
-    for line in draw_boxes(view, [each.rank for each in boxes]):
-        console.print(line, no_wrap=True)
-    if view.hidden:
-        hidden = ", ".join(map(str, view.hidden))
-        console.print(
-            Text(
-                f"dimensions {view.vertical_dim} and {view.horizontal_dim}, at 0 of {hidden}", "dim"
-            )
-        )
-    console.print()
 
 
 def _show_rank_values(path: str, name: str, values_by_rank: list[object], console: Console) -> None:
