@@ -14,6 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.adapters.binding import Binding
+from shardwise.adapters.bitsandbytes import (
+    hidden_quantization,
+    problems_of_unquantized,
+    restore_quantized,
+)
 from shardwise.adapters.fsdp1 import (
     flat_parameters,
     is_fsdp1,
@@ -29,6 +34,7 @@ from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
 EXTRA_STATE = "_extra_state"
+_INCOMPLETE = "The load is incomplete: tensors are loaded, optimizers and values may be old"
 
 
 @dataclass(slots=True)
@@ -125,13 +131,54 @@ class ModuleBinding(Binding):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _MadeValues:
+    """What a module's `state_dict` returns beyond the module's own tensors and its extra state.
+
+    Filling such a tensor may change nothing in the module, so `load_state_dict` gets it.
+
+    Attributes:
+        entries: all entries of the state dict but extra state, by their paths.
+        path_by_name: the paths of the values that `state_dict` made, by their clean names.
+    """
+
+    entries: dict[str, object] = field(default_factory=dict)
+    path_by_name: dict[str, str] = field(default_factory=dict)
+
+    def restore(self, module: nn.Module, module_name: str) -> None:
+        """Pass the values to the module.
+
+        Raises:
+            StateError: the module does not accept some of them.
+        """
+        with user_code(module_name, f"load_state_dict(). {_INCOMPLETE}"):
+            restored = restore_quantized(module, self.entries)
+            if restored.issuperset(self.path_by_name.values()):
+                return
+            rest = {path: value for path, value in self.entries.items() if path not in restored}
+            result = module.load_state_dict(rest, strict=False)
+        unexpected = getattr(result, "unexpected_keys", [])
+        missing = [
+            key
+            for key in getattr(result, "missing_keys", [])
+            if key.rpartition(".")[2] != EXTRA_STATE
+        ]
+        problems = [f"does not accept {key}" for key in unexpected]
+        problems += [f"lacks {key}" for key in missing]
+        if problems:
+            raise StateError(
+                f"{module_name}: load_state_dict() {', '.join(problems)}, given what state_dict() "
+                f"returned: change the module so that both agree. {_INCOMPLETE}"
+            )
+
+
 class ModuleWeights:
     """Weights inside the modules: plain tensors, DTensors, or FSDP1's flat parameters."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [unwrap_data_parallel(module) for module in modules]
         self._cleaners = [NameCleaner(module) for module in self._modules]
-        self._hook_tensors: dict[int, dict[str, torch.Tensor]] = {}
+        self._made = [_MadeValues() for _ in self._modules]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
@@ -175,8 +222,12 @@ class ModuleWeights:
         for module, clean in zip(self._modules, self._cleaners, strict=True):
             _allocate_meta_tensors(module, clean, module_name, is_loaded)
             reshard_fsdp1(module)
-        self._hook_tensors = {}
         contents = self.contents(module_name)
+        self._allocate_made_tensors(contents, saved)
+        for module in self._modules:
+            contents.problems += problems_of_unquantized(
+                module, module_name, lambda name: saved.tensor(f"{module_name}.{name}") is not None
+            )
         # The extra state of Megatron's modules may be None, and some formats leave it out.
         for name in [name for name, value in contents.extra_state.items() if value is None]:
             if name.endswith(EXTRA_STATE) and saved.kind(name) is None:
@@ -184,11 +235,18 @@ class ModuleWeights:
         return contents
 
     def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
-        """Set extra state, and pass tensors that a state_dict hook made to load_state_dict()."""
+        """Set extra state, and pass what `state_dict` made to `load_state_dict`.
+
+        Raises:
+            StateError: `load_state_dict` does not accept what `state_dict` made.
+        """
         for index, module in enumerate(self._modules):
-            if index in self._hook_tensors:
-                with user_code(module_name, "load_state_dict()"):
-                    module.load_state_dict(self._hook_tensors[index], strict=False)
+            made = self._made[index]
+            for name, path in made.path_by_name.items():
+                if name in extra_state:
+                    made.entries[path] = extra_state[name]
+            if made.path_by_name:
+                made.restore(module, module_name)
             for path, part in module.named_modules():
                 prefix = f"{path}." if path else ""
                 name = f"{module_name}.{self._cleaners[index](prefix + EXTRA_STATE)}"
@@ -201,18 +259,34 @@ class ModuleWeights:
 
     def _state_dict_entries(self, index: int, module_name: str) -> Iterator[tuple[str, object]]:
         module, clean = self._modules[index], self._cleaners[index]
+        made = self._made[index] = _MadeValues()
+        entries: dict[str, object] = {}
         if is_fsdp1(module):
             yield from _fsdp1_entries(module, module_name, clean)
-            return
+        else:
+            with user_code(module_name, "state_dict()"):
+                entries = dict(module.state_dict(keep_vars=True))
         own_tensors = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        with user_code(module_name, "state_dict()"):
-            entries = module.state_dict(keep_vars=True)
+        entries.update(hidden_quantization(module, entries))
         for path, value in entries.items():
-            if isinstance(value, torch.Tensor) and id(value) not in own_tensors:
-                # A state_dict hook made this tensor. Filling it changes nothing in the module, so
-                # `restore` passes it to load_state_dict().
-                self._hook_tensors.setdefault(index, {})[path] = value
-            yield f"{module_name}.{clean(path)}", value
+            name = f"{module_name}.{clean(path)}"
+            if path.rpartition(".")[2] != EXTRA_STATE:
+                made.entries[path] = value
+                if id(value) not in own_tensors:
+                    made.path_by_name[name] = path
+            yield name, value
+
+    def _allocate_made_tensors(self, contents: ModuleContents, saved: SavedNames) -> None:
+        """Allocate the tensors that `state_dict` made and that have another shape when saved."""
+        for made in filter(lambda each: each.path_by_name, self._made):
+            for index, leaf in enumerate(contents.tensors):
+                entry = saved.tensor(leaf.name) if leaf.name in made.path_by_name else None
+                current = made.entries.get(made.path_by_name.get(leaf.name, ""))
+                if entry is None or entry.shape == leaf.shape or type(current) is not torch.Tensor:
+                    continue
+                allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
+                made.entries[made.path_by_name[leaf.name]] = allocated
+                contents.tensors[index] = tensor_leaf(leaf.name, allocated)
 
 
 def _fsdp1_entries(
