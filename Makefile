@@ -61,6 +61,7 @@ nfs: $(READY) ## run tests on NFS; needs user-mode-linux, nfs-kernel-server and 
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check
+	$(RUN) -m ruff check --preview --select PLW1514  # files are UTF-8 in every locale
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 

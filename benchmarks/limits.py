@@ -101,7 +101,9 @@ def read_files_into_cache(directory: Path) -> None:
 
 def bytes_read() -> int:
     """Return the bytes that this process and its exited children have read, cached or not."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    fields = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+    )
     return int(fields["rchar"])
 
 

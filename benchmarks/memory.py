@@ -44,7 +44,7 @@ def main() -> None:
 
 def peak_beyond(bench: Bench, name: str, job: Callable[[], object]) -> float:
     """Measure a job; return the largest growth of any process's memory during it, in MB."""
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the peak
     before = status("VmRSS")
     bench.measure(name, job)
     return max(bench.gather_values(round(status("VmHWM") - before, 1)))
@@ -52,7 +52,7 @@ def peak_beyond(bench: Bench, name: str, job: Callable[[], object]) -> float:
 
 def status(field: str) -> float:
     """Return a memory field of this process's status, in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024 / 1e6
 
 

@@ -34,5 +34,5 @@ def processor_seconds(processes: Iterable[int]) -> float:
 def _stat(process: int) -> list[str]:
     """Return the fields after the name; an empty list if there is no such process."""
     with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return []

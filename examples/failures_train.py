@@ -90,7 +90,7 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh:
 
 def received_bytes() -> int:
     """Return the bytes that this host has received over the network."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    lines = Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.strip().startswith("eth0:"))
     return int(line.split(":")[1].split()[0])
 
@@ -99,7 +99,7 @@ class Journal:
     """A file of JSON lines, one for each event, with its time."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **entry: object) -> None:
         self._file.write(json.dumps(entry | {"time": time.monotonic()}) + "\n")

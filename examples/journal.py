@@ -63,7 +63,7 @@ class Journal:
 
 def entries(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a journal; the last one may still be written."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

@@ -38,7 +38,9 @@ class ForkedAgent:
 
     def poll(self) -> int | None:
         """Return None while the agent runs, and 1 when it has ended."""
-        state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = (
+            Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        )
         return 1 if state == "Z" else None
 
 

@@ -176,7 +176,8 @@ class Module:
 
 
 MODULES = [
-    Module(path.relative_to(SOURCE), path.read_text()) for path in sorted(SOURCE.rglob("*.py"))
+    Module(path.relative_to(SOURCE), path.read_text(encoding="utf-8"))
+    for path in sorted(SOURCE.rglob("*.py"))
 ]
 
 
@@ -339,7 +340,7 @@ def test_examples_need_nothing_of_the_tests() -> None:
     named = [
         path.name
         for path in examples
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if (isinstance(node, ast.Constant) and node.value == "tests")
         or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"))
         or (isinstance(node, ast.Import) and any(n.name.startswith("tests") for n in node.names))

@@ -80,7 +80,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def write(journal: Path, losses: dict[int, float]) -> None:
     entries = [json.dumps({"step": step, "loss": loss}) for step, loss in losses.items()]
-    journal.write_text("\n".join([*entries, ""]))
+    journal.write_text("\n".join([*entries, ""]), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

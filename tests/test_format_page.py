@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 @pytest.fixture(scope="module")
 def reader() -> dict[str, Any]:
     """The functions of the page's reader, which uses json, zlib and numpy."""
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[-1]
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[-1]
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 50
     assert set(re.findall(r"^(?:import|from) (\w+)", code, re.M)) == {
@@ -83,7 +83,7 @@ def test_it_reads_what_each_rank_has_of_its_own(reader: dict[str, Any], tmp_path
 
 def test_the_example_is_a_manifest() -> None:
     """With the three files that the page leaves out."""
-    (example,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.S)
+    (example,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     body = example[: example.index('"crc32":')].encode()
     short = decode_manifest(body + b'"crc32":%d}\n' % crc32(body))
     assert encode_manifest(short) == body + b'"crc32":%d}\n' % crc32(body)

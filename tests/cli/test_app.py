@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -139,6 +140,19 @@ def test_errors_leave_no_traceback(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("shardwise: ")
     assert "Traceback" not in done.stderr
+
+
+def test_in_a_locale_without_utf8(tmp_path: Path) -> None:
+    """Tables replace the characters that it lacks, and JSON escapes them."""
+    name = "model.größe ✓"
+    sw.save(tmp_path / "one", {"model": {"größe ✓": torch.ones(2)}})
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for args in (["verify"], ["inspect"], ["inspect", "--json"]):
+        command = [sys.executable, "-m", "shardwise", *args, str(tmp_path / "one")]
+        done = subprocess.run(command, env=environ, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), done.stderr
+        assert done.stdout.isascii()
+    assert [each["name"] for each in json.loads(done.stdout)["tensors"]] == [name]
 
 
 def terminal(*args: str | Path, columns: int) -> list[str]:

@@ -120,9 +120,11 @@ def test_the_tutorial_runs(
     names: dict[str, Any] = {}
     for block in blocks_of("tutorial.md"):
         if block.title == "train.py":
-            Path("train.py").write_text(block.text)
+            Path("train.py").write_text(block.text, encoding="utf-8")
         elif block.language == "diff":
-            Path("train.py").write_text(changed_by(block, Path("train.py").read_text()))
+            Path("train.py").write_text(
+                changed_by(block, Path("train.py").read_text(encoding="utf-8")), encoding="utf-8"
+            )
         elif block.language == "python":
             run_python(block, names, "tutorial.md")
         elif block.language == "sh":
@@ -153,7 +155,7 @@ def test_the_page_of_deepspeed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     script, commands, export = (
         block for block in blocks_of("howto/deepspeed.md") if block.language in ("python", "sh")
     )
-    Path("train.py").write_text(script.text)
+    Path("train.py").write_text(script.text, encoding="utf-8")
     for command, printed in commands.commands():
         assert command.pop(0) == "DS_ACCELERATOR=cpu"
         train_with_torchrun(command, printed)
@@ -204,7 +206,7 @@ def test_the_script_for_slurm_requeues_and_resumes(
     gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("scontrol").write_text('#!/bin/sh\necho "$@" >> called\n')
+    Path("scontrol").write_text('#!/bin/sh\necho "$@" >> called\n', encoding="utf-8")
     Path("scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -212,7 +214,7 @@ def test_the_script_for_slurm_requeues_and_resumes(
     for step, first in ((3, None), (5, 3)):
         ends = gang.run(train_until_signal, script, step, signal.SIGUSR1, world=2, timeout=100)
         assert ends == [(step, first, "")] * 2
-    assert Path("called").read_text() == "requeue 4711\n" * 2
+    assert Path("called").read_text(encoding="utf-8") == "requeue 4711\n" * 2
 
 
 def test_the_job_for_slurm_has_its_options_before_its_commands() -> None:
@@ -313,7 +315,9 @@ def test_the_page_of_the_size_of_memory_has_the_numbers_of_the_command(
     lines = [line.rstrip() for line in run_shardwise(command[2:].split()).splitlines()]
     assert lines == printed.splitlines()
     rows = re.findall(
-        r"^\| `.*\| (.*?) \| (\S+ GiB|–) \| (\S+ GiB) \|$", (DOCS / page).read_text(), re.M
+        r"^\| `.*\| (.*?) \| (\S+ GiB|–) \| (\S+ GiB) \|$",
+        (DOCS / page).read_text(encoding="utf-8"),
+        re.M,
     )
     assert len(rows) == 4
     for options, *sizes in rows:
@@ -332,7 +336,7 @@ def test_the_script_for_gpus_resumes_on_one_process(
 ) -> None:
     """On CPUs, with gloo."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(script_of("howto/gpus.md"))
+    Path("train.py").write_text(script_of("howto/gpus.md"), encoding="utf-8")
     for world, step in ((2, 0), (1, 3)):
         arguments = ["train.py", f"--steps={step + 3}"]
         outcomes = gang.run(run_script, arguments, True, world=world, timeout=100)
@@ -344,7 +348,7 @@ def test_the_script_for_gpus_goes_on_bit_for_bit_after_a_kill(
     gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(script_of("howto/gpus.md"))
+    Path("train.py").write_text(script_of("howto/gpus.md"), encoding="utf-8")
     options = ["train.py", "--steps=15", "--root"]
     killed = gang.run_outcomes(run_until_killed, [*options, "parts"], 13, world=2, timeout=100)
     assert [outcome.kind for outcome in killed] == ["died"] * 2

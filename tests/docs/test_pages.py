@@ -22,7 +22,9 @@ def test_the_guide_runs(
     """And ends where it says."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(encoding="utf-8"), re.S
+    )
     assert len(blocks) >= 5
     for block in blocks:
         exec(compile(block, "docs/guide.md", "exec"), names)
@@ -39,7 +41,7 @@ def test_the_page_of_formats_runs(
 ) -> None:
     """And prints what it says; the commands succeed."""
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "formats.md").read_text()
+    page = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     said = []
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
@@ -59,7 +61,7 @@ def test_the_page_of_tiers_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "tiers.md").read_text()
+    page = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(compile(block, "docs/tiers.md", "exec"), {})
     steps = [len(list(Path("tiers", tier).glob("step-*"))) for tier in ("root", "mirror")]
@@ -70,7 +72,7 @@ def test_the_page_of_data_loaders_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     said = []
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
@@ -87,7 +89,9 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     names: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     names |= {"total": 200, "train": lambda *_: None}
-    block, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    block, *others = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
+    )
     for other in others:
         compile(other, "README.md", "exec")
     exec(compile(block, "README.md", "exec"), names)
@@ -95,7 +99,9 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_page_of_what_is_supported_names_tests_that_exist() -> None:
-    named = re.findall(r"`(tests/[\w/.]+)`", (ROOT / "docs" / "supported.md").read_text())
+    named = re.findall(
+        r"`(tests/[\w/.]+)`", (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
+    )
     assert len(named) >= 20
     for path in named:
         assert (ROOT / path).exists(), path
@@ -104,7 +110,7 @@ def test_the_page_of_what_is_supported_names_tests_that_exist() -> None:
 def test_the_architecture_page_names_files_and_functions_that_exist() -> None:
     """The first column of each walk is `file: function`, below the file of the row above."""
     source = ROOT / "src" / "shardwise"
-    page = (ROOT / "docs" / "architecture.md").read_text().replace("`tests/", "")
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").replace("`tests/", "")
     named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`((?:, `[\w.]+`)*)", page)
     assert len(named) >= 60
     for file, function, more in named:
@@ -113,4 +119,6 @@ def test_the_architecture_page_names_files_and_functions_that_exist() -> None:
         for name in [function, *re.findall(r"`([\w.]+)`", more)]:
             for part in name.split(".") if not name.endswith(".py") else ():
                 pattern = re.compile(rf"^ *(?:def|class) {part}\b|^{part}\b", re.M)
-                assert not part or any(pattern.search(each.read_text()) for each in found), name
+                assert not part or any(
+                    pattern.search(each.read_text(encoding="utf-8")) for each in found
+                ), name

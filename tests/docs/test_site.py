@@ -19,7 +19,7 @@ import shardwise.data
 import shardwise.testing
 from tests.docs.blocks import DOCS, ROOT
 
-SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(DOCS.rglob("*.md"))
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 FROM_OUTSIDE = {
@@ -50,7 +50,10 @@ def anchor_of(heading: str) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    return {anchor_of(title) for title in SECTIONS.findall(FENCES.sub("", page.read_text()))}
+    return {
+        anchor_of(title)
+        for title in SECTIONS.findall(FENCES.sub("", page.read_text(encoding="utf-8")))
+    }
 
 
 def test_the_navigation_has_every_page_once() -> None:
@@ -67,7 +70,7 @@ def test_the_navigation_has_every_page_once() -> None:
 
 @pytest.mark.parametrize("page", [*OUTSIDE, *PAGES], ids=lambda page: page.name)
 def test_links_lead_to_files_and_sections(page: Path) -> None:
-    text = FENCES.sub("", page.read_text())
+    text = FENCES.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if "://" in target:
@@ -80,7 +83,7 @@ def test_links_lead_to_files_and_sections(page: Path) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     documented = re.findall(r"^::: shardwise\.([\w.]+)$", text, re.M)
     expected = {
         *sw.__all__,
@@ -95,14 +98,16 @@ def test_the_reference_has_every_public_name() -> None:
 def test_pictures_are_what_their_scripts_draw(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PICTURES))
     for name, lines in runpy.run_path(str(PICTURES / f"{script}.py"))["pictures"]().items():
-        assert (PICTURES / f"{name}.svg").read_text() == "\n".join(lines) + "\n", name
+        assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == "\n".join(lines) + "\n", (
+            name
+        )
 
 
 def test_every_picture_is_shown_and_has_colours_for_the_dark() -> None:
-    text = "".join(page.read_text() for page in [*OUTSIDE, *PAGES])
+    text = "".join(page.read_text(encoding="utf-8") for page in [*OUTSIDE, *PAGES])
     for picture in PICTURES.glob("*.svg"):
         assert f"images/{picture.name.replace('.narrow', '')})" in text, picture.name
-        assert "prefers-color-scheme: dark" in picture.read_text(), picture.name
+        assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8"), picture.name
 
 
 @pytest.mark.long

@@ -18,7 +18,11 @@ SWITCH = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 def has_large_pages() -> bool:
     """Whether this system can have them when asked: Linux 6.1 or later, and pages of 2 MiB."""
     version = tuple(int(part) for part in os.uname().release.split(".")[:2])
-    return version >= (6, 1) and SWITCH.exists() and int(SWITCH.read_text()) == LARGE_PAGE
+    return (
+        version >= (6, 1)
+        and SWITCH.exists()
+        and int(SWITCH.read_text(encoding="utf-8")) == LARGE_PAGE
+    )
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -35,7 +39,7 @@ def fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
 
 def mapping(address: int) -> list[str]:
     """What the system says of the mapping at an address of this process."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
+    lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith(f"{address:x}-")]
     return lines[starts[0] : starts[0] + 25] if starts else []
 

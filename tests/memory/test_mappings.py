@@ -24,7 +24,7 @@ def mapped_files() -> Iterator[MappedFiles]:
 
 def maps_of(path: Path) -> int:
     """How many mappings this process has of what lies, or lay, at a path."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return sum(line.removesuffix(" (deleted)").endswith(f" {path}") for line in lines)
 
 

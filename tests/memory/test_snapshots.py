@@ -45,7 +45,7 @@ def signal_agents(directory: Path, number: int) -> list[int]:
 
 def _is_zombie(process: int) -> bool:
     try:
-        return " Z " in Path(f"/proc/{process}/stat").read_text()
+        return " Z " in Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:
         return True
 

@@ -162,7 +162,7 @@ def thirds(values: list[float]) -> tuple[float, float]:
 
 def anonymous(process: int) -> float:
     """Return a process's anonymous memory in MB, without the snapshots that it maps."""
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+    for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024 / 1e6
     return 0.0

@@ -46,7 +46,9 @@ def find_jars(config: pytest.Config) -> Path:
 def _download(jars: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         constraint = Path(folder, "constraints.txt")
-        constraint.write_text("pypandoc<1.6\n")  # what the set-up of pyspark 2.4.8 calls
+        constraint.write_text(
+            "pypandoc<1.6\n", encoding="utf-8"
+        )  # what the set-up of pyspark 2.4.8 calls
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "pyspark"]
         try:
             subprocess.run(

@@ -474,7 +474,7 @@ def test_a_damaged_record_is_replaced(root: Path, mirror: Path) -> None:
 def test_a_full_root_and_a_failing_mirror_are_reported_together(
     root: Path, mirror: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirror.write_text("in the way")
+    mirror.write_text("in the way", encoding="utf-8")
     store = FaultyStore(LocalStore(root), Fault(1, FULL_DISK, verbs=("create",), sticky=True))
     checkpointer = sw.Checkpointer(store, keep=LAST, mirror=mirror, memory=None)
     handle = checkpointer.save(1, state(1))

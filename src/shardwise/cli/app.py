@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -112,4 +113,7 @@ def options(
 
 def main() -> None:
     """Run the command line with this process's arguments."""
+    for stream in (sys.stdout, sys.stderr):  # a locale may lack characters of a name, or "✓"
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app(prog_name="shardwise")

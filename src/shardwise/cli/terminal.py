@@ -5,6 +5,8 @@ Results go to stdout; errors and progress go to stderr.
 
 from __future__ import annotations
 
+import codecs
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +56,10 @@ def print_error(message: str) -> None:
 def print_json(document: object) -> None:
     """Print one JSON document, indented. NaN and infinities become null."""
     encoded = msgspec.json.encode(document)
-    sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+    text = msgspec.json.format(encoded, indent=2).decode()
+    if codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8":
+        text = json.dumps(json.loads(text), indent=2)  # escapes what is not ASCII
+    sys.stdout.write(text + "\n")
 
 
 def table(gap: int = 3) -> Table:

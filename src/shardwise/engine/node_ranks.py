@@ -296,5 +296,5 @@ def divide_uploads(store: Store, group: Group) -> Store:
 
 def _node_name() -> str:
     """Return a name that is equal on ranks whose processes see each other in `/proc`."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     return f"{boot_id.strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -98,7 +98,7 @@ def spec(
             f"{str(source)!r} is neither a file, nor a built-in specification ({builtins}), nor "
             "the text of a specification, which has a `->` on each line"
         )
-    return Specification(parse(path.read_text(), str(path)), sizes, files)
+    return Specification(parse(path.read_text(encoding="utf-8"), str(path)), sizes, files)
 
 
 def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapping[str, Any]]]:

@@ -72,7 +72,7 @@ def make_run_token(secret: str, run: str) -> str:
 def previous_port(home: Home) -> int:
     """Return the port of the previous agent, or 0 if there was none."""
     with suppress(FileNotFoundError, ValueError):
-        port = int(_port_path(home).read_text())
+        port = int(_port_path(home).read_text(encoding="utf-8"))
         return port if 0 < port < 1 << 16 else 0
     return 0
 
@@ -89,7 +89,7 @@ def _port_path(home: Home) -> Path:
 def _read_or_create(path: Path, new: str) -> str:
     """Return the content of a file; if the file is missing or empty, write `new` first."""
     with suppress(FileNotFoundError):
-        if content := path.read_text():
+        if content := path.read_text(encoding="utf-8"):
             return content
     write_record(path, new.encode())
     return new
@@ -168,7 +168,9 @@ def _address_of_interface(name: str) -> str:
 
 def _ipv6_address_of(name: str) -> str:
     """Return the global IPv6 address of a network interface."""
-    lines = _IPV6_ADDRESSES.read_text().splitlines() if _IPV6_ADDRESSES.exists() else []
+    lines = (
+        _IPV6_ADDRESSES.read_text(encoding="utf-8").splitlines() if _IPV6_ADDRESSES.exists() else []
+    )
     for address, _index, _prefix, scope, _flags, interface in map(str.split, lines):
         if interface == name and scope == GLOBAL_SCOPE:
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))

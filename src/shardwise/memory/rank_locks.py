@@ -110,7 +110,7 @@ class RankLock:
 
 def _process_id() -> bytes:
     """Return an identifier of this process that is unique across PID namespaces."""
-    start_time = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    start_time = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{namespace}:{os.getpid()}:{start_time}".ljust(60).encode()
 

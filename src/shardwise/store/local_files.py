@@ -236,7 +236,7 @@ def is_node_local(path: Path) -> bool:
     device = existing.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             fields, _, types = line.partition(" - ")
             if fields.split()[2] == number:
                 return types.split()[0] in NODE_LOCAL_FILE_SYSTEMS

@@ -306,7 +306,7 @@ class Hosts:
             hosts_file = self.directory / "etc-hosts"
             hosts_file.parent.mkdir(parents=True, exist_ok=True)
             lines = [f"{_address(index)} host-{index}" for index in range(self.count)]
-            hosts_file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+            hosts_file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]), "utf-8")
             for index in range(self.count):
                 memory = self.directory / f"host-{index}"
                 self._hosts.append(Host(index, memory, self._memory, hosts_file, self._switch.pid))

@@ -157,7 +157,7 @@ def _enter_pid_namespace(pid_namespace: str) -> None:
 def start_time_of(process: int) -> str:
     """Return a process's start time in ticks since boot, or "" if it has exited."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:
         return ""
     return status.rpartition(")")[2].split()[19]
@@ -165,5 +165,7 @@ def start_time_of(process: int) -> str:
 
 def list_mounts(tag: str) -> list[tuple[str, str]]:
     """Return the source and directory of each mount whose source begins with a tag."""
-    lines = [line.split()[:2] for line in Path("/proc/mounts").read_text().splitlines()]
+    lines = [
+        line.split()[:2] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+    ]
     return [(line[0], line[1].replace(r"\040", " ")) for line in lines if line[0].startswith(tag)]

@@ -83,7 +83,7 @@ def serve_calls(pipe: Connection, stacks_file: Path) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # objects of the server's imports are never garbage
     settings = InterpreterSettings.current()
-    with stacks_file.open("w") as file:
+    with stacks_file.open("w", encoding="utf-8") as file:
         faulthandler.register(STACKS_SIGNAL, file)
         try:
             while True:

@@ -96,5 +96,5 @@ def serve(lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1]) as fifo:
+    with open(sys.argv[1], encoding="utf-8") as fifo:
         serve(fifo)

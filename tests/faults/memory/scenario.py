@@ -202,7 +202,10 @@ def end_agents(directory: Path) -> None:
 def is_running(process: int) -> bool:
     """Return whether a process exists and is not a zombie."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 

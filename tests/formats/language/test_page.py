@@ -18,7 +18,7 @@ from shardwise.formats.validate import validate_foreign
 from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered
 from tests.formats.reference import read_tensors
 
-PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
 PAIRS = [
     (text, picture)
@@ -89,7 +89,7 @@ def test_code_on_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text, picture = next(pair for pair in PAIRS if "vocab" in pair[0])
-    Path("my.spec").write_text(text)
+    Path("my.spec").write_text(text, encoding="utf-8")
     for (rank,), arrays in drawn(picture)[0].items():
         Path("ranks").mkdir(exist_ok=True)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}

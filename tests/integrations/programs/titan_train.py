@@ -75,7 +75,7 @@ def record_losses(path: Path, kill_after: int) -> None:
     def log_and_record(self: Any, step: int, loss: float, *args: Any, **kwargs: Any) -> None:
         log(self, step, loss, *args, **kwargs)
         if dist.get_rank() == 0:
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "loss": float(loss).hex()}) + "\n")
 
     MetricsProcessor.log = log_and_record

@@ -25,4 +25,5 @@ def load_builtin(name: str) -> Spec:
     if name not in builtin_names():
         message = f"no built-in specification has this name; there are {', '.join(builtin_names())}"
         raise SpecError(message, source=name[:200], line=1, column=1, text="")
-    return parse(files(__name__).joinpath(name + SUFFIX).read_text(), name + SUFFIX)
+    text = files(__name__).joinpath(name + SUFFIX).read_text(encoding="utf-8")
+    return parse(text, name + SUFFIX)

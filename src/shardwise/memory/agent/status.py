@@ -396,7 +396,7 @@ def _does_answer(info: AgentInfo, tls: Tls | None) -> bool | None:
 def _memory_of(process: int) -> int | None:
     """Return the private memory of a process in bytes, without mapped snapshots."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     kibibytes = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
