@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs soak clean
+.PHONY: help test test-all azurite lint format dist docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ lint: $(READY) ## check style and types
 format: $(READY) ## format the code
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
+
+dist: $(READY) ## build the source distribution and the wheel into dist/
+	rm -rf dist
+	$(RUN) -m build --outdir dist
 
 docs: $(READY) ## build the site of the documentation into site/
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

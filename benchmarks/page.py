@@ -16,7 +16,9 @@ MARKED = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n).*?(?=<!-- end -->)", re.
 
 def rewrite_pages(pages: Iterable[Path], results: Path) -> None:
     """Replace the text between the markers of pages by tables of the results."""
-    found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    found = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))
+    ]
     of_all = {"machine": machine, "summary": summary, "count": count_goals, "goals": goals}
 
     def content(match: re.Match[str]) -> str:
@@ -28,7 +30,7 @@ def rewrite_pages(pages: Iterable[Path], results: Path) -> None:
         return f"{name}{match[2]}\n{text}\n\n"
 
     for page in pages:
-        page.write_text(MARKED.sub(content, page.read_text()))
+        page.write_text(MARKED.sub(content, page.read_text(encoding="utf-8")))
 
 
 def summary(results: list[Result]) -> str:

@@ -90,7 +90,7 @@ def ways_of(
     held: dict[tuple[str, str], Buffer] = {}
     for rank in range(world):
         (home,) = nodes[rank].iterdir()
-        name = (home / "node").read_text()
+        name = (home / "node").read_text(encoding="utf-8")
         (snapshot,) = home.glob(f"runs/*/step-{step:08d}")
         held |= {(name, path.name): touched(path) for path in snapshot.iterdir()}
         if rank == OWNER:

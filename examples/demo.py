@@ -109,10 +109,12 @@ def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -
             time.sleep(0.3)
             losses = read_outcome(phase, log).losses
             status.update(f"{phase.title}: step {max(losses, default=0)} of {phase.stop}")
-    as_planned = "SIGKILL" in output.read_text() if phase.killed else process.returncode == 0
+    as_planned = (
+        "SIGKILL" in output.read_text(encoding="utf-8") if phase.killed else process.returncode == 0
+    )
     outcome = read_outcome(phase, log)
     if not as_planned or not outcome.losses:
-        tail = output.read_text()[-3000:]
+        tail = output.read_text(encoding="utf-8")[-3000:]
         sys.exit(f"{phase.title}: exit status {process.returncode}; {output} ends with\n{tail}")
     steps = f"steps {min(outcome.losses)} to {max(outcome.losses)}"
     console.print(f"[green]✓[/] {phase.title}: {steps}, {time.monotonic() - began:.0f} s")

@@ -63,7 +63,7 @@ class Launch:
     def entries(self, rank: int = 0) -> list[dict[str, Any]]:
         """Return the complete lines of a rank's journal; the last one may still be written."""
         path = self.journals[rank]
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def event(self, name: str, rank: int = 0) -> dict[str, Any]:
@@ -130,7 +130,9 @@ class Launch:
             time.sleep(POLL)
 
     def _fail(self, what: str) -> NoReturn:
-        said = [path.with_suffix(".txt").read_text()[-1500:] for path in self.journals]
+        said = [
+            path.with_suffix(".txt").read_text(encoding="utf-8")[-1500:] for path in self.journals
+        ]
         sys.exit(f"{self.title}: {what} did not happen; trainer output:\n" + "\n".join(said))
 
 

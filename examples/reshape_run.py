@@ -124,7 +124,7 @@ def launch(run: Run, phase: Phase, killed: int | None = None) -> Outcome:
             if process.poll() is None:
                 process.terminate()  # torchrun then ends its workers
                 process.wait()
-    said = output.read_text()
+    said = output.read_text(encoding="utf-8")
     as_planned = "SIGKILL" in said if killed else status == 0
     entries = journal.entries(log)
     losses = {each["step"]: each["loss"] for each in entries if "loss" in each}

@@ -46,7 +46,7 @@ def content(comparisons: list[Comparison]) -> Iterator[str]:
 def pictures() -> dict[str, Iterator[str]]:
     """Return the lines of each file, by name."""
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    comparisons = list(compare(json.loads(path.read_text()) for path in results))
+    comparisons = list(compare(json.loads(path.read_text(encoding="utf-8")) for path in results))
     title = "; ".join(f"{each.text}: {each.ratio:.2g} times as fast" for each in comparisons)
     size = WIDTH, TOP + len(comparisons) * ROW
     return {"results": picture(title, size, content(comparisons))}

@@ -159,7 +159,7 @@ def terminal(*args: str | Path, columns: int) -> list[str]:
     """What a terminal of so many columns is sent, by lines and rewritten lines."""
     ours, theirs = pty.openpty()
     environ = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
-    environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns)}
+    environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONUTF8": "1"}
     environ.pop("NO_COLOR", None)
     command = [sys.executable, "-m", "shardwise", *map(str, args)]
     child = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ)
