@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers import (
@@ -145,9 +146,26 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa:
     try:
         return chosen[0].read(tree)
     except FormatError as error:
+        if tree.skip_unknown:
+            _explain_by_unknown_classes(chosen[0], tree, error)
         if type(error) is not FormatError or tree.is_named_in(str(error)):
             raise
         raise FormatError(f"{tree}: {error}") from error
+
+
+def _explain_by_unknown_classes(reader: Reader, tree: FileTree, error: FormatError) -> None:
+    """Raise an error that names the unknown classes in the files; return if there are none."""
+    try:
+        reader.read(FileTree(tree.store))
+    except UnknownClassError as unknown:
+        raise UnknownClassError(
+            f"{tree}: what skip_unknown=True leaves is not {reader.name}, because the files need "
+            f"their objects of {unknown.names}: load them with the library of these classes, and "
+            f"save tensors and plain values only ({error})",
+            unknown.names,
+        ) from error
+    except FormatError:
+        return
 
 
 def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:

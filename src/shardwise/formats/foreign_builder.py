@@ -339,10 +339,7 @@ class _Encoder:
         if isinstance(value, AllowedCallable):
             return {"class": value.name}
         if isinstance(value, UnknownObject):
-            raise StateError(
-                f"{self.name}: it contains an object of {value.name}, and shardwise runs no code "
-                "from pickles: save it as tensors and plain values if you need it"
-            )
+            raise StateError(f"{self.name}: {value.reason}")
         if type(value) in (list, tuple):
             return type(value)(self.convert(item) for item in value)
         if isinstance(value, dict):

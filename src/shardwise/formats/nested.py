@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import (
@@ -74,7 +75,8 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
     """
     paths = [path for path, _, _ in leaves.tensors]
     optimizers = find_optimizers((*paths, *leaves.values), leaves.values)
-    names = LeafNames(optimizers, paths, leaves.values)
+    known = [path for path, v in leaves.values.items() if not isinstance(v, UnknownObject)]
+    names = LeafNames(optimizers, paths, known)
     builder = Builder(leaves.files)
     builder.add_table(leaves.table)
     builder.left_out += leaves.left_out

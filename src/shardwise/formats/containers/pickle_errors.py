@@ -22,6 +22,18 @@ class TruncatedError(FormatError):
     """The pickle continues after the end of the data."""
 
 
+class UnknownClassError(FormatError):
+    """The pickle contains objects of classes or functions that are not allowed.
+
+    Attributes:
+        names: the names of these classes and functions, as text.
+    """
+
+    def __init__(self, message: str, names: str = "") -> None:
+        super().__init__(message)
+        self.names = names
+
+
 class UnsupportedValueError(FormatError):
     """The pickle is intact, but contains a value that is not read.
 

@@ -19,6 +19,7 @@ from shardwise.formats.containers.pickle_errors import (
     UnsafeValueError,
     UnsupportedValueError,
 )
+from shardwise.formats.containers.pickle_parts import find_unknown
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
@@ -113,6 +114,8 @@ class PickleMachine:
     def call(self, constructor: object, args: object) -> object:
         """Call an allowed class or function, and return the value that it constructs.
 
+        If it cannot be constructed from an `UnknownObject`, return this object.
+
         Raises:
             FormatError: `constructor` is not a class or function, or the arguments are invalid.
         """
@@ -127,6 +130,8 @@ class PickleMachine:
                 raise
             if isinstance(error, UnsafeKeysError):
                 raise UnsafeValueError(str(error)) from error
+            if (unknown := find_unknown(args)) is not None:
+                return unknown
             raise FormatError(f"invalid arguments of {constructor.name}: {error}") from error
 
 
@@ -332,7 +337,14 @@ def _call_with_keywords(machine: PickleMachine, position: int) -> int:
 
 def _set_state(machine: PickleMachine, position: int) -> int:
     state = machine.stack.pop()
-    set_state(machine.stack[-1], state)
+    try:
+        set_state(machine.stack[-1], state)
+    except MALFORMED_ERRORS as error:
+        if (unknown := find_unknown(state)) is None:
+            raise
+        raise UnsupportedValueError(
+            f"a value that consists of objects of {unknown.name}"
+        ) from error
     return position
 
 

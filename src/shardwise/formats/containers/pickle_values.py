@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from shardwise.formats.containers.pickle_errors import UnsafeValueError, UnsupportedValueError
+from shardwise.formats.containers.pickle_errors import UnsupportedValueError
 from shardwise.state.hash_collisions import check_keys
 
 Constructor: TypeAlias = Callable[..., object]
@@ -52,6 +52,14 @@ class UnknownObject:
     """A placeholder for a class or function that is not allowed, and for its results."""
 
     name: str
+
+    @property
+    def reason(self) -> str:
+        """Why a value with this object is left out, and what to do."""
+        return (
+            f"it contains an object of {self.name}, and shardwise runs no code from pickles: save "
+            "it as tensors and plain values if you need it"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -344,57 +352,3 @@ ALLOWED_NAMES: AllowedNames = {
     **allow_as_instances("types.SimpleNamespace"),
 }
 """Dates and paths become text. Deques become lists, defaultdicts dicts, and timedeltas seconds."""
-
-
-MOST_DEPTH = 100
-_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice)
-
-
-def check_expanded_size(value: object, max_values: int) -> None:
-    """Refuse values that are small in the file, but huge or endless if references are followed.
-
-    Args:
-        max_values: the largest number of values, where each reference counts as a copy.
-
-    Raises:
-        UnsafeValueError: there are more values, nesting is deeper than `MOST_DEPTH`, or a value
-            contains itself.
-    """
-    sizes_and_depths: dict[int, tuple[int, int]] = {}  # by id: size and depth
-    open_ids: set[int] = set()
-    stack = [(value, False)]
-    while stack:
-        current, children_done = stack.pop()
-        if id(current) in sizes_and_depths:
-            continue
-        parts = _list_children(current)
-        containers = [part for part in parts if isinstance(part, _CONTAINERS)]
-        if children_done or not containers:
-            open_ids.discard(id(current))
-            child_sizes = [sizes_and_depths[id(part)] for part in containers]
-            size = 1 + len(parts) + sum(n for n, _ in child_sizes)
-            depth = 1 + max((n for _, n in child_sizes), default=0)
-            if size > max_values or depth > MOST_DEPTH:
-                raise UnsafeValueError(
-                    f"values are nested more than {MOST_DEPTH} deep, or repeat each other so often "
-                    f"that they expand to more than {max_values} values"
-                )
-            sizes_and_depths[id(current)] = size, depth
-        elif id(current) in open_ids:
-            raise UnsafeValueError("a value contains itself")
-        elif len(open_ids) > MOST_DEPTH:
-            raise UnsafeValueError(f"values are nested more than {MOST_DEPTH} deep")
-        else:
-            open_ids.add(id(current))
-            stack.append((current, True))
-            stack += [(part, False) for part in containers]
-
-
-def _list_children(value: object) -> Sequence[object]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, PickledInstance):
-        return [*value.args, *value.fields.values()]
-    if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []

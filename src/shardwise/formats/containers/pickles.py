@@ -15,6 +15,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import (
     MALFORMED_ERRORS,
     TruncatedError,
+    UnknownClassError,
     UnsafeValueError,
     explain_error,
 )
@@ -23,10 +24,10 @@ from shardwise.formats.containers.pickle_opcodes import (
     PersistentLoad,
     PickleMachine,
 )
+from shardwise.formats.containers.pickle_parts import check_expanded_size
 from shardwise.formats.containers.pickle_values import (
     ALLOWED_NAMES,
     AllowedNames,
-    check_expanded_size,
 )
 
 MOST_NAMES_SHOWN = 20
@@ -72,8 +73,9 @@ def unpickle(
             references. Set it to False only if the caller does not walk through the value.
 
     Raises:
-        FormatError: the pickle is damaged, contains unsupported values, would take too much time or
-            memory, or uses names that are not allowed; the message contains the names.
+        FormatError: the pickle is damaged, contains unsupported values, or would take too much time
+            or memory.
+        UnknownClassError: it uses names that are not allowed; the message contains the names.
     """
     machine = PickleMachine(data, {**ALLOWED_NAMES, **(also_allowed or {})}, persistent_load)
     try:
@@ -92,11 +94,13 @@ def unpickle(
             if len(unknown_names) > MOST_NAMES_SHOWN
             else ""
         )
-        raise FormatError(
-            f"{source}: contains objects that are not read from pickles: "
-            f"{', '.join(unknown_names[:MOST_NAMES_SHOWN])}{more}; shardwise ran no code from the "
-            "file. Save plain values and tensors instead, such as model.state_dict() in place of a "
-            "model, or leave the objects out with skip_unknown=True"
+        names = f"{', '.join(unknown_names[:MOST_NAMES_SHOWN])}{more}"
+        raise UnknownClassError(
+            f"{source}: contains objects that are not read from pickles: {names}; shardwise ran no "
+            "code from the file. Save plain values and tensors instead, such as model.state_dict() "
+            "in place of a model, or tensor.dequantize() in place of a tensor of another class; or "
+            "leave the objects out with skip_unknown=True",
+            names,
         )
     return UnpickleResult(value, unknown_names, end)
 

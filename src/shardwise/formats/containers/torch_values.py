@@ -158,6 +158,10 @@ def _rebuild_from_type(rebuild: object, cls: object, args: object, _: object = N
     return rebuild.construct(*args)
 
 
+def _refuse_wrapper(*_: object) -> object:
+    raise UnsupportedValueError("a DTensor is not pickled as by torch.save", "use torch.save")
+
+
 def _make_size(numbers: object = ()) -> torch.Size:
     if not isinstance(numbers, tuple) or not all(
         type(n) is int and -(2**63) <= n < 2**63 for n in numbers
@@ -213,6 +217,7 @@ TORCH_NAMES: AllowedNames = {
     "torch._utils._rebuild_parameter": _return_first_argument,
     "torch._utils._rebuild_parameter_with_state": _return_first_argument,
     REBUILD_FROM_TYPE: _rebuild_from_type,
+    _REBUILD_WRAPPER: _refuse_wrapper,
     "torch.Tensor": _return_first_argument,
     "torch.nn.parameter.Parameter": _return_first_argument,
     "torch.nn.parameter.Buffer": _return_first_argument,
@@ -385,15 +390,10 @@ _PLACEMENT_CLASSES = (
 )
 
 
-def _refuse_dtensor(*_: object) -> object:
-    raise UnsupportedValueError("a DTensor is not pickled as by torch.save", "use torch.save")
-
-
 DTENSOR_NAMES: AllowedNames = {
     REBUILD_FROM_TYPE: _rebuild_dtensor_or_tensor,
-    _REBUILD_WRAPPER: _refuse_dtensor,
     **{
-        f"{module}.DTensor": _refuse_dtensor
+        f"{module}.DTensor": _refuse_wrapper
         for module in (*_DTENSOR_MODULES, "torch.distributed.tensor._api")
     },
     **allow_as_instances(

@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import TORCH_NAMES
+from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign, join_leaves
 from shardwise.formats.optimizers import Path
-from shardwise.formats.readers.dcp.items import ItemArrays, load_only_storage
+from shardwise.formats.readers.dcp.items import ItemArrays, read_pickled_tensor
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_item_key, read_metadata
 from shardwise.formats.readers.dcp.reader import Chunks, count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import read_value
@@ -28,8 +27,8 @@ PARTS = ("model", "optimizer")
 _EXTRA_STATE = re.compile(r"extra_state/extra_state_rank_(\d{1,7})\.pt")
 _STEP = re.compile(r"global_step_(\d{1,15})")
 
-ChunkArrays: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], StoredArray]
-"""The array of each chunk, by the tensor's name and the chunk's offset.
+ChunkArrays: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], StoredArray | UnknownObject]
+"""The array of each chunk, or its unknown class, by the tensor's name and the chunk's offset.
 
 The `start` of an array is its offset, in bytes, in the bytes of the chunk.
 """
@@ -80,7 +79,7 @@ def _read_part(tree: FileTree, part: str, first_file_index: int) -> NestedLeaves
         first_file_index: the index of its first file.
     """
     metadata = read_metadata(tree, f"{part}/{METADATA}")
-    arrays = _parse_chunk_arrays(metadata, tree.label(f"{part}/{METADATA}"))
+    arrays = _parse_chunk_arrays(tree, metadata, tree.label(f"{part}/{METADATA}"))
     content = read_content(
         tree,
         metadata,
@@ -91,10 +90,10 @@ def _read_part(tree: FileTree, part: str, first_file_index: int) -> NestedLeaves
     return leaves_of(content, metadata, lambda path: (part, *path))
 
 
-def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
+def _parse_chunk_arrays(tree: FileTree, metadata: Metadata, path: str) -> ChunkArrays:
     """Return the array of each chunk, from pickles within the pickle of the metadata."""
-    parsed: dict[bytes, StoredArray] = {}
-    arrays: dict[tuple[str, tuple[int, ...] | None], StoredArray] = {}
+    parsed: dict[bytes, StoredArray | UnknownObject] = {}
+    arrays: dict[tuple[str, tuple[int, ...] | None], StoredArray | UnknownObject] = {}
     pickles = metadata.extra_fields.get("all_tensor_metadata")
     for item_key, data in (pickles if isinstance(pickles, dict) else {}).items():
         try:
@@ -105,14 +104,12 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
             continue
         if data not in parsed:
             label = f"{path}: {name}"
-            array = unpickle(
-                data, label, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
-            ).value
-            if not isinstance(array, StoredArray):
+            array = read_pickled_tensor(data, label, tree.skip_unknown)
+            if array is None:
                 raise FormatError(
-                    f"{label}: all_tensor_metadata should describe this tensor by a plain tensor, "
-                    f"but has a {type(array).__name__}: copy the file again from an intact source, "
-                    "or save with ByteCheckpoint 0.0.x"
+                    f"{label}: all_tensor_metadata does not describe this tensor by a plain "
+                    "tensor: copy the file again from an intact source, or save with "
+                    "ByteCheckpoint 0.0.x"
                 )
             parsed[data] = array
         arrays[name, offset] = parsed[data]
@@ -122,6 +119,7 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
 def _find_arrays(arrays: ChunkArrays, _tree: FileTree, chunks: Chunks) -> ItemArrays:
     distinct_arrays: dict[StoredArray, int] = {}
     distinct_indices, starts = [], []
+    unknown: dict[str, UnknownObject] = {}
     for name, item, offset in zip(chunks.names, chunks.items, chunks.offset_tuples, strict=True):
         array = arrays.get((name, offset))
         if array is None:
@@ -129,8 +127,14 @@ def _find_arrays(arrays: ChunkArrays, _tree: FileTree, chunks: Chunks) -> ItemAr
                 f"{chunks.metadata_path}: {name}: all_tensor_metadata lacks the dtype and strides "
                 f"of the chunk at {list(offset)}: copy all files of one save"
             )
+        if isinstance(array, UnknownObject):
+            unknown[name] = array
+            continue
         distinct_indices.append(distinct_arrays.setdefault(array, len(distinct_arrays)))
         starts.append(item.offset + array.start)
     return ItemArrays(
-        list(distinct_arrays), np.array(distinct_indices, np.int64), np.array(starts, np.int64)
+        list(distinct_arrays),
+        np.array(distinct_indices, np.int64),
+        np.array(starts, np.int64),
+        unknown,
     )

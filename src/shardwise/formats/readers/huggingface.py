@@ -18,6 +18,7 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.events import format_count
+from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray
@@ -152,7 +153,12 @@ def _read_shard(tree: FileTree, name: str, index: int) -> _Shard:
             f"found {type(value).__name__}: copy the file again from an intact source"
         )
     arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
-    return _Shard(arrays, {key: "not a tensor" for key in value if key not in arrays})
+    left_out = {
+        key: item.reason if isinstance(item, UnknownObject) else "not a tensor"
+        for key, item in value.items()
+        if key not in arrays
+    }
+    return _Shard(arrays, left_out)
 
 
 def _shard_of_header(header: Header) -> _Shard:

@@ -8,16 +8,17 @@ heads of tensors of the same shape are equal, and equal heads are parsed once.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import AllowedNames
+from shardwise.formats.containers.pickle_errors import UnknownClassError
+from shardwise.formats.containers.pickle_values import AllowedNames, UnknownObject
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import parse_storage_id, read_torch_file
@@ -51,11 +52,14 @@ class ItemArrays:
             these arrays have no meaning.
         distinct_index: `(n,)`, the index of each array in `distinct_arrays`.
         start: `(n,)`, the offset of each array in its file, in bytes.
+        unknown: names of tensors of unknown classes, and these classes. The rows of such tensors
+            have no meaning.
     """
 
     distinct_arrays: Sequence[StoredArray]
     distinct_index: Int
     start: Int
+    unknown: Mapping[str, UnknownObject] = field(default_factory=dict)
 
 
 def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
@@ -66,8 +70,10 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
 
     Raises:
         FormatError: an item is outside of its file, or is not a tensor saved by torch.save.
+        UnknownClassError: an item is a tensor of an unknown class, and is not to be skipped.
     """
-    heads = _ParsedHeads()
+    heads = _ParsedHeads(tree.skip_unknown)
+    unknown: dict[str, UnknownObject] = {}
     distinct_index, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
 
     def find_array_of_item(index: int, head: bytes, file: ReadableFile) -> None:
@@ -82,11 +88,14 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
                 f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
                 "torch.save: copy .metadata and all other files from one save"
             )
+        if isinstance(array, UnknownObject):
+            unknown[names[index]] = array
+            return
         distinct_index[index], array_start = array
         start[index] = item.offset + array_start
 
     _read_items(tree, names, items, _HEAD_SIZE, find_array_of_item)
-    return ItemArrays(heads.distinct_arrays, distinct_index, start)
+    return ItemArrays(heads.distinct_arrays, distinct_index, start, unknown)
 
 
 def read_values(
@@ -129,23 +138,24 @@ def read_values(
 class _ParsedHeads:
     """The heads of items that were parsed so far. Many items have equal heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip_unknown: bool) -> None:
+        self._skip_unknown = skip_unknown
         self.distinct_arrays: list[StoredArray] = []
         self._array_by_head: dict[bytes, tuple[int, int]] = {}
         self._head_lengths: tuple[int, ...] = ()
 
-    def find_array(self, head: bytes, name: str) -> tuple[int, int] | None:
+    def find_array(self, head: bytes, name: str) -> tuple[int, int] | UnknownObject | None:
         """Return the index of the array in `distinct_arrays`, and its start in the item, in bytes.
 
-        Return None if the head is incomplete.
+        Return None if the head is incomplete, and an `UnknownObject` for an unknown class.
         """
         for length in self._head_lengths:
             found = self._array_by_head.get(head[:length])
             if found is not None:
                 return found
-        parsed = _parse_head(head, name)
-        if parsed is None:
-            return None
+        parsed = _parse_head(head, name, self._skip_unknown)
+        if not isinstance(parsed, tuple):
+            return parsed
         array, storage_start = parsed
         self.distinct_arrays.append(array)
         found = len(self.distinct_arrays) - 1, storage_start + array.start
@@ -154,7 +164,9 @@ class _ParsedHeads:
         return found
 
 
-def _parse_head(head: bytes, name: str) -> tuple[StoredArray, int] | None:
+def _parse_head(
+    head: bytes, name: str, skip_unknown: bool
+) -> tuple[StoredArray, int] | UnknownObject | None:
     """Return the array, and the offset of its storage in the item; None if bytes are missing."""
     pickle = None
     for record_name, start, data in _read_records(head, name):
@@ -166,28 +178,44 @@ def _parse_head(head: bytes, name: str) -> tuple[StoredArray, int] | None:
                 "with torch, and save it on a little-endian machine"
             )
         elif record_name.endswith("/data/0") and pickle is not None:
-            stored = unpickle(
-                pickle, name, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
-            ).value
-            if not isinstance(stored, StoredArray):
+            stored = read_pickled_tensor(pickle, name, skip_unknown)
+            if stored is None:
                 raise FormatError(
-                    f"{name}: the bytes that .metadata lists hold a {type(stored).__name__}, not a "
-                    "plain tensor: copy .metadata and all other files from one save"
+                    f"{name}: the bytes that .metadata lists hold no plain tensor: copy .metadata "
+                    "and all other files from one save"
                 )
-            return stored, start
+            return stored if isinstance(stored, UnknownObject) else (stored, start)
     return None
 
 
-def load_only_storage(persistent_id: object) -> object:
-    """Return the only storage of a pickle, as if it began at offset 0.
+def read_pickled_tensor(
+    pickle: bytes, source: str, skip_unknown: bool
+) -> StoredArray | UnknownObject | None:
+    """Return the array of a pickled tensor, as if its only storage began at offset 0 of file 0.
 
-    Raises:
-        ValueError: the persistent id does not name storage "0".
+    Return an `UnknownObject` for a tensor of an unknown class, and None for any other value.
+
+    Args:
+        source, skip_unknown: see `unpickle`.
     """
+    value = unpickle(
+        pickle,
+        source,
+        also_allowed=TORCH_NAMES,
+        persistent_load=_load_storage,
+        skip_unknown=skip_unknown,
+    ).value
+    if isinstance(value, UnknownObject):
+        return value
+    return value if isinstance(value, StoredArray) and value.file == 0 else None
+
+
+def _load_storage(persistent_id: object) -> object:
+    # Tensors of other classes may have several storages.
     storage_type, key, numel = parse_storage_id(persistent_id)
-    if key != "0":
-        raise ValueError("the pickle of a tensor has several storages")
-    return Storage(0, 0, numel * storage_type.itemsize, storage_type.dtype)
+    if isinstance(storage_type, UnknownObject):
+        return storage_type
+    return Storage(int(key != "0"), 0, numel * storage_type.itemsize, storage_type.dtype)
 
 
 def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
@@ -267,6 +295,9 @@ def _read_items(
                         handle_item(
                             index, data[position : position + min(item.length, max_bytes)], file
                         )
+                    except UnknownClassError as error:
+                        label = tree.label(item.file)
+                        raise UnknownClassError(f"{label}: {error}", error.names) from error
                     except FormatError as error:
                         raise FormatError(f"{tree.label(item.file)}: {error}") from error
         finally:

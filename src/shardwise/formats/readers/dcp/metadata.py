@@ -91,7 +91,11 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
     """
     path = tree.label(name)
     pickled_metadata = unpickle(
-        tree.read(name), path, also_allowed=_METADATA_NAMES, refuse_huge_values=False
+        tree.read(name),
+        path,
+        also_allowed=_METADATA_NAMES,
+        skip_unknown=tree.skip_unknown,
+        refuse_huge_values=False,
     ).value
     try:
         return _parse_metadata(_fields_of(pickled_metadata, "Metadata", "the content of the file"))

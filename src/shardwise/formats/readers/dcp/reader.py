@@ -116,6 +116,19 @@ def read_content(
         if array_finder is None
         else array_finder(tree, chunks)
     )
+    if arrays.unknown:
+        tensors = {k: v for k, v in metadata.tensors.items() if k not in arrays.unknown}
+        items = {key: v for key, v in metadata.items.items() if key[0] not in arrays.unknown}
+        content = read_content(
+            tree,
+            replace(metadata, tensors=tensors, items=items),
+            folder=folder,
+            first_file_index=first_file_index,
+            also_allowed=also_allowed,
+            array_finder=array_finder,
+        )
+        left_out = [f"{name}: {found.reason}" for name, found in arrays.unknown.items()]
+        return replace(content, left_out=(*content.left_out, *left_out))
     chunks.check_arrays(metadata, arrays)
     strides = padded_rows(
         [each.stride for each in arrays.distinct_arrays], chunks.offset.shape[1], 0
@@ -255,11 +268,12 @@ def leaves_of(
     values = {
         rename(metadata.paths.get(name, (name,))): value for name, value in content.values.items()
     }
+    all_paths = {*paths, *(rename(metadata.paths.get(name, (name,))) for name in metadata.tensors)}
     return NestedLeaves(
         content.files,
         list(zip(paths, content.dtypes, content.shapes, strict=True)),
         content.table,
-        unflatten_values(values, paths),
+        unflatten_values(values, all_paths),
         content.left_out,
     )
 

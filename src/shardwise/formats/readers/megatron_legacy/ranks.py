@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.containers.pickle_values import PickledInstance
+from shardwise.formats.containers.pickle_values import PickledInstance, UnknownObject
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import ForeignFile, StoredArray
@@ -246,13 +246,8 @@ def _parse_rank(
     for name, (path, value) in contents.items():
         if name == BUFFERS_FILE:
             buffers = value
-        elif not isinstance(value, dict):
-            raise FormatError(
-                f"{tree.label(path)}: expected a dict, found {type(value).__name__}: copy the file "
-                "again from an intact source"
-            )
         else:
-            states[name] = value
+            states[name] = _require_dict(value, tree.label(path))
             if name in (MODEL_FILE, OLD_MODEL_FILE):
                 directory = tree.label(path.rpartition("/")[0])
     state: dict[Any, Any] = {}
@@ -261,14 +256,19 @@ def _parse_rank(
     chunks = _find_chunks(state, directory)
     leaves = [dict(_flatten(chunk, "")) for chunk in chunks.values()]
     arrays = [{n: v for n, v in chunk.items() if isinstance(v, StoredArray)} for chunk in leaves]
-    unread = [n for chunk in leaves for n, v in chunk.items() if not isinstance(v, StoredArray)]
+    unread = [
+        f"{n}, an object of {v.name}" if isinstance(v, UnknownObject) else n
+        for chunk in leaves
+        for n, v in chunk.items()
+        if not isinstance(v, StoredArray)
+    ]
     args = state.get(ARGS)
     args = args.fields if isinstance(args, PickledInstance) else args
     fields = args if isinstance(args, dict) else {}
     values = {
         str(key): value
         for key, value in state.items()
-        if key not in (ARGS, OPTIMIZER) and key not in chunks
+        if key not in (ARGS, OPTIMIZER, *chunks) or isinstance(value, UnknownObject)
     }
     return Rank(numbers, directory, arrays, state.get(OPTIMIZER), buffers, fields, values, unread)
 
@@ -285,13 +285,18 @@ def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[
             f"'model1', …; found {sorted(keys.values())}: copy the file again from an intact source"
         )
     chunks = {keys[number]: state[keys[number]] for number in sorted(keys)}
-    for key, chunk in chunks.items():
-        if not isinstance(chunk, dict):
-            raise FormatError(
-                f"{directory}: {key}: expected a state dict, found {type(chunk).__name__}: copy "
-                "the file again from an intact source"
-            )
-    return chunks
+    return {key: _require_dict(chunk, f"{directory}: {key}") for key, chunk in chunks.items()}
+
+
+def _require_dict(value: object, label: str) -> Mapping[Any, Any]:
+    if isinstance(value, UnknownObject):
+        raise FormatError(f"{label}: {value.reason}")
+    if not isinstance(value, dict):
+        raise FormatError(
+            f"{label}: expected a dict, found {type(value).__name__}: copy the file again from an "
+            "intact source"
+        )
+    return value
 
 
 def _flatten(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

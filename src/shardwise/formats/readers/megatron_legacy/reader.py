@@ -8,11 +8,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import (
-    AllowedCallable,
-    PickledInstance,
-    UnknownObject,
-)
+from shardwise.formats.containers.pickle_parts import find_unknown
 from shardwise.formats.file_tree import MOST_FILES, FileTree
 from shardwise.formats.foreign import CatalogueRow, Foreign, build_catalogue
 from shardwise.formats.foreign_builder import Builder, describe_differing_values
@@ -350,27 +346,9 @@ def _select_plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, A
     """Return the arguments that have a plain form; functions and others are left out by name."""
     plain = {}
     for name, value in args.items():
-        unknown = _find_unknown_name(value)
+        unknown = find_unknown(value)
         if unknown is None:
             plain[name] = value
         else:
-            builder.left_out.append(f"{ARGS}.{name}: {unknown} is not read from pickles")
+            builder.left_out.append(f"{ARGS}.{name}: {unknown.name} is not read from pickles")
     return plain
-
-
-def _find_unknown_name(value: object) -> str | None:
-    """Return the name of the first object in a value that is not read from pickles, or None."""
-    if isinstance(value, UnknownObject):
-        return value.name
-    parts: list[object] = []
-    if isinstance(value, dict):
-        parts = [*value, *value.values()]
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    elif isinstance(value, PickledInstance):
-        parts = [*value.args, *value.fields.values()]
-    elif isinstance(value, AllowedCallable):
-        return None
-    return next(
-        (unknown for part in parts if (unknown := _find_unknown_name(part)) is not None), None
-    )
