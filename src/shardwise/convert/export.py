@@ -97,6 +97,7 @@ def write_export(
     """
     identity = f"{_digest_source(opened)}: {options.resume_key}"
     selected, tensors = _select_contents(options, opened.manifest)
+    selected = msgspec.structs.replace(selected, left_out=opened.left_out)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))
     plan_files = TARGETS[options.to]

@@ -225,7 +225,8 @@ def open_manifest(store: Store, data: bytes) -> Opened:
     except FormatError as error:
         raise FormatError(f"{store}: {error}") from error
     pieces = validated_pieces_of(store, manifest)
-    return Opened(store, manifest, pieces, row_major(pieces.shape))
+    stride = row_major(pieces.shape)
+    return Opened(store, manifest, pieces, stride, left_out=manifest.left_out)
 
 
 def _describe_missing(store: Store) -> str:

@@ -109,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         world_size: the number of ranks that saved.
         metrics: the saved metrics; None for metrics that were not finite.
         per_rank: the names of the per-rank values.
+        left_out: what an export could not read from its source, with the reason; one line each.
         files: the data files.
         objects: the plain values that all ranks share.
         tensors: the tensors.
@@ -122,6 +123,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     metrics: dict[str, float | None] = {}
     per_rank: tuple[Name, ...] = ()
+    left_out: tuple[str, ...] = ()
     files: tuple[FileEntry, ...]
     objects: tuple[ObjectEntry, ...]
     tensors: tuple[TensorEntry, ...]
@@ -149,6 +151,8 @@ def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
     for field in Manifest.__struct_fields__:
         if field == "tensors":
             value = encode_tensors(manifest.tensors) if tensors is None else tensors
+        elif field == "left_out" and not manifest.left_out:
+            continue
         else:
             value = msgspec.json.encode(getattr(manifest, field))
         lines.append(f'"{field}":'.encode() + value)

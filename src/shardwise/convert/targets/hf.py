@@ -16,6 +16,7 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.errors import StateError
+from shardwise.formats.containers.safetensors import CODES, PACKED
 from shardwise.manifest.dtypes import DTYPES
 
 SINGLE = "model.safetensors"
@@ -77,7 +78,7 @@ def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
     parts: list[TensorPart] = []
     offset = 0
     for each in order:
-        code = DTYPES[each.dtype].code
+        code = CODES.get(each.dtype)
         if code is None:
             raise StateError(
                 f"{each.name}: safetensors does not support {each.dtype}: leave it out with skip=, "
@@ -85,7 +86,10 @@ def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
             )
         part = each.part
         offsets = [offset, offset + part.size]
-        header[each.name] = {"dtype": code, "shape": part.box.shape, "data_offsets": offsets}
+        shape = part.box.shape
+        if each.dtype == PACKED and shape:
+            shape = (*shape[:-1], 2 * shape[-1])
+        header[each.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
         offset += part.size
         if part.size:
             parts.append(part)

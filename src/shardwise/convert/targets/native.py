@@ -53,6 +53,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
         layouts.append(layout)
         tensor_files.append(_plan_file(data_file(rank, save_id), layout, file_parts))
     entries = _tensor_entries(contents.tensors, files)
+    left_out = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
 
     def make_final_files(sums: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         manifest = Manifest(
@@ -61,6 +62,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             world_size=len(files),
             metrics=source.metrics,
+            left_out=(*source.left_out, *left_out),
             files=tuple(
                 FileEntry(
                     file.name,
@@ -78,7 +80,6 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
         )
         return {MANIFEST: encode_manifest(manifest)}
 
-    left_out = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
     return ExportFiles(tuple(tensor_files), make_final_files, left_out)
 
 

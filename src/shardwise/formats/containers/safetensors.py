@@ -12,15 +12,26 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.foreign import StoredArray
+from shardwise.formats.foreign import StoredArray, row_major_strides
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Dims
 
 LARGEST_HEADER = 100_000_000
 """The size of the largest header, in bytes, that the library safetensors accepts."""
 METADATA = "__metadata__"
-_DTYPES = {kind.code: name for name, kind in DTYPES.items() if kind.code is not None}
-_DTYPES |= {"F8_E8M0": "float8_e8m0fnu"}
+PACKED = "float4_e2m1fn_x2"
+"""Two numbers of 4 bits in each element. Shapes in safetensors count the numbers."""
+CODES: Mapping[str, str] = {
+    **{name: kind.code for name, kind in DTYPES.items() if kind.code is not None},
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    PACKED: "F4",
+}
+"""The code of each dtype of torch that safetensors 0.8 has.
+
+Data files of shardwise store the last four as bytes, because older safetensors lack their codes."""
+_DTYPES = {code: name for name, code in CODES.items()}
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -80,18 +91,22 @@ def read_header(file_range: FileRange) -> Header:
                 "file: copy the file again"
             )
         previous_end = stop
-        dtype = _DTYPES.get(entry.dtype)
+        dtype, shape = _DTYPES.get(entry.dtype), entry.shape
         if dtype is None:
-            left_out[name] = f"{entry.dtype[:40]!r} is an unknown dtype"
+            left_out[name] = f"torch has no dtype for {entry.dtype[:40]!r}"
             continue
-        if math.prod(entry.shape) * DTYPES[dtype].itemsize != stop - start:
+        if dtype == PACKED:
+            if not shape or shape[-1] % 2:
+                left_out[name] = f"torch has no {dtype} of shape {list(shape)} in numbers of 4 bits"
+                continue
+            shape = (*shape[:-1], shape[-1] // 2)
+        if math.prod(shape) * DTYPES[dtype].itemsize != stop - start:
             raise FormatError(
                 f"{file_range.label}: {name[:200]!r} has {stop - start} bytes, which do not "
                 f"match its shape {list(entry.shape)} and dtype {dtype}: copy the file again"
             )
-        stride = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
-        file_offset = data.offset + start
-        arrays[name] = StoredArray(file_range.file_index, file_offset, dtype, entry.shape, stride)
+        file_offset, stride = data.offset + start, row_major_strides(shape)
+        arrays[name] = StoredArray(file_range.file_index, file_offset, dtype, shape, stride)
     if previous_end != data.size:
         raise FormatError(
             f"{file_range.label}: {data.size - previous_end} bytes follow the last array: copy the "
