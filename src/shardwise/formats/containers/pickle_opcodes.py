@@ -1,7 +1,4 @@
-"""Interprets the opcodes of a pickle without running code from it.
-
-Each opcode is a function that changes the stack of a `PickleMachine`.
-"""
+"""The opcodes of pickles, as functions that change a `PickleMachine`, and run no code of them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
@@ -77,6 +77,12 @@ class Metadata:
     items: Mapping[tuple[str, Ints | None], Item]
     paths: Mapping[str, Path]
     extra_fields: Mapping[str, Any]
+
+    def without(self, names: Container[str]) -> Metadata:
+        """Return the metadata without the tensors of these names."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        items = {key: item for key, item in self.items.items() if key[0] not in names}
+        return replace(self, tensors=tensors, items=items)
 
 
 def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:

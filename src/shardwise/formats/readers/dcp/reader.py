@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,15 +118,9 @@ def read_content(
         else array_finder(tree, chunks)
     )
     if arrays.unknown:
-        tensors = {k: v for k, v in metadata.tensors.items() if k not in arrays.unknown}
-        items = {key: v for key, v in metadata.items.items() if key[0] not in arrays.unknown}
-        content = read_content(
-            tree,
-            replace(metadata, tensors=tensors, items=items),
-            folder=folder,
-            first_file_index=first_file_index,
-            also_allowed=also_allowed,
-            array_finder=array_finder,
+        read_known = partial(read_content, tree, metadata.without(arrays.unknown), folder=folder)
+        content = read_known(
+            first_file_index=first_file_index, also_allowed=also_allowed, array_finder=array_finder
         )
         left_out = [f"{name}: {found.reason}" for name, found in arrays.unknown.items()]
         return replace(content, left_out=(*content.left_out, *left_out))
