@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardwise.adapters.optimizers import GROUPS
+from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.load import fill_alone, plan_reads

@@ -17,6 +17,8 @@ from shardwise.layout import boxes_of_range
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 VERSION_1 = Path(__file__).with_name("v1")
+# Saved when the tensors in lists of an optimizer's state were part of the manifest.
+VERSION_1_LBFGS = Path(__file__).with_name("v1_lbfgs")
 WORLD = 2
 STEP = 1200
 METRICS = {"loss": 0.25}

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
+from shardwise.adapters.optimizer_groups import (
+    GROUPS,
+    NOT_HYPERPARAMETERS,
+    group_problems,
+    prefix_problems,
+    settings_by_member,
+)
 from shardwise.adapters.optimizer_state import (
     STEP,
     ParamGroup,
@@ -18,19 +26,22 @@ from shardwise.adapters.optimizer_state import (
     remove_step_count,
     write_state,
 )
+from shardwise.adapters.optimizer_values import (
+    add_value,
+    add_value_to_load,
+    names_inside_values,
+)
 from shardwise.adapters.parameters import Parameter, join_leaves
+from shardwise.adapters.values import tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
-from shardwise.state.plain_values import JsonValue, decode, differing_names, encode
+from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
 ParametersById = Mapping[int, Parameter]
-GROUPS = "param_groups"
 SCHEDULER_KEY_SUFFIXES = ("_lr", "_momentum")
-# Keys of a param group that are not hyperparameters.
-NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 # Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks.
 DEEPSPEED_KEYS = ("bias_correction", STEP)
 
@@ -63,6 +74,7 @@ class OptimizerBinding(Binding):
         self._parameters = parameters
         self._allow_pickle = allow_pickle
         self._fitted_states: dict[int, dict[str, object]] = {}
+        self._tensors_in_values: dict[str, torch.Tensor] = {}
 
     def local_state(self) -> LocalState:
         """Return the state, sharded like the parameters, and the hyperparameters."""
@@ -91,30 +103,41 @@ class OptimizerBinding(Binding):
             return self._targets(saved, selection)
 
     def _targets(self, saved: SavedNames, selection: Selection) -> LocalState:
-        local_state = LocalState()
+        local_state, values = LocalState(), LocalState()
         parameters = self._parameters()
         self._fitted_states = {}
+        self._tensors_in_values = {}
         for optimizer in self._optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 state = read_state(optimizer, group, parameter.tensor)
                 fitted = self._fit_to_checkpoint(group, parameter, state, saved, selection)
                 if fitted is not state or not counts_steps_like_torch(optimizer):
                     self._fitted_states[id(parameter.tensor)] = fitted
+                prefix = f"{self.name}.{parameter.representative_name}"
+                allocate = partial(_allocate_state, parameter, group)
                 for key, value in fitted.items():
-                    self._add_value(local_state, parameter, key, value)
+                    if isinstance(value, torch.Tensor) or not saved.has_object(f"{prefix}.{key}"):
+                        self._add_value(local_state, parameter, key, value)
+                        continue
+                    self._tensors_in_values |= add_value_to_load(
+                        values, self.name, parameter, key, saved, selection, allocate
+                    )
         local_state.tensors = join_leaves(local_state.tensors, to_fill=True)
+        values.tensors = join_leaves(values.tensors, to_fill=True)
         groups_name = f"{self.name}.{GROUPS}"
         local_state.grouped[groups_name] = self._grouped_hyperparameters(parameters)
         if selection.selects(groups_name) and saved.has_object(groups_name):
-            settings = _settings_by_member(groups_name, saved.object(groups_name))
-            local_state.problems += _group_problems(
+            settings = settings_by_member(groups_name, saved.object(groups_name))
+            local_state.problems += group_problems(
                 groups_name, local_state.grouped[groups_name], settings
             )
-            local_state.problems += _prefix_problems(
+            local_state.problems += prefix_problems(
                 saved.saved_name(groups_name), local_state.grouped[groups_name], settings
             )
             local_state.problems += self._kind_problems(groups_name, settings)
-        return selection.select_from(local_state)
+        selected = selection.select_from(local_state)
+        selected.add(values)
+        return selected
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
@@ -126,7 +149,7 @@ class OptimizerBinding(Binding):
         groups_name = f"{self.name}.{GROUPS}"
         settings: dict[str, JsonValue] = {}
         if groups_name in values:
-            settings = _settings_by_member(groups_name, values[groups_name])
+            settings = settings_by_member(groups_name, values[groups_name])
         for optimizer in self._optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 self._restore_state(optimizer, group, parameter, values)
@@ -159,11 +182,9 @@ class OptimizerBinding(Binding):
     ) -> None:
         if isinstance(value, torch.Tensor):
             local_state.tensors += parameter.leaves(self.name, key, value)
-            return
-        for name in parameter.names:
-            full_name = f"{self.name}.{name}.{key}"
-            local_state.objects[full_name] = encode(
-                value, full_name, allow_pickle=self._allow_pickle
+        else:
+            add_value(
+                local_state, self.name, parameter, key, value, allow_pickle=self._allow_pickle
             )
 
     def _grouped_hyperparameters(self, parameters: ParametersById) -> list[GroupedValue]:
@@ -198,14 +219,20 @@ class OptimizerBinding(Binding):
             unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
             return unselected if len(unselected) < len(state) else state
         created: dict[str, object] = {}
-        for key in () if parameter.is_empty else saved.names_below(name):
+        keys = () if parameter.is_empty else saved.names_below(name)
+        inside = names_inside_values([f"{name}.{key}" for key in keys], saved)
+        for key in keys:
             full_name = f"{name}.{key}"
             entry = saved.tensor(full_name)
-            is_saved = entry is not None or saved.has_object(full_name)
+            is_value = saved.has_object(full_name)
             fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
-            if fits or not is_saved or not selection.selects(full_name):
+            if fits or full_name in inside or not (entry is not None or is_value):
                 continue
-            created[key] = None if entry is None else _allocate_state(parameter, key, entry, group)
+            parts = tensors_inside(full_name, saved) if is_value else {}
+            if selection.selects(full_name, *parts):
+                created[key] = (
+                    None if entry is None else _allocate_state(parameter, group, key, entry)
+                )
         return {**state, **created} if created else state
 
     def _kind_problems(self, name: str, settings: Mapping[str, JsonValue]) -> Iterator[str]:
@@ -242,11 +269,21 @@ class OptimizerBinding(Binding):
         for key, value in fitted.items():
             name = f"{self.name}.{parameter.representative_name}.{key}"
             if not isinstance(value, torch.Tensor) and name in values:
-                plain_state[key] = decode(values[name], name, allow_pickle=self._allow_pickle)
+                plain_state[key] = decode(
+                    values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
+                )
         if plain_state or fitted is not state:
             write_state(optimizer, group, parameter.tensor, fitted | plain_state)
         if not optimizer.state.get(parameter.tensor):
             optimizer.state.pop(parameter.tensor, None)
+
+    def _tensor_in_value(self, name: str) -> torch.Tensor:
+        if name not in self._tensors_in_values:
+            raise StateError(
+                f"{name}: a value of the optimizer {self.name} contains this tensor, which was not "
+                f"loaded: leave the optimizer out with skip=[{f'{self.name}.*'!r}]"
+            )
+        return self._tensors_in_values[name]
 
     def _set_hyperparameters(
         self, optimizer: Optimizer, group: dict[str, object], encoded: JsonValue, name: str
@@ -289,7 +326,7 @@ class OptimizerBinding(Binding):
 
 
 def _allocate_state(
-    parameter: Parameter, key: str, entry: TensorEntry, group: Mapping[str, object]
+    parameter: Parameter, group: Mapping[str, object], key: str, entry: TensorEntry
 ) -> torch.Tensor:
     """Allocate a state tensor on the device where the optimizer itself would create it."""
     counts_on_device = group.get("capturable") or group.get("fused")
@@ -308,74 +345,3 @@ def _parameter_of(parameters: ParametersById, tensor: torch.Tensor, name: str) -
             "parameters, such as fully_shard"
         )
     return parameter
-
-
-def _settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
-    """Return the hyperparameters of each parameter, given the saved list of param groups."""
-    settings: dict[str, JsonValue] = {}
-    if not isinstance(encoded, list):
-        raise StateError(
-            f"{name}: expected a list of groups in the checkpoint, found a "
-            f"{type(encoded).__name__}: leave the optimizer out with "
-            f"skip=[{name.removesuffix(GROUPS) + '*'!r}]"
-        )
-    for group in encoded:
-        if not isinstance(group, dict) or not isinstance(group.get("members"), list):
-            raise StateError(
-                f"{name}: the checkpoint identifies parameters by position, but this optimizer "
-                "has other counts or shapes of parameters, or flattened parameters. Save with "
-                "names (use torch's get_optimizer_state_dict, or make the optimizer from "
-                "model.named_parameters()), or load without the optimizer"
-            )
-        value = group.get("value")
-        if isinstance(value, dict):
-            value = {key: each for key, each in value.items() if key not in NOT_HYPERPARAMETERS}
-        for member in group["members"]:
-            settings[str(member)] = value
-    return settings
-
-
-def _group_problems(
-    name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
-) -> Iterator[str]:
-    """Yield the reasons why the param groups cannot take the saved hyperparameters."""
-    for members in [group.members for group in groups]:
-        missing = [member for member in members if member not in settings]
-        if missing:
-            yield (
-                f"{name}: the checkpoint has no hyperparameters for {_join_first_names(missing)}; "
-                f"to keep the current ones, use skip=[{name!r}]"
-            )
-            continue
-        for member in members[1:]:
-            first, other = settings[members[0]], settings[member]
-            if first is not other and first != other:
-                keys = ", ".join(key.lstrip(".") for key in differing_names(first, other, ""))
-                yield (
-                    f"{name}: {members[0]} and {member} are in one param group, but were saved "
-                    f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"
-                )
-                break
-
-
-def _prefix_problems(
-    name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
-) -> Iterator[str]:
-    """Yield a problem that suggests a specification, if all saved names have one more prefix."""
-    members = [member for group in groups for member in group.members]
-    if not members or any(member in settings for member in members):
-        return
-    first = f".{members[0]}"
-    for saved_prefix in (each.removesuffix(first) for each in settings if each.endswith(first)):
-        if all(f"{saved_prefix}.{member}" in settings for member in members):
-            key = name.removesuffix(f".{GROUPS}")
-            text = f"{key}.{saved_prefix}.* -> {key}.*\n* -> *"
-            yield (
-                f"{name}: the checkpoint has these settings for {saved_prefix}.{members[0]}. "
-                f"rename= does not rename an optimizer's parameters: use spec=sw.spec({text!r})"
-            )
-            return
-
-
-def _join_first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

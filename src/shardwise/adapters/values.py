@@ -95,25 +95,21 @@ class ObjectBinding(Binding):
         local_state = self.local_state()
         if not saved.has_object(self.name):
             return selection.select_from(local_state)
-        saved_prefix = saved.saved_name(self.name)
-        saved_tensor_names = tensor_names_in_value(saved.object(self.name))
-        names = [self.name + name.removeprefix(saved_prefix) for name in saved_tensor_names]
-        if not selection.selects(self.name, *names):
-            return LocalState(unselected=[self.name, *names])
+        inside = tensors_inside(self.name, saved)
+        if not selection.selects(self.name, *inside):
+            return LocalState(unselected=[self.name, *inside])
         leaves = []
-        for name in names:
+        current, self._tensors = self._tensors, {}
+        for name, saved_name in inside.items():
             entry = saved.tensor(name)
             if entry is None:
-                local_state.problems.append(
-                    f"{name}: the saved value {self.name} contains this tensor, but the checkpoint "
-                    f"lacks it: leave the value out with skip=[{self.name!r}]"
-                )
+                local_state.problems.append(missing_inside(name, self.name))
                 continue
-            tensor = self._tensors.get(name)
+            tensor = current.get(name)
             if tensor is None or tuple(tensor.shape) != entry.shape or not _can_be_filled(tensor):
                 dtype: torch.dtype = getattr(torch, entry.dtype)
                 tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
-                self._tensors[name] = tensor
+            self._tensors[saved_name] = tensor
             leaves.append(_make_leaf(name, tensor))
         local_state.tensors = leaves
         return local_state
@@ -182,6 +178,23 @@ def bind_dict_item(
         container[key] = value
 
     return ObjectBinding(name, lambda: container[key], set_value, allow_pickle=allow_pickle)
+
+
+def tensors_inside(name: str, saved: SavedNames) -> dict[str, str]:
+    """Return the tensors inside a saved value: their names in the checkpoint, by those to load."""
+    saved_prefix = saved.saved_name(name)
+    return {
+        name + each.removeprefix(saved_prefix): each
+        for each in tensor_names_in_value(saved.object(name))
+    }
+
+
+def missing_inside(name: str, value: str) -> str:
+    """Return the problem that a saved value contains a tensor that the checkpoint lacks."""
+    return (
+        f"{name}: the saved value {value} contains this tensor, but the checkpoint lacks it: leave "
+        f"the value out with skip=[{value!r}]"
+    )
 
 
 def tensor_names_in_value(encoded: object) -> list[str]:

@@ -277,7 +277,7 @@ def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
 
 def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
     found = _get_named_tensor(encoded, cursor) if "name" in encoded else array_of(encoded)
-    return found.numpy() if isinstance(found, torch.Tensor) else found
+    return found.cpu().numpy() if isinstance(found, torch.Tensor) else found
 
 
 def _get_named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
