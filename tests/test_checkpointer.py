@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import CheckpointInfo
-from shardwise.store import LocalStore
 from shardwise.testing import Gang
 
 
@@ -256,14 +256,29 @@ def test_a_run_that_diverges_keeps_its_checkpoints(tmp_path: Path) -> None:
     assert sw.open(tmp_path / "alone").manifest.metrics == {"loss": None}
 
 
-def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
+def test_what_is_open_is_not_removed(tmp_path: Path) -> None:
+    """An open checkpoint stays as long as it, or a tensor of it, is referenced."""
     with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1), memory=None) as checkpointer:
         checkpointer.save(1, state(1))
-        with LocalStore(tmp_path / step_directory(1)).hold(MANIFEST, shared=True):
-            checkpointer.save(2, state(2))
-            assert checkpointer.steps() == [1, 2]
+        opened = sw.open(tmp_path)
+        checkpointer.save(2, state(2))
+        tensor = opened["t"]
+        del opened
         checkpointer.save(3, state(3))
-        assert checkpointer.steps() == [3]
+        assert checkpointer.steps() == [1, 3]
+        assert torch.equal(tensor[...], state(1)["t"])
+        del tensor
+        checkpointer.save(4, state(4))
+        assert checkpointer.steps() == [4]
+
+
+def test_an_error_tells_that_a_step_was_removed_while_it_was_read(tmp_path: Path) -> None:
+    """Here by a program that takes no locks."""
+    fill(tmp_path, 1, 2)
+    opened = sw.open(tmp_path, step=1)
+    shutil.rmtree(tmp_path / step_directory(1))
+    with pytest.raises(sw.CheckpointNotFoundError, match="was removed by retention"):
+        opened["t"][...]
 
 
 def test_a_damaged_newest_never_costs_the_newest_that_is_intact(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.loading import LoadOptions, State, load_state, unite_local_states
-from shardwise.manifest.names import check_name
+from shardwise.manifest.names import MANIFEST, check_name
 from shardwise.opening import (
     OpenOptions,
     find_step_directory,
@@ -205,10 +205,17 @@ def open(  # noqa: A001 - shardwise.open
         StateError: an option is invalid, or `step` is given and the place is not a root.
         MismatchError: the specification does not fit the checkpoint.
     """
-    with pause_gc():
+    with ExitStack() as cleanup, pause_gc():
         options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-        opened = open_any(find_store(place, step, SoloGroup()), SoloGroup(), options=options)
-        return Checkpoint(opened, verify=verify)
+        choose = find_store(place, step, SoloGroup())
+
+        def get_and_lock_store() -> Store:
+            store = choose()
+            cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            return store
+
+        opened = open_any(get_and_lock_store, SoloGroup(), options=options)
+        return Checkpoint(opened, verify=verify, lock=cleanup.pop_all())
 
 
 def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 class Checkpoint(Mapping[str, Any]):
     """An open checkpoint: a mapping from names to tensors and plain values.
 
-    Tensors are `SavedTensor`s, which read their data when they are indexed or converted.
+    Tensors are `SavedTensor`s, which read their data when they are indexed or converted. In file
+    systems with locks, retention keeps the checkpoint as long as this object, or a tensor of it, is
+    referenced.
 
     Example:
 
@@ -49,8 +53,10 @@ class Checkpoint(Mapping[str, Any]):
         verified: whether reads check checksums.
     """
 
-    def __init__(self, opened: Opened, *, verify: bool) -> None:
+    def __init__(self, opened: Opened, *, verify: bool, lock: ExitStack | None = None) -> None:
         self._opened = opened
+        if lock is not None:
+            weakref.finalize(self, lock.close)
         self._saved = SavedNames(opened.manifest)
         self._arena = Arena.for_reading(opened.store.traits.transfer)
         self._compared_indices: set[int] = set()

@@ -121,7 +121,7 @@ class Keep:
         for name in ("latest_for", "every_time"):
             value = getattr(self, name)
             if value is not None:
-                seconds = _duration_in_seconds(f"Keep({name}", value)
+                seconds = duration_in_seconds(value, f"Keep({name}={value!r})")
                 object.__setattr__(self, name, f"{seconds!r}s")
 
     @property
@@ -154,14 +154,14 @@ class Keep:
         times = {step: time for step in steps if (time := checkpoints[step].saved_at) is not None}
         kept = set(steps) - times.keys()
         if self.latest_for is not None and times:
-            oldest = times[max(times)] - _duration_in_seconds("latest_for", self.latest_for)
+            oldest = times[max(times)] - duration_in_seconds(self.latest_for)
             kept |= {step for step, time in times.items() if time >= oldest}
         if self.every_time is not None:
             next_time = -math.inf
             for step, time in sorted(times.items(), key=lambda item: (item[1], item[0])):
                 if time >= next_time:
                     kept.add(step)
-                    next_time = time + _duration_in_seconds("every_time", self.every_time)
+                    next_time = time + duration_in_seconds(self.every_time)
         return kept
 
     @property
@@ -234,19 +234,25 @@ class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
         )
 
 
-def _duration_in_seconds(option: str, duration: Duration) -> float:
-    """Return a duration in seconds. Errors begin with `option`, for example "Keep(latest_for"."""
+def duration_in_seconds(duration: Duration, label: str = "") -> float:
+    """Return a duration in seconds. Errors begin with `label`, by default with the duration.
+
+    Raises:
+        ValueError: the text is not a duration, or the duration is not positive.
+        TypeError: it is neither a text nor a `timedelta`.
+    """
+    label = label or repr(duration)
     if isinstance(duration, timedelta):
         seconds = duration.total_seconds()
     elif isinstance(duration, str):
         match = _DURATION.fullmatch(duration)
         if match is None:
-            raise ValueError(f"{option}={duration!r}): expected a duration, such as '90s' or '2h'")
+            raise ValueError(f"{label}: expected a duration, such as '90s' or '2h'")
         seconds = float(match.group(1)) * _UNITS[match.group(2)]
     else:
-        raise TypeError(f"{option}={duration!r}): expected a duration, such as '90s' or '2h'")
+        raise TypeError(f"{label}: expected a duration, such as '90s' or '2h'")
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{option}={duration!r}): expected a duration longer than 0")
+        raise ValueError(f"{label}: expected a duration longer than 0")
     return seconds
 
 
@@ -267,9 +273,8 @@ def apply_retention(
     """Remove the checkpoints of a root that the rules do not keep.
 
     Damaged checkpoints do not count for the rules, and are not removed. A checkpoint that is being
-    read stays until the next call. If processes read from this store without
-    locks, a call removes only the manifest. The next call after `StoreTraits.reading_grace` seconds
-    removes the files.
+    read stays until the next call. In a store without shared locks, a call removes only the
+    manifest. The next call after `StoreTraits.reading_grace` seconds removes the files.
 
     Args:
         root: the root of the checkpoints.
@@ -293,13 +298,8 @@ def apply_retention(
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
     to_remove = takewhile(lambda _: should_continue(), (s for s in steps if s not in kept))
-    at_once = root.traits.reading_grace == 0.0
-    removed = [
-        step
-        for step in to_remove
-        if remove_checkpoint(root.at(step_directory(step)), at_once=at_once)
-    ]
-    if not at_once and should_continue():
+    removed = [step for step in to_remove if remove_checkpoint(root.at(step_directory(step)))]
+    if root.traits.reading_grace and should_continue():
         remove_files_of_removed(root, newest, committed)
     return removed
 
@@ -316,13 +316,13 @@ def remove_files_of_removed(root: Store, newest: int, committed: Sequence[int]) 
     remove_leftovers_below(root, [step_directory(step) for step in older])
 
 
-def remove_checkpoint(store: Store, *, at_once: bool = True) -> bool:
+def remove_checkpoint(store: Store) -> bool:
     """Remove a checkpoint, manifest first, unless it is being read; return whether it is gone.
 
-    Args:
-        at_once: whether to remove its files now. Otherwise they stay for processes that read the
-            checkpoint without a lock, until `remove_leftovers` is called later.
+    In a store without shared locks, the files stay for processes that read them, until
+    `remove_leftovers` is called after `StoreTraits.reading_grace` seconds.
     """
+    at_once = not store.traits.reading_grace
     with store.hold(MANIFEST, shared=False) as locked:
         if not locked:
             return False
@@ -392,12 +392,13 @@ def _read_info(store: Store) -> CheckpointInfo:
 
 def info_of_manifest(manifest: Manifest) -> CheckpointInfo:
     """Return the time and metrics of a checkpoint, from its manifest."""
-    return CheckpointInfo(_time_created(manifest), manifest.metrics)
+    return CheckpointInfo(time_in_seconds(manifest.created), manifest.metrics)
 
 
-def _time_created(manifest: Manifest) -> float | None:
+def time_in_seconds(created: str) -> float | None:
+    """Return the time in a manifest, in seconds since 1970; None if it is not readable."""
     try:
-        created = datetime.fromisoformat(manifest.created)
+        moment = datetime.fromisoformat(created)
     except ValueError:
         return None
-    return (created if created.tzinfo else created.replace(tzinfo=timezone.utc)).timestamp()
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()

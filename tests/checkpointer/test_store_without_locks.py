@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.engine import leftovers
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.group import SoloGroup
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
 from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.memory.registry import NodeRegistry
@@ -96,7 +96,7 @@ def test_files_of_a_killed_save_go_once_its_lock_has_expired(
     save_steps(root, 1)
     killed = root.at(step_directory(2))
     killed.publish(data_file(0, SAVE_ID), b"x", replace=False)
-    lease = f"{lock_file(SAVE_ID)}.exclusive-{SAVE_ID}.lease"
+    lease = f"{lock_file(SAVE_ID)}.{SAVE_ID}.lease"
     killed.publish(lock_file(SAVE_ID), b"", replace=False)
     killed.publish(lease, b"", replace=False)
     with opened(root):
@@ -106,16 +106,6 @@ def test_files_of_a_killed_save_go_once_its_lock_has_expired(
         assert killed.list() == []
         assert checkpointer.steps() == [1]
     assert not [path for path in server.objects if "00000002" in path]
-
-
-def test_a_checkpoint_that_is_being_read_stays(server: Server, root: MemoryStore) -> None:
-    save_steps(root, 1)
-    with root.at(step_directory(1)).hold(MANIFEST, shared=True) as held:
-        assert held
-        save_steps(root, 2, keep=sw.Keep(last=1))
-        assert committed_steps(root) == [1, 2]
-    save_steps(root, 3, keep=sw.Keep(last=1))
-    assert committed_steps(root) == [3]
 
 
 def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
@@ -136,6 +126,10 @@ def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
     leftovers.mark_as_removed(first, time.time() - 601)
     save_steps(root, 4, keep=sw.Keep(last=1))
     assert first.list() == []
+    with pytest.raises(CheckpointNotFoundError, match="was removed by retention"):
+        tensor[...]
+    with pytest.raises(CheckpointNotFoundError, match="was removed by retention"):
+        sw.open(root.at(step_directory(2)))
     assert root.at(step_directory(2)).list()
     for step in (2, 3):
         leftovers.mark_as_removed(root.at(step_directory(step)), time.time() - 601)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,28 @@ def test_a_root_is_listed_inspected_verified_and_compared(run: Run, root: str) -
     assert "step" in compared.out
 
 
+def test_what_is_open_can_be_read_on_after_rm(
+    run: Run, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = sw.open(root, step=100)
+    name, shape = next((name, each.shape) for name, each in opened.tensors().items() if each.shape)
+    ran = run("rm", root, "--step", "100", "--yes")
+    assert (ran.status, "its files stay for 60 min" in ran.out) == (0, True), ran.err
+    assert opened[name].tensor().shape == shape
+    listed = run("ls", root, "--json").document["checkpoints"]
+    assert [each["state"] for each in listed] == ["removed", "committed"]
+    verified = run("verify", root, "--json").document
+    assert (verified["unfinished"], verified["removed"]) == ([], ["step-00000100"])
+    with pytest.raises(sw.CheckpointNotFoundError, match="was removed by retention"):
+        sw.open(below(root, "step-00000100"))
+    later = time.time() + 3601
+    monkeypatch.setattr("shardwise.engine.leftovers.time.time", lambda: later)
+    assert run("rm", root, "--step", "100", "--yes").status == 0
+    assert open_store(root).list() == ["step-00000200"]
+    with pytest.raises(sw.CheckpointNotFoundError, match="was removed by retention"):
+        opened[name].tensor()
+
+
 def test_a_prefix_with_files_of_torch_is_explained(run: Run, moto: Server, tmp_path: Path) -> None:  # noqa: F811
     url = moto.new_url()
     torch.save({"w": torch.ones(3)}, tmp_path / "last.pt")
@@ -82,12 +105,6 @@ def test_damage_is_found(run: Run, root: str) -> None:
     store.publish(name, bytes(data[:-1]), replace=True)
     states = [each["state"] for each in run("ls", root, "--json").document["checkpoints"]]
     assert states == ["damaged", "committed"]
-
-
-def test_a_checkpoint_is_removed(run: Run, root: str) -> None:
-    assert run("rm", root, "--step", "100", "--yes").status == 0
-    listed = run("ls", root, "--json").document["checkpoints"]
-    assert [each["step"] for each in listed] == [200]
 
 
 def test_a_wrong_name_gets_a_suggestion(run: Run, root: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import shardwise as sw
+from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.store import LocalStore
 from tests.cli.conftest import Run
@@ -53,15 +55,61 @@ def test_the_only_intact_one_is_removed_by_force_alone(run: Run, root: Path) -> 
     assert steps(root) == []
 
 
-def test_what_is_being_read_stays(run: Run, root: Path) -> None:
+def test_what_is_being_read_stays_and_the_others_go(run: Run, root: Path) -> None:
     checkpoint = root / "step-00000100"
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    with LocalStore(checkpoint).hold(MANIFEST, shared=True) as held:
-        assert held
-        ran = run("rm", root, "--step", "100", "--yes")
-    assert (ran.status, "another process is reading it" in ran.err) == (2, True)
+    opened = sw.open(checkpoint)
+    ran = run("rm", root, "--step", "100-200", "--yes")
+    assert (ran.status, "another process reads it" in ran.err) == (2, True)
+    assert steps(root) == [100, 300]
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+    del opened
     assert run("rm", root, "--step", "100", "--yes").status == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--step", "100-200"], [300]),
+        (["--step", "0-150", "--step", "250-9999"], [200]),
+        (["--before", "300"], [300]),
+        (["--before", "200"], [200, 300]),
+        (["--older-than", "1h"], [200, 300]),
+        (["--older-than", "1h", "--before", "100"], None),
+        (["--step", "101-199"], None),
+        (["--step", "200-100"], None),
+        (["--step", "1,2"], None),
+        (["--older-than", "yesterday"], None),
+        (["--older-than", "0s"], None),
+        ([], None),
+    ],
+)
+def test_ranges_and_ages(run: Run, root: Path, options: list[str], left: list[int] | None) -> None:
+    place = root / "step-00000100" / MANIFEST
+    manifest = decode_manifest(place.read_bytes())
+    place.write_bytes(
+        encode_manifest(msgspec.structs.replace(manifest, created="2020-01-01T00:00:00+00:00"))
+    )
+    for flag in ("--dry-run", "--yes"):
+        assert steps(root) == [100, 200, 300]
+        ran = run("rm", root, *options, flag, "--json")
+        if left is None:
+            assert (ran.status, "nothing was removed" in ran.err) == (2, True), ran.err
+        else:
+            assert ran.status == 0, ran.err
+            removed = [each["step"] for each in ran.document["removed"]]
+            assert sorted(left + removed) == [100, 200, 300]
+    assert steps(root) == (left or [100, 200, 300])
+
+
+def test_a_dry_run_needs_no_answer(run: Run, root: Path) -> None:
+    ran = run("rm", root, "--before", "250", "--dry-run")
+    assert ran.status == 0
+    assert [line.split(",")[0] for line in ran.out.splitlines()] == [
+        "would remove step 100",
+        "would remove step 200",
+    ]
+    assert steps(root) == [100, 200, 300]
 
 
 def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path) -> None:

@@ -45,6 +45,7 @@ def test_an_intact_checkpoint_passes(run: Run, step: Path) -> None:
         "path": str(step),
         "intact": True,
         "unfinished": [],
+        "removed": [],
         "checkpoints": [
             {
                 "path": str(step),

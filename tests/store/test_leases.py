@@ -66,27 +66,18 @@ def server() -> Server:
     return Server(files={KEY: 0.0})
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "both"),
-    [(True, True, True), (True, False, False), (False, True, False), (False, False, False)],
-)
-def test_only_shared_locks_are_held_together(
-    server: Server, first: bool, second: bool, both: bool
-) -> None:
-    with hold(server, KEY, shared=first, times=times(server)) as held:
+def test_of_two_locks_one_is_held(server: Server) -> None:
+    with hold(server, KEY, times=times(server)) as held:
         assert held
-        with hold(server, KEY, shared=second, times=times(server)) as also:
-            assert also == both
+        with hold(server, KEY, times=times(server)) as also:
+            assert not also
         assert len(server.leases()) == 1
     assert server.files == {KEY: 0.0}
 
 
-def test_an_exclusive_lock_creates_the_file_and_a_shared_one_does_not() -> None:
+def test_a_lock_creates_the_file() -> None:
     server = Server()
-    with hold(server, KEY, shared=True) as held:
-        assert not held
-        assert not server.files
-    with hold(server, KEY, shared=False) as held:
+    with hold(server, KEY) as held:
         assert held
     assert list(server.files) == [KEY]
 
@@ -94,8 +85,8 @@ def test_an_exclusive_lock_creates_the_file_and_a_shared_one_does_not() -> None:
 def test_locks_of_other_files_do_not_conflict(server: Server) -> None:
     """Not even of a file whose name begins with this one's."""
     with (
-        hold(server, f"{KEY}.exclusive-0123456789abcdef", shared=False) as other,
-        hold(server, KEY, shared=False) as held,
+        hold(server, f"{KEY}.0123456789abcdef") as other,
+        hold(server, KEY) as held,
     ):
         assert other
         assert held
@@ -103,27 +94,27 @@ def test_locks_of_other_files_do_not_conflict(server: Server) -> None:
 
 @pytest.mark.parametrize(("age", "held"), [(59.0, False), (60.0, True)])
 def test_the_lease_of_a_dead_process_expires(server: Server, age: float, held: bool) -> None:
-    dead = f"{KEY}.exclusive-{'0' * 16}.lease"
+    dead = f"{KEY}.{'0' * 16}.lease"
     server.files[dead] = server.now - age
-    with hold(server, KEY, shared=True, times=times(server)) as locked:
+    with hold(server, KEY, times=times(server)) as locked:
         assert locked == held
     assert (dead in server.files) != held
 
 
 def test_attempts_that_failed_do_not_delay_later_attempts(server: Server) -> None:
     """Not even if their blocks have not ended, as in an `ExitStack`."""
-    server.files[f"{KEY}.exclusive-{'0' * 16}.lease"] = server.now
+    server.files[f"{KEY}.{'0' * 16}.lease"] = server.now
     with ExitStack() as locks:
         for _ in range(3):
-            lock = hold(server, KEY, shared=False, times=times(server))
+            lock = hold(server, KEY, times=times(server))
             assert not locks.enter_context(lock)
             assert len(server.leases()) == 1
             server.now += 20
-        assert locks.enter_context(hold(server, KEY, shared=False, times=times(server)))
+        assert locks.enter_context(hold(server, KEY, times=times(server)))
 
 
 def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
-    with hold(server, KEY, shared=False, times=LeaseTimes(lease=0.2)) as held:
+    with hold(server, KEY, times=LeaseTimes(lease=0.2)) as held:
         assert held
         (lease,) = server.leases()
         server.now += 100
@@ -134,30 +125,26 @@ def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
 def test_a_lost_lease_is_reported_and_not_written_again(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hold(server, KEY, shared=False, times=LeaseTimes(lease=0.2)):
+    with hold(server, KEY, times=LeaseTimes(lease=0.2)):
         server.files = {KEY: 0.0}
         wait_until(lambda: "lost the lock" in caplog.text)
     assert not server.leases()
 
 
-def test_who_may_not_write_shares_a_file_without_a_lease(server: Server) -> None:
+def test_who_may_not_write_holds_no_lock(server: Server) -> None:
     server.may_write = False
-    with hold(server, KEY, shared=True) as held:
-        assert held
-        assert not server.leases()
-    with hold(server, "missing", shared=True) as held:
-        assert not held
-    with pytest.raises(PermissionError), hold(server, KEY, shared=False):
+    with pytest.raises(PermissionError), hold(server, KEY):
         pass
+    assert not server.leases()
 
 
 def test_who_may_not_delete_leaves_leases_that_expire(server: Server) -> None:
     server.may_delete = False
-    with hold(server, KEY, shared=False) as held:
+    with hold(server, KEY) as held:
         assert held
     assert len(server.leases()) == 1
     server.now += 60
-    with hold(server, KEY, shared=False) as held:
+    with hold(server, KEY) as held:
         assert held
 
 
@@ -165,8 +152,8 @@ def test_who_may_not_delete_leaves_leases_that_expire(server: Server) -> None:
 def test_a_listing_that_lags_is_waited_for_a_while(server: Server, lag: int, held: bool) -> None:
     """A lock is not granted on a listing that lacks the holder's own lease."""
     server.shown = dict(server.files)
-    server.lag = lag + 1  # the first listing looks for the file only
-    with hold(server, KEY, shared=True, times=times(server)) as locked:
+    server.lag = lag
+    with hold(server, KEY, times=times(server)) as locked:
         assert locked == held
 
 
@@ -180,7 +167,7 @@ def test_of_many_exclusive_holders_at_most_one_has_the_lock(server: Server) -> N
 
         def take(barrier: threading.Barrier = barrier, done: threading.Barrier = done) -> bool:
             barrier.wait()
-            with hold(server, KEY, shared=False, times=LeaseTimes(pause=0.001)) as held:
+            with hold(server, KEY, times=LeaseTimes(pause=0.001)) as held:
                 done.wait()
                 return held
 
@@ -194,10 +181,10 @@ def test_of_many_exclusive_holders_at_most_one_has_the_lock(server: Server) -> N
 
 def test_expired_leases_of_all_files_are_removed(server: Server) -> None:
     assert remove_expired(server) == []
-    old = f"a.shared-{'1' * 16}.lease"
+    old = f"a.{'1' * 16}.lease"
     server.files[old] = server.now - 61
     with ExitStack() as locks:
-        locks.enter_context(hold(server, KEY, shared=True))
+        locks.enter_context(hold(server, KEY))
         (live,) = set(server.leases()) - {old}
         assert remove_expired(server) == [live]
         assert server.leases() == [live]

@@ -49,12 +49,12 @@ class Place:
     path: str
 
     def direct(self, step: int) -> str:
-        return self.server.url(f"{self.path}/step-{step:08d}", part_mib="5")
+        return self.server.url(f"{self.path}/step-{step:08d}", part_mib="5", grace_seconds="0")
 
     def faulty(self, step: int, timeout: int = TIMEOUT) -> str:
         path = f"{self.path}/step-{step:08d}"
         return self.server.behind(self.proxy.url).url(
-            path, part_mib="5", timeout=str(timeout), retry="10"
+            path, part_mib="5", timeout=str(timeout), retry="10", grace_seconds="0"
         )
 
     def leftovers(self, step: int) -> list[str]:
@@ -200,7 +200,7 @@ def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> No
 @pytest.mark.parametrize("kind", ["lost", "reset", "500"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_failed_probe_is_repeated(place: Place, kind: str, index: int) -> None:
-    place.proxy.inject(replace(KINDS[kind], index=index, methods=("PUT",), path="probe.exclusive"))
+    place.proxy.inject(replace(KINDS[kind], index=index, methods=("PUT",), path="probe."))
     open_store(place.faulty(1, timeout=30)).publish("manifest.json", b"content", replace=False)
     assert any(request.fault for request in place.proxy.requests)
     assert open_store(place.direct(1)).read("manifest.json", limit=100) == b"content"

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest import validate
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, is_file_of_save, step_directory, step_of_directory
+from shardwise.manifest.names import (
+    MANIFEST,
+    REMOVED,
+    is_file_of_save,
+    step_directory,
+    step_of_directory,
+)
 from shardwise.manifest.pieces import Pieces
 from shardwise.retention import Choice, choose_step
 from shardwise.store import Store, open_store
@@ -63,6 +69,11 @@ class CheckpointDirectory:
     def committed(self) -> bool:
         """Whether the directory has a manifest, or holds a foreign checkpoint."""
         return MANIFEST in self.files or self.foreign is not None
+
+    @property
+    def removed(self) -> bool:
+        """Whether the checkpoint was removed, and its files stay for processes that read them."""
+        return not self.committed and REMOVED in self.files
 
     @property
     def step(self) -> int | None:

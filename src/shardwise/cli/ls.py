@@ -27,11 +27,12 @@ from shardwise.manifest.names import step_directory
 from shardwise.store import open_store
 from shardwise.tiers.record import MirrorRecord, read_mirror_record
 
-State = Literal["committed", "damaged", "unfinished"]
+State = Literal["committed", "damaged", "unfinished", "removed"]
 STYLE_OF_STATE: dict[State, str] = {
     "committed": "green",
     "damaged": "bold red",
     "unfinished": "yellow",
+    "removed": "dim",
 }
 THREADS = 16
 MAX_FILES = 2**20
@@ -55,6 +56,8 @@ def ls(root: Root, as_json: AsJson = False) -> None:
     damaged     The manifest cannot be read, or a file is missing or has
                 the wrong size.
     unfinished  There is no manifest: the save is running or was interrupted.
+    removed     Retention or `shardwise rm` removed it. In object stores, its
+                files stay for an hour, for processes that read them.
 
     This compares sizes only. To check every byte, use `shardwise verify`.
     """
@@ -107,7 +110,8 @@ def examine_directory(
     """
     step = entry.step
     if not entry.committed:
-        return ListedCheckpoint(directory=entry.name, step=step, state="unfinished")
+        state: State = "removed" if entry.removed else "unfinished"
+        return ListedCheckpoint(directory=entry.name, step=step, state=state)
     try:
         checkpoint = open_committed(entry.store)
     except FormatError as error:

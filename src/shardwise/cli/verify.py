@@ -58,8 +58,8 @@ def verify(
 ) -> None:
     """Check every byte of a checkpoint against its checksums.
 
-    For damaged files, prints the byte ranges and the tensors in them. Unfinished saves are listed,
-    but not checked.
+    For damaged files, prints the byte ranges and the tensors in them. Unfinished saves
+    and removed checkpoints are listed, but not checked.
 
     Checkpoints of other formats have checksums only in zip archives, which torch.save and PyTorch
     DCP write. For other files, prints how many bytes could not be checked. If such a checkpoint
@@ -69,7 +69,8 @@ def verify(
     checksums.
     """
     directories = find_checkpoints(path)
-    unfinished = [each.name for each in directories if not each.committed]
+    removed = [each.name for each in directories if each.removed]
+    unfinished = [each.name for each in directories if not (each.committed or each.removed)]
     console = stdout_console()
     arena = Arena()
     verdicts = []
@@ -82,11 +83,13 @@ def verify(
     unchecked = sum(each.intact is None for each in verdicts)
     if as_json:
         intact = False if damaged else None if unchecked else True
-        document = {"path": path, "intact": intact, "unfinished": unfinished}
+        document = {"path": path, "intact": intact, "unfinished": unfinished, "removed": removed}
         print_json({**document, "checkpoints": verdicts})
     else:
         for name in unfinished:
             console.print(Text(f"– {name}  unfinished, not checked", "yellow"))
+        for name in removed:
+            console.print(Text(f"– {name}  removed, not checked", "dim"))
     total = fmt.count(len(verdicts), "checkpoint")
     if damaged:
         verb = "is" if damaged == 1 else "are"

@@ -7,10 +7,16 @@ import logging
 from contextlib import suppress
 
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.errors import CorruptionError, StoreError, StoreUnavailableError
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    StoreError,
+    StoreUnavailableError,
+)
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.names import MANIFEST
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer
 
@@ -33,6 +39,7 @@ class DataReader:
             element may begin in one read and end in the next.
 
     Raises:
+        CheckpointNotFoundError: the checkpoint was removed meanwhile.
         CorruptionError: the file is missing or has another size, or its checksums were altered.
         StoreUnavailableError: the storage does not answer, which says nothing about the file.
     """
@@ -41,10 +48,13 @@ class DataReader:
         self, store: Files, entry: FileEntry, *, verify: bool = True, has_checksums: bool = True
     ) -> None:
         self.entry = entry
+        self._store = store
+        self._has_checksums = has_checksums
         self._label = f"{entry.name} in {store}"
         try:
             self._file: ReadableFile = store.open(entry.name)
         except FileNotFoundError as error:
+            self._refuse_removed(error)
             raise CorruptionError(
                 f"{self._label} is missing, but the manifest lists it: copy it from an intact "
                 "source, or load another checkpoint"
@@ -58,7 +68,6 @@ class DataReader:
         self._viewable = self._file if isinstance(self._file, ViewableFile) else None
         self._table: BlockTable | None = None
         self._verifies = verify
-        self._has_checksums = has_checksums
         try:
             if not self._has_size(entry.size):
                 raise CorruptionError(
@@ -70,6 +79,18 @@ class DataReader:
         except BaseException:
             self._file.close()
             raise
+
+    def _refuse_removed(self, error: OSError) -> None:
+        """Raise if the checkpoint has no manifest any more, and is not foreign."""
+        if not self._has_checksums:
+            return
+        try:
+            self._store.open(MANIFEST).close()
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(
+                f"{self._store} was removed by retention, `shardwise rm` or another program before "
+                "all of it was read: load another step, and keep steps that are read for long"
+            ) from error
 
     def _has_size(self, size: int) -> bool:
         """Return whether the file, or another copy of it, has this size in bytes."""
@@ -228,6 +249,8 @@ class DataReader:
                 return self._file.read_copy(copy, offset, buffer)
             return self._file.read_at(offset, buffer)
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                self._refuse_removed(error)
             if error.errno != errno.EIO:
                 raise
             raise CorruptionError(

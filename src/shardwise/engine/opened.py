@@ -28,7 +28,7 @@ from shardwise.manifest.manifest import (
     TensorEntry,
     decode_manifest,
 )
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.names import MANIFEST, REMOVED
 from shardwise.manifest.pieces import Int, Pieces
 from shardwise.manifest.validate import validated_pieces_of
 from shardwise.plan.load import PieceLocations
@@ -240,6 +240,8 @@ def _describe_missing(store: Store) -> str:
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
             )
         return f"{store} does not exist or is empty: there is no checkpoint{hint}"
+    if REMOVED in names:
+        return f"{store} was removed by retention or `shardwise rm`: load another step"
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.leases import lease_name
 from shardwise.store.object_clients import Client
 from shardwise.store.object_errors import http_status
 
@@ -90,7 +91,7 @@ def probe_conditional_put(
         return
     # Named like a lease: listings hide it, and it is deleted later if this process dies.
     nonce = secrets.token_hex(8)
-    name = f"probe.exclusive-{nonce}.lease"
+    name = lease_name("probe")
     path, url = f"{folder}/{name}" if folder else name, f"{place}/{name}"
     try:
         create_object(client, path, f"{nonce}-1".encode(), url, sleep)

@@ -1,9 +1,10 @@
-"""Locks for stores without locks: small files that their holder renews, and that expire.
+"""Exclusive locks for stores without locks: small files that their holder renews, and that expire.
 
-A holder writes a lease, `{key}.shared-{nonce}.lease` or `{key}.exclusive-{nonce}.lease`, and then
-lists the leases of the key. Of two holders that conflict, at least one sees the lease of the other,
-because each lists after it wrote. Ages are differences of times in one listing, so only the clock
-of the server matters.
+A holder writes a lease, `{key}.{nonce}.lease`, and then lists the leases of the key. Of two
+holders, at least one sees the lease of the other, because each lists after it wrote. Ages are
+differences of times in one listing, so only the clock of the server matters.
+
+Nothing here locks readers. They have `StoreTraits.reading_grace` to read what was removed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_LISTINGS = 5
 PAUSE_SECONDS = 0.1
 SAME_TIME_SECONDS = 5.0
 """Holders whose leases differ by at most this time may have started together."""
-_LEASE = re.compile(r"(?P<key>.+)\.(?P<kind>shared|exclusive)-[0-9a-f]{16}\.lease")
+_LEASE = re.compile(r"(?P<key>.+)\.[0-9a-f]{16}\.lease")
 
 log = logging.getLogger("shardwise")
 
@@ -80,40 +81,30 @@ def is_lease(name: str) -> bool:
     return _LEASE.fullmatch(name) is not None
 
 
-@contextmanager
-def hold(
-    files: LeaseFiles, key: str, *, shared: bool, times: LeaseTimes | None = None
-) -> Iterator[bool]:
-    """Lock a file by a lease while the block runs. See `Store.hold`.
+def lease_name(key: str) -> str:
+    """Return a new name of a lease. Other temporary files can have one: listings leave it out."""
+    return f"{key}.{secrets.token_hex(8)}.lease"
 
-    A process that dies leaves its lease, which expires. Without the permission to write, a shared
-    lock needs no lease: it succeeds if the file exists.
+
+@contextmanager
+def hold(files: LeaseFiles, key: str, *, times: LeaseTimes | None = None) -> Iterator[bool]:
+    """Lock a file exclusively by a lease while the block runs. Create the file if it is missing.
+
+    A process that dies leaves its lease, which expires.
 
     Args:
         files: the directory of the file.
         key: the name of the file.
-        shared: as for `Store.hold`.
         times: the times of leases.
 
     Yields:
         True if the file is locked. False if the lock is not available.
     """
     times = times or LeaseTimes()
-    if shared and key not in files.modification_times(key):
-        yield False
-        return
-    name = f"{key}.{'shared' if shared else 'exclusive'}-{secrets.token_hex(8)}.lease"
+    name = lease_name(key)
+    files.touch(name)
     try:
-        files.touch(name)
-    except PermissionError:
-        if not shared:
-            raise
-        name = ""
-    if not name:  # no yield above, because errors of the block would be chained to that one
-        yield True
-        return
-    try:
-        held = _is_held(files, key, name, shared, times)
+        held = _is_held(files, key, name, times)
     except BaseException:
         _delete_quietly(files, name)
         raise
@@ -143,7 +134,7 @@ def remove_expired(files: LeaseFiles, *, times: LeaseTimes | None = None) -> lis
     times = times or LeaseTimes()
     if not any(map(is_lease, files.modification_times(""))):
         return []
-    clock = f"clock.shared-{secrets.token_hex(8)}.lease"  # its time is the server's present time
+    clock = lease_name("clock")  # its time is the server's present time
     files.touch(clock)
     try:
         modified = files.modification_times("")
@@ -153,18 +144,20 @@ def remove_expired(files: LeaseFiles, *, times: LeaseTimes | None = None) -> lis
     return sorted(set(live) - {clock})
 
 
-def _is_held(files: LeaseFiles, key: str, name: str, shared: bool, times: LeaseTimes) -> bool:
-    """Return whether no other lease conflicts with the lease `name`, which was just written."""
+def _is_held(files: LeaseFiles, key: str, name: str, times: LeaseTimes) -> bool:
+    """Return whether there is no lease of the key but `name`, which was just written."""
     for _ in range(MOST_LISTINGS):
         modified = files.modification_times(key)
         if name in modified:  # otherwise the listing lags
             rivals = {
                 each: modified[each]
                 for each in _delete_expired(files, modified, modified[name], times)
-                if _conflicts(each, name, key, shared)
+                if each != name and _key_of(each) == key
             }
             if not rivals:
-                return _find_or_create_file(files, key, modified, shared)
+                if key not in modified:
+                    files.create_empty(key)
+                return True
             # Holders that began together see each other. Only the first by name looks again.
             began = min(rivals.values())
             if min(rivals) < name or abs(modified[name] - began) > SAME_TIME_SECONDS:
@@ -173,21 +166,9 @@ def _is_held(files: LeaseFiles, key: str, name: str, shared: bool, times: LeaseT
     return False
 
 
-def _conflicts(lease: str, own: str, key: str, shared: bool) -> bool:
+def _key_of(lease: str) -> str:
     match = _LEASE.fullmatch(lease)
-    if match is None or match["key"] != key or lease == own:
-        return False
-    return not shared or match["kind"] == "exclusive"
-
-
-def _find_or_create_file(
-    files: LeaseFiles, key: str, modified: Mapping[str, float], shared: bool
-) -> bool:
-    """Return whether the file to lock exists. An exclusive lock creates it."""
-    if key not in modified and not shared:
-        files.create_empty(key)
-        return True
-    return key in modified
+    return "" if match is None else match["key"]
 
 
 def _delete_expired(

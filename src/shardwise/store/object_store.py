@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,13 @@ from shardwise.store.object_clients import (
 )
 from shardwise.store.object_errors import http_status
 from shardwise.store.object_reader import ObjectReader
-from shardwise.store.store import REMOTE_TRANSFER, FileStatus, StoreTraits, WritableFile
+from shardwise.store.store import (
+    READING_GRACE,
+    REMOTE_TRANSFER,
+    FileStatus,
+    StoreTraits,
+    WritableFile,
+)
 from shardwise.store.store_url import StoreUrl, parse_url
 from shardwise.store.unfinished_uploads import (
     abort_failed_upload,
@@ -45,7 +50,6 @@ NODE_UPLOAD_REQUESTS = 32
 SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
 PUBLISH_ATTEMPTS = 5
 HEAD_THREADS = 16
-READING_GRACE = 900.0
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
 IDLE_SECONDS = 3600.0
@@ -273,7 +277,7 @@ class ObjectStore:
     def is_writable(self) -> bool:
         """Return whether this process may create objects here. Writes and deletes an empty one."""
         files = _LeaseFiles(self)
-        name = f"writable.shared-{secrets.token_hex(8)}.lease"
+        name = leases.lease_name("writable")
         try:
             files.touch(name)
         except PermissionError:
@@ -286,10 +290,11 @@ class ObjectStore:
         """Do nothing: objects are durable once they are visible."""
 
     def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        """Lock an object by a lease; see `store/leases.py`."""
-        if not shared:
-            check_name_to_write(key, str(self))
-        return leases.hold(_LeaseFiles(self), key, shared=shared, times=self._times)
+        """Lock an object by a lease; see `store/leases.py`. A shared lock needs none."""
+        if shared:
+            return nullcontext(self.at(key).is_file())
+        check_name_to_write(key, str(self))
+        return leases.hold(_LeaseFiles(self), key, times=self._times)
 
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
@@ -385,13 +390,7 @@ class _LeaseFiles:
             self._store.publish(name, b"", replace=False)
 
     def modification_times(self, prefix: str) -> Mapping[str, float]:
-        store = self._store
-        if store._is_web:  # a web server has no listings
-            with suppress(FileNotFoundError):
-                store.open(prefix).close()
-                return {prefix: 0.0}
-            return {}
-        _, objects = store._list()
+        _, objects = self._store._list()
         return {
             name: each["last_modified"].timestamp()
             for name, each in objects.items()

@@ -16,10 +16,14 @@ from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store import leases
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.sequential import SequentialWriter, Stream
-from shardwise.store.store import REMOTE_TRANSFER, Buffer, FileStatus, StoreTraits
+from shardwise.store.store import (
+    READING_GRACE,
+    REMOTE_TRANSFER,
+    Buffer,
+    FileStatus,
+    StoreTraits,
+)
 
-READING_GRACE = 900.0
-"""How many seconds the files of a removed checkpoint stay for readers that cannot lock it."""
 PARALLEL_REQUESTS = 8
 PUBLISH_PAUSE = 0.2  # seconds between two attempts to publish a file that others publish too
 
@@ -316,9 +320,12 @@ class RemoteFileStore:
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Lock a file by a lease."""
+        """Lock a file by a lease. A shared lock needs none."""
+        if shared:
+            yield self.at(key).is_file()
+            return
         self._path_to_write(key)
-        with leases.hold(_Leases(self), key, shared=shared) as held:
+        with leases.hold(_Leases(self), key) as held:
             yield held
 
     def _entry(self) -> Entry | None:

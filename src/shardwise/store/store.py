@@ -47,6 +47,8 @@ REMOTE_TRANSFER = TransferOptions(
     largest_gap=1 << 20,  # takes about as long as the answer to another request
     staging_bytes=256 << 20,
 )
+READING_GRACE = 3600.0
+"""How many seconds a store without shared locks keeps the files of a removed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class StoreTraits:
         alignment: the alignment in bytes that `write_at` needs for offsets, lengths and memory.
         lock_expiry: how many seconds the lock of a process that died can still count. 0.0 if it
             ends with the process.
-        reading_grace: how many seconds the files of a removed checkpoint must stay, because
-            processes may read them that cannot lock them. 0.0 if every reader can lock.
+        reading_grace: how many seconds the files of a removed checkpoint stay, because processes
+            may read them, and the store has no shared locks. 0.0 if readers lock what they read.
         transfer: how the store is read fastest.
         is_node_local: whether the files are on a disk or in the memory of this node. Other nodes
             then gain nothing if this node reads for them. False if unknown.
@@ -296,6 +298,9 @@ class Store(Files, Protocol):
 
     def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
         """Lock a file while a block runs. The lock ends when the process dies.
+
+        Stores with a `StoreTraits.lock_expiry` have no shared locks. There, `shared=True` only
+        finds out whether the file exists.
 
         Args:
             key: the name of the file. An exclusive lock creates it if it does not exist.

@@ -254,18 +254,17 @@ class Mirroring:
         grace = self._root.traits.reading_grace > 0.0
         before = list(self._root_tier.known)
         for step in plan.remove_from_root:
-            if remove_checkpoint(self._root.at(step_directory(step)), at_once=not grace):
+            if remove_checkpoint(self._root.at(step_directory(step))):
                 self._root_tier.forget(step)
         if grace and plan.remove_from_root and newest is not None:
             remove_files_of_removed(self._root, newest, before)
 
     def _remove_from_mirror(self, plan: TierPlan) -> str:
         """Remove checkpoints from the mirror; return why that failed, or ""."""
-        at_once = not self._mirror.traits.reading_grace
         for step in plan.remove_from_mirror:
             self._refuse_stopped()
             try:
-                if remove_checkpoint(self._mirror.at(step_directory(step)), at_once=at_once):
+                if remove_checkpoint(self._mirror.at(step_directory(step))):
                     self._mirror_tier.forget(step)
             except OSError as error:
                 return f"cannot remove step {step} from the mirror: {describe_error(error)}"
