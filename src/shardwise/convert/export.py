@@ -20,13 +20,13 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.manifest.manifest import Manifest, encode_manifest
+from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
 
 MAX_MEMORY = 1 << 30
 MAX_FILE = 5 << 30
 LARGEST_CONFIG = 64 << 20
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,16 @@ def _select_contents(
         )
     names = dict.fromkeys(each.name for each in tensors)
     start = f"{root}." if root else ""
-    converted = {name for name in names if dtype is not None and name.startswith(start)}
+    converted = dict.fromkeys(n for n in names if dtype is not None and n.startswith(start))
     if dtype is not None and not converted:
         raise StateError(f"dtype={dtype!r}: {describe_empty_root(root, names)}")
+    quantized = find_quantized(manifest.tensors)
+    if refused := [name for name in converted if name in quantized]:
+        raise StateError(
+            f"dtype={dtype!r}: {len(refused)} tensors are parts of quantized tensors, for example "
+            f"{refused[0]} with {quantized[refused[0]]}, and converting one part alone changes the "
+            f"values: leave out dtype= to copy them as they are, or {REMEDY}"
+        )
     selected = []
     for each in tensors:
         stays_tied = each.same_as in names and (

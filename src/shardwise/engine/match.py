@@ -16,6 +16,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.rename_hints import suggest_key, suggest_opened_object, suggest_renames
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.quantized import REMEDY
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.selection import Selection, is_below
@@ -79,7 +80,7 @@ def match_targets(
             continue
         found.claimed.add(entry.name)
         leaf = leaf.without_padding(entry.shape)
-        problem = _describe_mismatch(leaf, entry, cast=cast)
+        problem = _describe_mismatch(leaf, entry, saved, cast=cast)
         if problem is None:
             found.leaves.append(leaf)
         else:
@@ -118,7 +119,9 @@ def _add_missing(found: Matched, name: str, target_kind: str, saved: SavedNames)
     found.problems.append(f"{name}: {saved_kind} in the checkpoint, {target_kind} in the target")
 
 
-def _describe_mismatch(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
+def _describe_mismatch(
+    leaf: TensorLeaf, entry: TensorEntry, saved: SavedNames, *, cast: bool
+) -> str | None:
     """Return how shape or dtype differ; None if the tensor fits."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     if entry.shape != leaf.shape:
@@ -129,12 +132,12 @@ def _describe_mismatch(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> s
         elif len(entry.shape) == len(leaf.shape):
             hint = " (resize= of sw.load copies what both have)"
         return f"{leaf.name}: shape {shapes}{hint}"
-    if entry.dtype != dtype and not cast:
-        return (
-            f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target "
-            "(cast=True converts)"
-        )
-    return None
+    if entry.dtype == dtype:
+        return None
+    dtypes = f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target"
+    if (partner := saved.quantized.get(entry.name)) is not None:
+        return f"{dtypes}; it is quantized together with {partner}: {REMEDY}"
+    return None if cast else f"{dtypes} (cast=True converts)"
 
 
 def agree_on_match(

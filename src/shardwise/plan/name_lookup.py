@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from shardwise.errors import StateError, add_note
 from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.quantized import find_quantized
 
 MOST_COMPARED = 2000  # a comparison of two names takes about 0.1 ms
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -130,6 +131,11 @@ class SavedNames:
         yield from self._tensors
         yield from self._objects
         yield from self.manifest.per_rank
+
+    @cached_property
+    def quantized(self) -> Mapping[str, str]:
+        """Names in the checkpoint of quantized tensors and their scales; see `find_quantized`."""
+        return find_quantized(self.manifest.tensors)
 
     @cached_property
     def _names_below(self) -> dict[str, list[str]]:
