@@ -145,8 +145,7 @@ def load(
             keys of the state. If False, report both. A module without saved tensors still raises.
         only, skip: shell patterns of the names of the state to load, and to leave unchanged.
         rename: maps names of the state to saved names: a function, or a mapping of prefixes.
-        cast: convert tensors whose dtypes differ. Otherwise, different dtypes are an error, as they
-            always are for quantized weights and their scales.
+        cast: convert tensors whose dtypes differ, except quantized ones. Otherwise, an error.
         resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format, index: as for `open`.

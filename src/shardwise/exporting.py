@@ -59,8 +59,7 @@ def export(
         only, skip: shell patterns of the names to write, as for `load`.
         root: the key of the model in the state, for formats that hold only a model; "" if the
             checkpoint is only a model.
-        dtype: the dtype to convert the model's floating-point tensors to. Quantized models are
-            refused, because their weights have a meaning only with their scales.
+        dtype: the dtype to convert the model's floats to; an error for quantized tensors.
         config: a file that `"hf"` copies as `config.json`.
         step, verify, spec, skip_unknown, format, index: as in `open`. `verify` compares all copies.
         max_memory, max_file: the most host memory of each rank, and the most bytes in a file.
