@@ -39,6 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-sub-groups": {"stage": 3, "bf16": True, "zero": {"sub_group_size": 20}},
     "zero1-sgd": {"stage": 1, "sgd": True},
 }
+MUON: dict[str, dict[str, Any]] = {
+    "zero1-muon": {"stage": 1, "muon": True},
+    "zero2-muon-bfloat16": {"stage": 2, "muon": True, "bf16": True},
+    "zero2-muon-offload": {"stage": 2, "muon": True, "bf16": True, "offload": True},
+    "zero2-muon-aligned": {"stage": 2, "muon": True, "zero": {"parameter_alignment": True}},
+    "zero2-muon-elastic": {"stage": 2, "muon": True, "zero": {"elastic_checkpoint": True}},
+}
+"""DeepSpeed's own Muon, which keeps the momentum of whole matrices on several ranks. DeepSpeed
+0.19.8 cannot load what it saves with elastic_checkpoint."""
 
 
 def config(case: dict[str, Any]) -> dict[str, Any]:
@@ -58,14 +67,38 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train(case: dict[str, Any]) -> Any:
+def muon_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return DeepSpeed's own Muon, as its configuration `"type": "Muon"` makes it."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.use_muon = parameter.dim() > 1
+    matrices, others = ([p for p in trained if p.use_muon is use] for use in (True, False))
+    muon = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
+    adam = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [
+        {"params": matrices, "use_muon": True, **muon},
+        {"params": others, "use_muon": False, **adam},
+    ]
+    return MuonWithAuxAdam(groups)
+
+
+def start(case: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = Model()
+    if case.get("muon"):
+        settings = {"optimizer": muon_of(model), "config": config(case)}
+        return deepspeed.initialize(model=model, **settings)[0]
     optimizer = optimizer_of(model, sgd=case.get("sgd", False))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    engine, *_ = deepspeed.initialize(
+    return deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(case)
-    )
+    )[0]
+
+
+def train(case: dict[str, Any]) -> Any:
+    engine = start(case)
     torch.manual_seed(torch.distributed.get_rank())
     for _ in range(3):
         tokens = torch.randint(0, 13, (4,))
@@ -114,6 +147,25 @@ def gathered(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def restored_by_muon(engine: Any) -> dict[str, Any]:
+    """Return what DeepSpeed restored on all ranks. Equal copies of a momentum count once."""
+    optimizer, world = engine.optimizer, torch.distributed.get_world_size()
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    held: dict[str, torch.Tensor] = {}
+    for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        momentum = optimizer.optimizer.state[flat].get("momentum_buffer")
+        own = optimizer.params_in_partition[index]
+        if momentum is not None and sum(each.numel() for each in own) == momentum.numel():
+            for each, part in zip(own, momentum.split([p.numel() for p in own]), strict=True):
+                held[names[id(each)]] = part.view_as(each).clone()
+    of_ranks: list[Any] = [None] * world
+    torch.distributed.all_gather_object(of_ranks, held)
+    moments: dict[str, torch.Tensor] = {}
+    for name, part in (item for each in of_ranks for item in each.items()):
+        assert torch.equal(moments.setdefault(f"{name}.momentum_buffer", part), part), name
+    return moments
+
+
 def reordered(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor:
     """Return the state of a parameter under ZeRO 2 with round-robin gradients."""
     for number, group in enumerate(optimizer.round_robin_bit16_groups):
@@ -145,9 +197,17 @@ def main(directory: Path, names: list[str]) -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.init_distributed(dist_backend="gloo")
     for name in names:
-        engine = train(CASES[name])
+        case = {**CASES, **MUON}[name]
+        engine = train(case)
         engine.save_checkpoint(str(directory / name), client_state={"epoch": 7, "note": "hello"})
-        expected = gathered(engine, CASES[name])
+        if name in MUON:
+            engine.destroy()
+            engine = start(case)
+            if not case.get("zero", {}).get("elastic_checkpoint"):
+                assert engine.load_checkpoint(str(directory / name))[0], name
+            expected = {"moments": restored_by_muon(engine)}
+        else:
+            expected = gathered(engine, case)
         if torch.distributed.get_rank() == 0:
             torch.save(expected, directory / f"{name}.expected.pt")
         engine.destroy()

@@ -23,6 +23,7 @@ from shardwise.manifest.pieces import Int
 
 MASTER = ""
 """The key of the master weights among the keys of the optimizer's state."""
+MOMENTUM = "momentum_buffer"
 _EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)")
 
 
@@ -240,15 +241,22 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
         }
         for state in states
     ]
-    ranges = _find_ranges(index, shapes, states, arrays_of_ranks)
+    ranges = _find_ranges(index, shapes, states)
     minimum_lengths = compute_minimum_lengths(ranges, len(states)).tolist()
     flat, scalars, left_out = {}, {}, []
+    momentum = _join_momentum_of_parameters(ranges, shapes, arrays_of_ranks)
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
         parts = [arrays[key] for arrays in arrays_of_ranks if key in arrays]
         complete = len(parts) == len(states)
-        if complete and all(len(part.shape) == 0 for part in parts):
+        if key == MOMENTUM and momentum is not None:
+            flat[key] = momentum
+        elif complete and all(len(part.shape) == 0 for part in parts):
             scalars[key] = tuple(parts)
-        elif complete and all(map(_is_flat_array, parts, minimum_lengths)):
+        elif (
+            complete
+            and all(map(_is_flat_array, parts, minimum_lengths))
+            and (key != MOMENTUM or _are_partitions(parts, states, index))
+        ):
             label = f"{key or 'weights'} of parameter group {index}"
             flat[key] = _join_flat_parts(parts, f"{first.path}: {label}")
         elif key == MASTER:
@@ -258,9 +266,7 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
                 "one save"
             )
         else:
-            left_out.append(
-                f"optimizer.*.{key} of group {index}: its shape is not that of the parameters"
-            )
+            left_out.append(f"optimizer.*.{key} of group {index}: {_reason_for_shape(key)}")
     numbers = {k: v for k, v in first.states[index].items() if not isinstance(v, StoredArray)}
     return FlatGroup(
         tuple(shapes),
@@ -278,7 +284,6 @@ def _find_ranges(
     index: int,
     shapes: Shapes,
     states: Sequence[OptimizerState],
-    arrays_of_ranks: Sequence[Mapping[str, StoredArray]],
 ) -> FlatRanges:
     sizes = np.array([math.prod(shape) for shape in shapes.values()], np.int64)
     first = states[0]
@@ -292,14 +297,9 @@ def _find_ranges(
             f"{first.path}: parameter group {index} has {len(paddings)} paddings of {len(sizes)} "
             "parameters: the files are from different saves: copy all files of one save"
         )
-    # DeepSpeed cuts a rank's partition short where only padding follows. The longest array of any
-    # rank and key has the full length, unless the whole group lies in the first partition.
-    longest = max(
-        array.shape[0]
-        for arrays in arrays_of_ranks
-        for array in arrays.values()
-        if len(array.shape) == 1
-    )
+    # DeepSpeed cuts a rank's weights short where only padding follows. The longest weights of any
+    # rank have the full length, unless the whole group lies in the first partition.
+    longest = max(state.masters[index].shape[0] for state in states)
     try:
         ranges = ranges_of_partitions(sizes, np.array(paddings, np.int64), len(states), longest)
     except FormatError as error:
@@ -310,6 +310,55 @@ def _find_ranges(
 
 def _is_flat_array(array: StoredArray, minimum_length: int) -> bool:
     return len(array.shape) == 1 and array.stride == (1,) and array.shape[0] >= minimum_length
+
+
+def _are_partitions(
+    parts: Sequence[StoredArray], states: Sequence[OptimizerState], index: int
+) -> bool:
+    """Return whether parts are all equally long, or as long as the weights."""
+    lengths = [part.shape for part in parts]
+    return len({*lengths}) == 1 or lengths == [state.masters[index].shape for state in states]
+
+
+def _reason_for_shape(key: str) -> str:
+    if key != MOMENTUM:
+        return "its shape is not that of the parameters"
+    return (
+        "its shape is not that of the parameters: with elastic_checkpoint, DeepSpeed cuts off a "
+        "part of Muon's momentum, and with parameter_alignment, it is not supported: save without "
+        "these options"
+    )
+
+
+def _join_momentum_of_parameters(
+    ranges: FlatRanges, shapes: Shapes, arrays_of_ranks: Sequence[Mapping[str, StoredArray]]
+) -> FlatArray | None:
+    """Return the momentum of DeepSpeed's own Muon under ZeRO 1 and 2; None if there is none.
+
+    Muon needs whole matrices, so a rank has the momentum of all parameters of which it has a part,
+    one after the other. Of these, a rank's own range of each parameter is read.
+    """
+    rank = ranges.rank
+    arrays = [each.get(MOMENTUM) for each in arrays_of_ranks]
+    sizes = np.array([math.prod(shape) for shape in shapes.values()], np.int64)[ranges.parameter]
+    lengths = np.bincount(rank, sizes, len(arrays)).astype(np.int64).tolist()
+    if [(0,) if each is None else each.shape for each in arrays] != [(n,) for n in lengths]:
+        return None
+    order = np.lexsort((ranges.parameter, rank))
+    first_element = np.cumsum(sizes[order]) - sizes[order]
+    first_element -= (np.cumsum(lengths) - lengths)[rank[order]]
+    shift = first_element + ranges.start[order] - ranges.flat_start[order]
+    shifts = np.zeros(len(arrays), np.int64)
+    shifts[rank[order]] = shift
+    held = [each for each in arrays if each is not None]
+    if any(each.stride != (1,) for each in held):
+        return None
+    if (shifts[rank[order]] != shift).any() or len({each.dtype for each in held}) != 1:
+        return None
+    itemsize = held[0].itemsize
+    start = [0 if each is None else each.start for each in arrays]
+    file = [0 if each is None else each.file for each in arrays]
+    return FlatArray(held[0].dtype, np.array(file), np.array(start) + shifts * itemsize)
 
 
 def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
