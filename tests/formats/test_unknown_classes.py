@@ -12,15 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise as sw
-from tests.formats.foreign_goldens import GOLDEN, unpacked
+from tests.compat.foreign.contents import CONTENTS
+from tests.formats.foreign_goldens import unpacked
 
 TWO_TENSOR = "torch.testing._internal.two_tensor.TwoTensor"
-_GLOBAL = re.compile(rb"c([a-z_][\w.]{3,80})\n([A-Za-z_][\w.]{1,60})\n")
-PICKLED = sorted(
-    path.name.removesuffix(".tar.xz")
-    for path in GOLDEN.glob("*.tar.xz")
-    if not path.name.startswith(("peft", "torchao", "torchsnapshot"))
-)
+_PACKAGES = rb"_codecs|argparse|collections|deepspeed|megatron|numpy|torch"
+_GLOBAL = re.compile(rb"c((?:%s)(?:\.\w+)*)\n([A-Za-z_][\w.]{1,60})\n" % _PACKAGES)
+PICKLED = [name for name in CONTENTS if name not in ("torchao", "torchsnapshot")]
 
 
 def two_tensor() -> TwoTensor:

@@ -23,6 +23,10 @@ CONTENTS: dict[str, dict[str, str]] = {
         "deepspeed-parallel/*/*": SAVED,
         "deepspeed-parallel/*.expected-[0-3].pt": HELD,
     },
+    "deepspeed_muon": {
+        "deepspeed-muon/[24]/*/*": SAVED,
+        "deepspeed-muon/[24]/*.expected.pt": HELD,
+    },
     "lightning": {"epoch=0-step=10.ckpt": SAVED},
     "megatron_bfloat16": _MEGATRON_16,
     "megatron_dp_reshardable": {k: v for k, v in _MEGATRON_16.items() if v == SAVED},
@@ -36,6 +40,7 @@ CONTENTS: dict[str, dict[str, str]] = {
     },
     "megatron_plain": _MEGATRON_16,
     "megatron_plain_0.19": _MEGATRON,
+    "torchao": {"torchao/*/*.distcp": SAVED, "torchao/*/.metadata": SAVED},
     "torchsnapshot": {
         ".snapshot_metadata": SAVED,
         "[01]/*": SAVED,

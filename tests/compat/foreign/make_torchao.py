@@ -1,13 +1,13 @@
-"""Writes torchao.tar.xz: DCP checkpoints with quantized weights of torchao.
+"""Make DCP checkpoints with quantized weights of torchao 0.18, which needs torch 2.13.
 
-Run it with torch 2.13 and torchao 0.18: python make_torchao.py
+python make_torchao.py torchao.tar.xz
 """
 
 from __future__ import annotations
 
+import sys
 import tarfile
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +18,7 @@ CONFIGS = {"int8": Int8WeightOnlyConfig(version=2), "float8": Float8WeightOnlyCo
 if __name__ == "__main__":
     with (
         tempfile.TemporaryDirectory() as folder,
-        tarfile.open(Path(__file__).with_name("torchao.tar.xz"), "w:xz") as archive,
+        tarfile.open(sys.argv[1], "w:xz") as archive,
     ):
         for name, config in CONFIGS.items():
             torch.manual_seed(0)
