@@ -240,10 +240,11 @@ class LocalStore:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise StoreError(
-                f"{self._path_to_write(key)} is a symbolic link, which is not followed: replace it "
-                "by the file"
-            ) from error
+            if not shared:  # a reader goes on, and its read refuses the link
+                raise StoreError(
+                    f"{self._path_to_write(key)} is a symbolic link, which is not followed: "
+                    "replace it by the file"
+                ) from error
         if fd < 0:
             yield False
             return
