@@ -34,7 +34,7 @@ LAYERS = (
     ("plan",),
     ("manifest", "state"),
     ("layout", "store"),
-    ("decoding", "errors", "events"),
+    ("deadline", "decoding", "errors", "events"),
 )
 # The same within large packages.
 LAYERS_OF_MEMORY = (

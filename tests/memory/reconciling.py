@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from shardwise.deadline import Deadline
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import free, look_up_root
 from shardwise.memory.decide import DEFAULT_PERIODS, Action, Periods, decide_run
-from shardwise.memory.files import Deadline
 from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, read_run_view
 from shardwise.memory.reclaim import remove_if_unused

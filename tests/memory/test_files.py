@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from shardwise.deadline import Deadline
 from shardwise.memory.files import (
-    Deadline,
     listen_to_bell,
     lock_directory,
     read_record,

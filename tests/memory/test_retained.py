@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
@@ -19,7 +20,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.persist import lock_for_publishing, make_removal_request
 from shardwise.memory.decide import RemoveOld, decide_run
-from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.reclaim import discard, free

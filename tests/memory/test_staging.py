@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.deadline import Deadline
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.replica_comparison import ReplicaSample, SampledSet
 from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
@@ -29,7 +30,7 @@ from shardwise.manifest.data_file import FileLayout, encode_header_entries, lay_
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock

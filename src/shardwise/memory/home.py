@@ -25,11 +25,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, lock_directory, read_record, ring_bell, try_lock
+from shardwise.memory.files import lock_directory, read_record, ring_bell, try_lock
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
 
 BELL_FILE = "agent.bell"

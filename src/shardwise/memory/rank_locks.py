@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import Deadline, lock_directory, try_lock
+from shardwise.memory.files import lock_directory, try_lock
 from shardwise.memory.home import Home, Run
 
 LOCK_TIMEOUT = 10.0

@@ -22,11 +22,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StateError, StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
-from shardwise.memory.files import Deadline, lock_directory, read_record, write_record
+from shardwise.memory.files import lock_directory, read_record, write_record
 from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
 from shardwise.memory.home import (
     OUTCOMES_DIRECTORY,

@@ -14,8 +14,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import BinaryIO
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import Deadline, read_record, try_lock
+from shardwise.memory.files import read_record, try_lock
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK, resolve_interface, served_address
 from shardwise.memory.options import Memory

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from shardwise.deadline import Deadline
 from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
@@ -29,7 +30,7 @@ from shardwise.memory.decide import (
     SaveAction,
     Seal,
 )
-from shardwise.memory.files import Deadline, read_record, write_record
+from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ROOT_RECORD, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task

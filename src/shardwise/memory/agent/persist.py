@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
+from shardwise.deadline import Deadline
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
 from shardwise.engine.leftovers import map_in_threads, remove_leftovers
@@ -19,7 +20,6 @@ from shardwise.errors import (
 )
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
-from shardwise.memory.files import Deadline
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, RemoveOldRequest

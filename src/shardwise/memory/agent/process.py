@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
@@ -28,7 +29,7 @@ from shardwise.memory.agent.lead import Leader
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.files import Deadline, listen_to_bell, write_record
+from shardwise.memory.files import listen_to_bell, write_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import (
     LOOPBACK,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.deadline import Deadline
 from shardwise.engine.buffers import allocate_pages
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
@@ -21,7 +22,6 @@ from shardwise.memory.agent.ring_files import (
     complete_parity,
     is_ring_file_made,
 )
-from shardwise.memory.files import Deadline
 from shardwise.memory.free_files import reuse_spare
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_locks import is_rank_alive

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import LARGEST_RECORD, Deadline, read_record, write_record
+from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, StageOutcome

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from shardwise.deadline import Deadline
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.files import Deadline
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import RecordCache, read_run_view
 from shardwise.memory.records import AgentInfo

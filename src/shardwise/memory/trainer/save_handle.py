@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from shardwise.deadline import Deadline
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, read_record
+from shardwise.memory.files import read_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import ReplicaDifference, StageOutcome

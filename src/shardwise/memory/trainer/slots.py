@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shardwise.deadline import Deadline
 from shardwise.engine.buffers import aligned_buffer, allocate_pages, map_pages
 from shardwise.errors import StoreError
-from shardwise.memory.files import Deadline
 from shardwise.memory.home import Run
 from shardwise.store.store import Buffer
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.deadline import Deadline
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import records
-from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.observe import RecordCache
