@@ -128,9 +128,10 @@ def test_it_goes_on_as_if_nothing_had_happened(runs: Path, name: str) -> None:
         assert before.pop("deepspeed.loss_scaler").pop("cur_hysteresis") == 2
         before["deepspeed.loss_scaler"] = after["deepspeed.loss_scaler"]
     assert after == before
-    losses, wanted = expected(runs, name)["losses"], expected(runs, origin(name))["losses"]
-    # ZeRO 0 scales and adds gradients in half precision, unlike ZeRO 2.
-    assert losses == (pytest.approx(wanted, abs=1e-3) if name == "float16-zero0" else wanted)
+    wanted = expected(runs, origin(name))["losses"]
+    # The engines place weights and gradients otherwise in memory, and so round otherwise.
+    close = 1e-5 if expected(runs, name)["module"]["scale"].dtype == torch.float32 else 1e-2
+    assert expected(runs, name)["losses"] == pytest.approx(wanted, abs=close)
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -156,7 +157,8 @@ def test_what_the_engine_counts_is_restored(runs: Path) -> None:
 def test_one_process_goes_on_without_deepspeed(runs: Path) -> None:
     parts = plain(seed=1)
     sw.load(runs / "float32", state_of(*parts))
-    assert run_of(*parts, range(3, 5)) == expected(runs, "float32")["losses"]
+    wanted = expected(runs, "float32")["losses"]
+    assert run_of(*parts, range(3, 5)) == pytest.approx(wanted, abs=1e-5)
 
 
 def go_on_sharded(root: str, source: str) -> list[float]:

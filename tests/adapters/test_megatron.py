@@ -201,13 +201,12 @@ def test_experts_are_divided_by_tensors_too(
 
 @pytest.mark.parametrize("name", mostly_long(RESUMED, DEFAULT))
 def test_it_goes_on_as_if_nothing_had_happened(runs: Runs, name: str) -> None:
-    source, _, division = RESUMED[name]
+    source = RESUMED[name][0]
     before, after = runs.of(source), runs.of(name)
     assert runs.contents(name) == runs.contents(source)
-    same = all(division.get(key, 1) == TRAINED[source].get(key, 1) for key in ("tp", "pp", "ep"))
     half = {"bf16", "fp16"} & {*TRAINED[source]}
-    close = pytest.approx(before["after"], abs=1e-3 if half else 1e-5)
-    assert after["after"] == (before["after"] if same else close)
+    # Other optimizers and parallelisms place tensors otherwise in memory, and so round otherwise.
+    assert after["after"] == pytest.approx(before["after"], abs=1e-3 if half else 1e-5)
 
 
 @pytest.mark.parametrize("name", mostly_long(RESUMED, DEFAULT))
