@@ -113,6 +113,7 @@ PUBLIC = [
     "open",
     "save",
     "spec",
+    "trainable",
 ]
 
 SOURCE = Path(shardwise.__file__).parent

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.adapters.trainable import trainable as trainable
     from shardwise.api import load as load
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
@@ -83,6 +84,7 @@ _MODULE_OF_NAME = {
     "open": "api",
     "save": "api",
     "spec": "formats.specification",
+    "trainable": "adapters.trainable",
 }
 
 __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - a list, sorted from the one place that names them

@@ -22,6 +22,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.names import FROZEN
 from shardwise.notebook import checkpoint_html, draw_boxes
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
@@ -146,6 +147,7 @@ class Checkpoint(Mapping[str, Any]):
         names = [name for name in self if name.startswith(start)]
         if not names:
             raise self._unknown_name_error(key)
+        names = [name for name in names if not name.startswith(f"{start}{FROZEN}.")]
         if f"{start}{GROUPS}" in names:
             raise StateError(
                 f"{key}: the key belongs to an optimizer; load an optimizer with sw.load"

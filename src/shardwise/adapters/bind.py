@@ -36,6 +36,7 @@ from shardwise.adapters.megatron_optimizer import inner_optimizers, is_megatron_
 from shardwise.adapters.modules import ModuleBinding, ModuleWeights, Weights
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.trainable import Trainable, TrainableWeights
 from shardwise.adapters.values import (
     ObjectBinding,
     PerRankBinding,
@@ -120,9 +121,10 @@ def _bind_dict(
         if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
             yield TensorBinding(name, value)  # checked first: a state may have thousands of tensors
             continue
-        parts = _list_parts(value)
+        spec = value if isinstance(value, Trainable) else None
+        parts = _list_parts(value if spec is None else spec.module)
         if any(map(is_deepspeed_engine, parts)):
-            yield from _bind_engine(name, prefix, parts, bound, allow_pickle)
+            yield from _bind_engine(name, prefix, parts, bound, allow_pickle, spec)
         elif is_deepspeed_optimizer(value):
             torch_optimizers = [require_torch_optimizer(name, value)]
             find_parameters, fill_groups = (
@@ -144,6 +146,7 @@ def _bind_dict(
             )
         elif parts and all(isinstance(part, nn.Module) for part in parts):
             weights = _weights_of(name, cast(list[nn.Module], parts), bound)
+            weights = weights if spec is None else TrainableWeights.of(name, weights, spec)
             module = ModuleBinding(name, weights, allow_pickle=allow_pickle)
             bound.modules.append(module)
             yield module
@@ -151,6 +154,11 @@ def _bind_dict(
             optimizers = cast(list[Optimizer], parts)
             find_parameters = _make_parameter_finder(name, optimizers, bound)
             yield OptimizerBinding(name, optimizers, find_parameters, allow_pickle=allow_pickle)
+        elif spec is not None:
+            raise StateError(
+                f"{name}: sw.trainable got a {type(spec.module).__name__}: pass a module, a list "
+                "of the parts of a model, or a DeepSpeed engine"
+            )
         else:
             yield from _bind_value(container, key, name, bound, allow_pickle)
 
@@ -165,7 +173,12 @@ def _weights_of(name: str, modules: list[nn.Module], bound: _BoundObjects) -> We
 
 
 def _bind_engine(
-    name: str, prefix: str, parts: Sequence[object], bound: _BoundObjects, allow_pickle: bool
+    name: str,
+    prefix: str,
+    parts: Sequence[object],
+    bound: _BoundObjects,
+    allow_pickle: bool,
+    spec: Trainable | None,
 ) -> Iterator[Binding]:
     """Bind an engine as a module, and its counters as values in the same dict.
 
@@ -181,7 +194,8 @@ def _bind_engine(
             '{"actor": {"model": engine, "optimizer": engine.optimizer}, "critic": {…}}'
         )
     weights = EngineWeights(name, parts[0])
-    module = ModuleBinding(name, weights, allow_pickle=allow_pickle)
+    saved = weights if spec is None else TrainableWeights(weights, spec)
+    module = ModuleBinding(name, saved, allow_pickle=allow_pickle)
     bound.modules.append(module)
     bound.engines[prefix] = name, weights
     yield module

@@ -257,6 +257,10 @@ class ModuleWeights:
     def update_from_master_weights(self) -> None:
         """Do nothing: the modules hold their own weights."""
 
+    def made_names(self) -> set[str]:
+        """Return the names of what `state_dict` made, after a call of `contents` or `targets`."""
+        return {name for made in self._made for name in made.path_by_name}
+
     def _state_dict_entries(self, index: int, module_name: str) -> Iterator[tuple[str, object]]:
         module, clean = self._modules[index], self._cleaners[index]
         made = self._made[index] = _MadeValues()

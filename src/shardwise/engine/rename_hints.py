@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from shardwise.manifest.names import FROZEN
 from shardwise.plan.name_lookup import rename_function
 from shardwise.state.selection import is_below
 
@@ -52,6 +53,18 @@ def suggest_renames(
         both = saved_prefix_of | other_keys
         return f"{_format_spec({there: here for here, there in both.items()})} would find {share}"
     return f"rename={saved_prefix_of!r} would find {share}"
+
+
+def suggest_trainable(missing: Collection[str], unclaimed: Iterable[str]) -> str:
+    """Return a hint for a checkpoint of the trained part of a module only; "" for another one."""
+    modules = {name.partition(f".{FROZEN}.")[0] for name in unclaimed if f".{FROZEN}." in name}
+    for module in sorted(modules):
+        if any(is_below(name, {module}) for name in missing):
+            return (
+                f"the checkpoint has only the trained part of {module!r}: load the base model, and "
+                f"pass sw.trainable(…) as {module!r}"
+            )
+    return ""
 
 
 def suggest_opened_object(missing: Collection[str], names: Collection[str]) -> str:

@@ -1,0 +1,299 @@
+"""Save only the trained part of a module, and a fingerprint of its frozen part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from shardwise.adapters.modules import ModuleContents, ModuleWeights, Weights
+from shardwise.adapters.parameters import Parameter
+from shardwise.errors import StateError
+from shardwise.manifest.names import FROZEN
+from shardwise.plan.name_lookup import SavedNames
+from shardwise.state.leaves import TensorLeaf, view_for_numpy
+from shardwise.state.plain_values import decode
+from shardwise.state.selection import Selection, is_below
+
+_ELEMENTS = 4
+_SEPARATOR = " 0x"
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A module of which only the trained part is saved; see `trainable`."""
+
+    module: nn.Module | Sequence[nn.Module]
+    also: tuple[str, ...]
+    buffers: bool
+    base: str
+
+
+def trainable(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    also: Sequence[str] = (),
+    buffers: bool = True,
+    base: str = "",
+) -> Trainable:
+    """Return what to put into a state in place of a module, to save only its trained part.
+
+    A save stores the parameters that require gradients, and the persistent buffers. Of all other
+    parameters, the *frozen* ones, it stores a fingerprint: names, dtypes, shapes, and four
+    elements of each. A load compares the fingerprint with the frozen parameters of the module,
+    and raises a `MismatchError` if they are others. It leaves them unchanged, except those that the
+    checkpoint has, because they were trained, or saved as part of the whole module.
+
+    Example:
+
+        model = get_peft_model(base_model, LoraConfig())
+        state = {"model": sw.trainable(model), "optimizer": optimizer}
+
+    Args:
+        module: a module, a list of the parts of a model, or a DeepSpeed engine.
+        also: shell patterns of the names of frozen tensors to save, too, for example
+            `["*lora_*"]` for adapters that are not trained at present.
+        buffers: whether to save persistent buffers, such as the statistics of BatchNorm. If False,
+            they count as frozen, such as the quantized weights of GPTQ.
+        base: a name of the frozen part, for errors, for example `"meta-llama/Llama-3.1-8B"`.
+
+    Raises:
+        StateError: `also` is not a list of patterns.
+    """
+    if isinstance(also, str) or not all(isinstance(each, str) for each in also):
+        raise StateError(
+            f"sw.trainable(also={also!r}): expected a list of patterns, for example ['*lora_*']"
+        )
+    return Trainable(module, tuple(also), buffers, base)
+
+
+class TrainableWeights:
+    """The weights of a module whose frozen tensors are not saved.
+
+    Args:
+        weights: all weights of the module.
+        spec: what counts as frozen.
+    """
+
+    def __init__(self, weights: ModuleWeights, spec: Trainable) -> None:
+        self._weights = weights
+        self._spec = spec
+
+    @classmethod
+    def of(cls, name: str, weights: Weights, spec: Trainable) -> TrainableWeights:
+        """Return the weights of the module `name`.
+
+        Raises:
+            StateError: the module is a model of Megatron-Core.
+        """
+        if not isinstance(weights, ModuleWeights):
+            raise StateError(
+                f"{name}: sw.trainable does not support models of Megatron-Core: put the model "
+                "itself into the state, which saves all of it"
+            )
+        return cls(weights, spec)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield all parameters by their clean names."""
+        return self._weights.parameters()
+
+    def contents(self, module_name: str) -> ModuleContents:
+        """Return the trained tensors, and the fingerprint of the frozen ones as extra state."""
+        contents = self._weights.contents(module_name)
+        frozen = self._take_frozen(contents, module_name)
+        contents.extra_state |= _Fingerprint(module_name, self._spec.base).values_of(frozen)
+        return contents
+
+    def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
+        """Return what to load, after comparing the frozen tensors that the checkpoint lacks."""
+        contents = self._weights.targets(module_name, saved, selection)
+        fingerprint = _Fingerprint(module_name, self._spec.base)
+        saved_values = fingerprint.saved_values(saved)
+        for leaf in contents.tensors:
+            contents.unselected += saved_values.get(leaf.name, ())
+        described = []
+        for leaf in self._take_frozen(contents, module_name):
+            if saved.tensor(leaf.name) is None and leaf.name in saved_values:
+                described.append(leaf)
+            else:
+                contents.tensors.append(leaf)
+        contents.unselected += fingerprint.base_keys(saved)
+        contents.problems += fingerprint.differences(described, saved, selection)
+        return contents
+
+    def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
+        """Set extra state, after the tensors are filled."""
+        self._weights.restore(module_name, extra_state)
+
+    def update_from_master_weights(self) -> None:
+        """Compute the module's weights from the loaded master weights. This is a collective."""
+        self._weights.update_from_master_weights()
+
+    def _take_frozen(self, contents: ModuleContents, module_name: str) -> list[TensorLeaf]:
+        """Remove the frozen tensors from the contents, and return them."""
+        prefix = f"{module_name}."
+        is_trained = {
+            name: parameter.tensor.requires_grad
+            for parameter in self._weights.parameters()
+            for name in parameter.names
+        }
+        leaves = {leaf.name.removeprefix(prefix): leaf for leaf in contents.tensors}
+        shared = {leaf.tie_key: is_trained[n] for n, leaf in leaves.items() if n in is_trained}
+        frozen_names = {name for name, trained in is_trained.items() if not trained}
+        made = {name.removeprefix(prefix) for name in self._weights.made_names()}
+        trained_owners = {name.rpartition(".")[0] for name in is_trained.keys() - frozen_names}
+        frozen_owners = {name.rpartition(".")[0] for name in frozen_names} - trained_owners
+
+        def is_frozen(name: str, leaf: TensorLeaf) -> bool:
+            if any(fnmatchcase(name, pattern) for pattern in self._spec.also):
+                return False
+            if name in is_trained:
+                return not is_trained[name]
+            if leaf.tie_key is not None and leaf.tie_key in shared:  # FSDP1 hides second names
+                return not shared[leaf.tie_key]
+            if name in made:  # the scales of a quantized parameter, for example
+                return is_below(name, frozen_names) or name.rpartition(".")[0] in frozen_owners
+            return not self._spec.buffers
+
+        frozen = {
+            leaf.name: leaf
+            for name, leaf in leaves.items()
+            if 0 not in leaf.shape and is_frozen(name, leaf)
+        }
+        contents.tensors = [leaf for leaf in contents.tensors if leaf.name not in frozen]
+        return [*frozen.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fingerprint:
+    """What identifies the frozen tensors of a module: dtypes, shapes, and a few of their elements.
+
+    The shape of a tensor alone determines which elements these are. A rank describes those that it
+    holds, so that the whole fingerprint does not depend on the sharding.
+
+    Attributes:
+        module_name: the name of the module in the state.
+        base: the user's name of the frozen part.
+    """
+
+    module_name: str
+    base: str
+
+    def values_of(self, leaves: Sequence[TensorLeaf]) -> dict[str, str]:
+        """Return plain values that describe tensors, by their names in a checkpoint.
+
+        Raises:
+            StateError: a tensor is on the meta device.
+        """
+        values: dict[str, str] = {}
+        elements: dict[str, torch.Tensor] = {}
+        for leaf in leaves:
+            kind = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+            for position in _positions_of(math.prod(leaf.shape)):
+                element = _element_of(leaf, position)
+                if element is not None:
+                    key = f"{self._elements}.{self._short(leaf.name)}[{position}]"
+                    values[key], elements[key] = kind, element
+        for key, content in _contents_of(elements):
+            values[key] += f"{_SEPARATOR}{content}"
+        if leaves and self.base:
+            values[self._base_key] = self.base
+        return values
+
+    def saved_values(self, saved: SavedNames) -> dict[str, dict[str, str]]:
+        """Return the fingerprint in a checkpoint: for each tensor, values by their names."""
+        found: dict[str, dict[str, str]] = {}
+        for below in saved.names_below(self._elements):
+            name, key = below.rpartition("[")[0], f"{self._elements}.{below}"
+            value = decode(saved.object(key), key) if saved.has_object(key) else None
+            found.setdefault(f"{self.module_name}.{name}", {})[key] = str(value)
+        return found
+
+    def base_keys(self, saved: SavedNames) -> list[str]:
+        """Return the name of the value that has the name of the checkpoint's base, if any."""
+        return [self._base_key] if saved.has_object(self._base_key) else []
+
+    def differences(
+        self, leaves: Sequence[TensorLeaf], saved: SavedNames, selection: Selection
+    ) -> list[str]:
+        """Return a line for each tensor that differs from the checkpoint's, after a summary."""
+        values, expected = self.values_of(leaves), self.saved_values(saved)
+        problems: dict[str, str] = {}
+        for key, value in values.items():
+            name = f"{self.module_name}.{key.removeprefix(self._elements)[1:].rpartition('[')[0]}"
+            if key == self._base_key or not selection.selects(key):
+                continue
+            kind, saved_kind = (
+                each.partition(_SEPARATOR)[0]
+                for each in (value, next(iter(expected[name].values())))
+            )
+            if kind != saved_kind:
+                problems[name] = f"{saved_kind} in the checkpoint, {kind} in the target"
+            elif expected[name].get(key) != value:
+                problems[name] = "other values than at the save"
+        if not problems:
+            return []
+        lines = [f"{name}: frozen, {problem}" for name, problem in problems.items()]
+        return [self._summary(saved), *lines]
+
+    def _summary(self, saved: SavedNames) -> str:
+        bases = ""
+        if saved.has_object(self._base_key) and self.base:
+            saved_base = decode(saved.object(self._base_key), self._base_key)
+            bases = f" ({saved_base} at the save, {self.base} now)"
+        return (
+            f"{self.module_name}: its frozen parameters are not those with which the checkpoint "
+            f"was trained{bases}: load the same base model before. To accept another one, pass "
+            f"skip=['{self.module_name}.{FROZEN}.*']"
+        )
+
+    @property
+    def _elements(self) -> str:
+        return f"{self.module_name}.{FROZEN}.elements"
+
+    @property
+    def _base_key(self) -> str:
+        return f"{self.module_name}.{FROZEN}.base"
+
+    def _short(self, name: str) -> str:
+        return name.removeprefix(f"{self.module_name}.")
+
+
+def _positions_of(size: int) -> list[int]:
+    """Return the elements, in row-major order, that describe a tensor of this size."""
+    positions = {size * (2 * i + 1) // (2 * _ELEMENTS) for i in range(_ELEMENTS)}
+    return sorted(positions) if size else []
+
+
+def _element_of(leaf: TensorLeaf, position: int) -> torch.Tensor | None:
+    """Return an element of a tensor as an integer; None if this rank does not hold it."""
+    index = []
+    for size in reversed(leaf.shape):
+        position, remainder = divmod(position, size)
+        index.append(remainder)
+    index.reverse()
+    for fragment in leaf.fragments:
+        local = tuple(i - o for i, o in zip(index, fragment.box.offset, strict=True))
+        if all(0 <= i < n for i, n in zip(local, fragment.box.shape, strict=True)):
+            if fragment.data.is_meta:
+                raise StateError(
+                    f"{leaf.name}: this frozen parameter is on the meta device and has no values: "
+                    "load the base model before"
+                )
+            return view_for_numpy(fragment.data)[local]
+    return None
+
+
+def _contents_of(elements: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the bytes of elements as text, after one copy for each device and dtype."""
+    alike: dict[object, list[str]] = {}
+    for key, element in elements.items():
+        alike.setdefault((element.device, element.dtype), []).append(key)
+    for keys in alike.values():
+        rows = torch.stack([elements[key] for key in keys]).cpu().reshape(len(keys), 1)
+        for key, row in zip(keys, rows.numpy(), strict=True):
+            yield key, row.tobytes().hex()

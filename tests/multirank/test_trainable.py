@@ -1,0 +1,134 @@
+"""The trained part of a model under one parallelism goes on under another, on the same base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import shardwise as sw
+from shardwise.testing import Gang
+from tests.breadth import mostly_long
+from tests.multirank.models import CPU, WORLDS, Model, Schedulers, module_of, parallelize, train
+from tests.multirank.test_matrix import contents
+
+KINDS = ["plain", "ddp", "fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_uneven", "fsdp_tp", "pipeline_fsdp"]
+PAIRS = [("plain", "fsdp2_uneven"), ("fsdp_tp", "plain"), ("fsdp1_flat", "pipeline_fsdp")]
+
+
+def build(kind: str, base: int, norms: float) -> dict[str, Any]:
+    """A state whose model trains only its norms."""
+    torch.manual_seed(base)
+    model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+        if parameter.requires_grad:
+            nn.init.constant_(parameter, norms)
+    parts = parallelize(kind, model)
+    optimizers = [
+        torch.optim.AdamW([p for p in module_of(part).parameters() if p.requires_grad])
+        for part in parts
+    ]
+    alone = len(parts) == 1
+    return {
+        "model": sw.trainable(parts[0] if alone else parts, base=f"base {base}"),
+        "optimizer": optimizers[0] if alone else optimizers,
+        "scheduler": Schedulers(optimizers),
+    }
+
+
+def begin(kind: str, place: str, whole: str) -> None:
+    state = build(kind, base=1, norms=0.5)
+    train(state)
+    sw.save(place, state)
+    train(state)
+    sw.save(whole, state)
+
+
+def go_on(kind: str, place: str, resumed: str) -> None:
+    state = build(kind, base=1, norms=9.0)
+    sw.load(place, state)
+    train(state)
+    sw.save(resumed, state)
+
+
+def on_another_base(kind: str, place: str) -> tuple[str, bool]:
+    state = build(kind, base=2, norms=9.0)
+    parameters = [*module_of(state["model"].module).parameters()]
+    before = [parameter.detach().clone() for parameter in parameters]
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(place, state)
+    unchanged = all(
+        torch.equal(getattr(old, "_local_tensor", old), getattr(new, "_local_tensor", new))
+        for old, new in zip(before, parameters, strict=True)
+    )
+    return str(caught.value), unchanged
+
+
+def trained(place: Path) -> dict[str, Any]:
+    return {name: value for name, value in contents(place).items() if "._frozen." not in name}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("before", "after"), mostly_long([(a, b) for a in KINDS for b in KINDS if a != b], PAIRS)
+)
+def test_a_run_goes_on_under_another_parallelism(
+    gang: Gang, tmp_path: Path, before: str, after: str
+) -> None:
+    paths = {name: str(tmp_path / name) for name in ("place", "whole", "resumed")}
+    gang.run(begin, before, paths["place"], paths["whole"], world=WORLDS[before])
+    gang.run(go_on, after, paths["place"], paths["resumed"], world=WORLDS[after])
+    assert trained(tmp_path / "resumed") == trained(tmp_path / "whole")
+    assert not any(".up.weight" in name for name in trained(tmp_path / "whole"))
+    for message, unchanged in gang.run(on_another_base, after, paths["place"], world=WORLDS[after]):
+        assert "base 1 at the save, base 2 now" in message
+        assert "blocks.2.up.weight: frozen, other values than at the save" in message
+        assert unchanged
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_describes_the_base_does_not_depend_on_the_parallelism(
+    gang: Gang, tmp_path: Path, kind: str
+) -> None:
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    gang.run(save_base, "plain", str(whole), world=1)
+    gang.run(save_base, kind, str(sharded), world=WORLDS[kind])
+    described = [
+        {name: value for name, value in contents(each).items() if "._frozen." in name}
+        for each in (whole, sharded)
+    ]
+    assert described[1] == described[0]
+    assert len(described[0]) > 20
+
+
+def save_base(kind: str, place: str) -> None:
+    sw.save(place, {"model": build(kind, base=1, norms=0.5)["model"]})
+
+
+class Tied(nn.Module):
+    """Two names of one frozen weight, and a trained layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.head = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.second.weight = self.first.weight.requires_grad_(False)
+
+
+def tied_names(place: str) -> list[str]:
+    model = FullyShardedDataParallel(Tied(0), use_orig_params=True, device_id=CPU)
+    sw.save(place, {"model": sw.trainable(model)})
+    sw.load(place, {"model": sw.trainable(model)})
+    return [name for name in sw.open(place) if "elements" not in name]
+
+
+@pytest.mark.ranks
+def test_second_names_of_a_frozen_parameter_are_frozen(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(tied_names, str(tmp_path), world=2) == [["model.head.weight"]] * 2
+    sw.load(tmp_path, {"model": sw.trainable(Tied(0))})
