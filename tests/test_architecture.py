@@ -50,6 +50,8 @@ LAYERS_OF_MEMORY = (
     ("files", "options", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
+    ("opening",),
+    ("options",),
     ("detect", "specification", "checksums", "remap"),
     ("readers",),
     ("specs", "validate", "merge_ranks"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from shardwise.engine.compile_and_gc import pause_gc
+
 if TYPE_CHECKING:
     from shardwise.adapters.trainable import trainable as trainable
     from shardwise.api import load as load
@@ -95,7 +97,8 @@ def __getattr__(name: str) -> object:
     module = _MODULE_OF_NAME.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    with pause_gc():
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -21,21 +22,19 @@ from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.formats.specification import Specification
+from shardwise.formats.options import OpenOptions
 from shardwise.loading import LoadOptions, State, load_state, unite_local_states
 from shardwise.manifest.names import MANIFEST, check_name
-from shardwise.opening import (
-    OpenOptions,
-    find_step_directory,
-    open_any,
-    refuse_as_destination,
-)
+from shardwise.opening import find_step_directory, open_any, refuse_as_destination
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
 from shardwise.store import Store, open_store
 from shardwise.tiers.record import open_with_mirror
+
+if TYPE_CHECKING:
+    from shardwise.formats.specification import Specification
 
 Place = str | os.PathLike[str] | Store
 Index = str | os.PathLike[str]

@@ -19,9 +19,10 @@ from shardwise.convert.write import ConversionReport
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
 from shardwise.events import Recorder, Sink
+from shardwise.formats.options import OpenOptions
 from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import OpenOptions, open_any
+from shardwise.opening import open_any
 from shardwise.retention import Choice
 from shardwise.store import Store
 

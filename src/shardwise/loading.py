@@ -26,8 +26,9 @@ from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.replicas import check_sample_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
+from shardwise.formats.options import OpenOptions
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import OpenOptions, open_any
+from shardwise.opening import open_any
 from shardwise.plan.load import LoadPlan
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.resizing import Resizing

@@ -1,69 +1,24 @@
-"""Open the checkpoint at a place: a shardwise checkpoint, or a foreign checkpoint."""
+"""Open the checkpoint at a place: a shardwise checkpoint, or a foreign checkpoint.
+
+The readers of foreign checkpoints are imported when there is one: they are half of the library.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-
-import numpy as np
 
 from shardwise.engine.exchange import exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
-from shardwise.engine.opened import (
-    ForeignDetails,
-    Opened,
-    Replicas,
-    open_manifest,
-    read_manifest,
-)
-from shardwise.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    FormatError,
-    MismatchError,
-    StateError,
-)
-from shardwise.formats.checksums import read_checksums
-from shardwise.formats.detect import find_readers, read_foreign
-from shardwise.formats.file_tree import FileTree, ForeignFiles
-from shardwise.formats.foreign import Foreign
-from shardwise.formats.index import MAGIC, decode_index, encode_index, read_or_write_index
-from shardwise.formats.remap import remap
-from shardwise.formats.specification import Specification
-from shardwise.formats.validate import validate_foreign
-from shardwise.manifest.manifest import FileEntry, Manifest
+from shardwise.engine.opened import Opened, open_manifest, read_manifest
+from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, StateError
+from shardwise.formats.foreign import INDEX_MAGIC
+from shardwise.formats.options import DEFAULT_OPTIONS, OpenOptions
 from shardwise.manifest.names import MANIFEST, is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import Choice, choose_step, parse_choice
 from shardwise.store import Store
 
 log = logging.getLogger("shardwise")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenOptions:
-    """How to read a checkpoint; see `shardwise.open`.
-
-    Attributes:
-        spec: the specification of how to assemble the tensors.
-        skip_unknown: skip pickled values of unknown classes instead of raising.
-        format: the format to read if the directory has several.
-        index: a file that caches the description of a foreign checkpoint.
-    """
-
-    spec: Specification | None = None
-    skip_unknown: bool = False
-    format: str | None = None
-    index: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.spec is not None and not isinstance(self.spec, Specification):
-            raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
-
-
-DEFAULT_OPTIONS = OpenOptions()
 
 
 def open_any(
@@ -104,13 +59,17 @@ def open_any(
     store, description = exchange_with_local_value(
         group, "opening a checkpoint", make_message, make_reply
     )
-    if description.startswith(MAGIC):
-        opened = convert_to_opened(FileTree(store), decode_index(description, str(store)))
+    if description.startswith(INDEX_MAGIC):
+        from shardwise.formats.opening import open_description
+
+        opened = open_description(store, description)
     else:
         opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", store, file, name)
     if options.spec is not None and options.spec.files is None:
+        from shardwise.formats.remap import remap
+
         return remap(opened, options.spec.rules, options.spec.sizes)
     return opened
 
@@ -126,33 +85,9 @@ def _read_description(store: Store, options: OpenOptions) -> bytes:
     except CheckpointNotFoundError:
         if not _may_be_foreign(store):
             raise
-    return _describe_foreign(store, options)  # outside of `except`: do not chain errors
+    from shardwise.formats.opening import describe_foreign
 
-
-def _describe_foreign(store: Store, options: OpenOptions) -> bytes:
-    """Return the encoded index of a foreign checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: no known format is recognised.
-        FormatError: the checkpoint is malformed.
-        MismatchError: the specification does not fit the checkpoint.
-    """
-    tree = FileTree(store, skip_unknown=options.skip_unknown)
-    spec = options.spec if options.spec is not None and options.spec.files is not None else None
-    read = partial(read_foreign, format=options.format) if spec is None else spec.read
-    try:
-        if options.index is None:
-            return encode_index(read(tree))
-        settings_text = f"{spec}, {options.skip_unknown}, {options.format}"
-        return read_or_write_index(tree, options.index, read, settings_text)
-    except FormatError as error:
-        if tree.is_named_in(str(error)):
-            raise
-        raise FormatError(f"{tree}: {error}") from error
-    except MismatchError as error:
-        if tree.is_named_in(str(error)):
-            raise
-        raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
+    return describe_foreign(store, options)  # outside of `except`: do not chain errors
 
 
 def find_step_directory(get_store: Callable[[], Store], choice: Choice, group: Group) -> str:
@@ -210,9 +145,10 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened
     """
     if not _may_be_foreign(store):
         return None
+    from shardwise.formats.opening import describe_foreign, open_description
+
     try:
-        description = _describe_foreign(store, options)
-        return convert_to_opened(FileTree(store), decode_index(description, str(store)))
+        return open_description(store, describe_foreign(store, options))
     except CheckpointNotFoundError:
         return None
 
@@ -230,10 +166,9 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
     """
     if not _may_belong_to_foreign(names):
         return ""
-    try:
-        return " and ".join(reader.name for reader in find_readers(FileTree(store)))
-    except (FormatError, OSError):  # a read of the checkpoint reports the error
-        return ""
+    from shardwise.formats.opening import formats_at
+
+    return formats_at(store)
 
 
 def _may_be_foreign(store: Store) -> bool:
@@ -321,55 +256,3 @@ def refuse_as_root(store: Store, names: Sequence[str], *, may_be_foreign: bool) 
             f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "
             f"as the root, and start_from={str(store)!r} to start from this checkpoint"
         )
-
-
-def convert_to_opened(tree: FileTree, foreign: Foreign) -> Opened:
-    """Check the description of a foreign checkpoint, and return it as an `Opened` checkpoint.
-
-    Raises:
-        FormatError: the description is inconsistent.
-    """
-    try:
-        foreign = validate_foreign(foreign)
-    except FormatError as error:
-        raise FormatError(f"{tree}: {error}") from error
-    # The versions of which a tensor is the average are read, but not listed.
-    hidden = {name for names in foreign.averages.values() for name in names}
-    shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
-    index_of = {tensor.name: i for i, tensor in enumerate(shown)}
-    averages: dict[int, tuple[int, ...]] = {}
-    for name, versions in foreign.averages.items():
-        index_of |= {each: len(index_of) + k for k, each in enumerate(versions)}
-        averages[index_of[name]] = tuple(index_of[each] for each in versions)
-    new_index = np.array([index_of[tensor.name] for tensor in foreign.tensors], np.int64)
-    pieces = foreign.table.pieces
-    copies = foreign.replicas.pieces
-    reindexed = replace(pieces, tensor=new_index[pieces.tensor])
-    copies = replace(copies, tensor=new_index[copies.tensor])
-    replicas = Replicas(copies, foreign.replicas.stride, foreign.replica_names)
-    files = tuple(
-        FileEntry(file.name, rank, file.size, 0, file.size, file.size, 0)
-        for rank, file in enumerate(foreign.files)
-    )
-    manifest = Manifest(
-        format=foreign.format,
-        save_id="",
-        step=foreign.step,
-        created="",
-        world_size=foreign.world_size,
-        files=files,
-        objects=foreign.objects,
-        tensors=tuple(shown),
-    )
-    store, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
-    stored = [file.name for file in foreign.files if file.content is None]
-    missing = (f"{name}: {file} is missing" for name, file in foreign.missing_files.items())
-    return Opened(
-        store,
-        manifest,
-        reindexed,
-        stride,
-        replicas,
-        (*foreign.left_out, *missing),
-        ForeignDetails(averages, foreign.missing_files, partial(read_checksums, tree, stored)),
-    )

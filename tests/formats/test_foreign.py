@@ -20,10 +20,10 @@ from shardwise.formats import detect
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.formats.index import decode_index, encode_index, read_or_write_index
+from shardwise.formats.opening import convert_to_opened
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces
-from shardwise.opening import convert_to_opened
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 

@@ -6,12 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
@@ -47,6 +46,7 @@ from shardwise.adapters.values import (
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue
+from shardwise.state.tensor_memory import is_instance
 
 State = MutableMapping[str, object]
 _ORDER_OF_KINDS = {"module": 0, "optimizer": 1, "value": 2}
@@ -227,8 +227,9 @@ def _is_nested_state(value: object) -> bool:
 
 def _list_parts(value: object) -> list[object]:
     """Return the items of a list, or a list of the value. Pipeline stages become their modules."""
-    values: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
-    return [part.submod if isinstance(part, PipelineStage) else part for part in values]
+    values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+    stage = ("torch.distributed.pipelining", "PipelineStage")
+    return [part.submod if is_instance(part, *stage) else part for part in values]
 
 
 def _make_parameter_finder(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardwise.errors import LayoutError, StateError
 from shardwise.layout import Box, MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.state.leaves import Fragment
-from shardwise.state.tensor_memory import with_memory
+from shardwise.state.tensor_memory import is_instance, with_memory
 
-_SUPPORTED = (Replicate, Shard, _StridedShard)
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor, without the slow import of DTensor's module."""
+    return is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
 def fragments_of_dtensor(name: str, tensor: DTensor) -> tuple[Fragment, ...]:
@@ -50,11 +56,8 @@ def fragments_of_local_tensor(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
-    splits = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), placements)
-    if splits is None:
-        pending = next(
-            placement for placement in placements if not isinstance(placement, _SUPPORTED)
-        )
+    splits, pending = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), placements)
+    if pending is not None:
         raise StateError(
             f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
             "are not reduced yet: redistribute it to Replicate() or Shard() first"
@@ -86,10 +89,14 @@ def _boxes_and_size(
 @lru_cache(maxsize=4096)
 def _splits_of_placements(
     mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
-) -> tuple[Split, ...] | None:
-    """Return the splits of a tensor in the order in which they apply; None if one is Partial."""
-    if not all(isinstance(placement, _SUPPORTED) for placement in placements):
-        return None
+) -> tuple[tuple[Split, ...], Placement | None]:
+    """Return the splits of a tensor in the order in which they apply, and a pending reduction."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for placement in placements:
+        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+            return (), placement
     shards = [
         MeshShard(
             mesh_dim,
@@ -99,4 +106,4 @@ def _splits_of_placements(
         for mesh_dim, placement in enumerate(placements)
         if isinstance(placement, (Shard, _StridedShard))
     ]
-    return splits_of(mesh, coordinate, shards)
+    return splits_of(mesh, coordinate, shards), None

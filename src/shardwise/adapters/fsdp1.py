@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
 from shardwise.adapters.parameters import FlatRange, NameCleaner, Parameter
 from shardwise.state.leaves import TensorLeaf
+from shardwise.state.tensor_memory import is_instance
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Return whether any part of a module is wrapped in FullyShardedDataParallel."""
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    return any(map(_is_fsdp_unit, module.modules()))
 
 
 def reshard_fsdp1(module: nn.Module) -> None:
@@ -80,11 +83,15 @@ def _flat_parameters(module: nn.Module) -> Iterator[tuple[FlatParameter, str, li
         yield flat, prefix, ranges
 
 
+def _is_fsdp_unit(module: nn.Module) -> bool:
+    return is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
 def _fsdp_units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
     """Yield the path and the handle of each FSDP unit that has parameters."""
     for path, part in module.named_modules():
         handle = getattr(part, "_handle", None)
-        if isinstance(part, FullyShardedDataParallel) and handle is not None:
+        if _is_fsdp_unit(part) and handle is not None:
             yield path, handle
 
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.adapters.binding import Binding
 from shardwise.adapters.bitsandbytes import (
@@ -19,6 +18,7 @@ from shardwise.adapters.bitsandbytes import (
     problems_of_unquantized,
     restore_quantized,
 )
+from shardwise.adapters.dtensor import is_dtensor
 from shardwise.adapters.fsdp1 import (
     flat_parameters,
     is_fsdp1,
@@ -337,9 +337,7 @@ def _allocate_meta_tensors(
         if not tensor.is_meta:
             continue  # allocated under another name
         device = (
-            tensor.device_mesh.device_type
-            if isinstance(tensor, DTensor)
-            else _device_for_meta_tensors()
+            tensor.device_mesh.device_type if is_dtensor(tensor) else _device_for_meta_tensors()
         )
         replacement = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardwise.adapters.dtensor import fragments_of_local_tensor
+from shardwise.adapters.dtensor import fragments_of_local_tensor, is_dtensor
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.tensor_memory import with_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -135,7 +138,7 @@ class Parameter:
         """
         if not self.flat:
             name = f"{prefix}.{self.name}.{key}"
-            if isinstance(value, DTensor) or not isinstance(self.tensor, DTensor):
+            if is_dtensor(value) or not is_dtensor(self.tensor):
                 return [tensor_leaf(name, value)]
             if value.shape == _local_tensor(self.tensor).shape != self.tensor.shape:
                 return [_leaf_like(name, value, self.tensor)]
@@ -170,13 +173,13 @@ class Parameter:
             )
         if shape == tuple(tensor.shape) and shape != ():
             return torch.zeros_like(tensor, dtype=dtype)
-        if not isinstance(tensor, DTensor) or shape == ():
+        if not is_dtensor(tensor) or shape == ():
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.distributed.tensor.zeros(
             *shape,
             dtype=dtype,
             device_mesh=tensor.device_mesh,
-            placements=[Replicate()] * tensor.device_mesh.ndim,
+            placements=[torch.distributed.tensor.Replicate()] * tensor.device_mesh.ndim,
         )
 
 
@@ -218,7 +221,7 @@ def _join_fragments(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     # to_local() would make an autograd node.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _leaf_like(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:

@@ -9,10 +9,9 @@ from functools import lru_cache, partial
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise.adapters.dtensor import fragments_of_dtensor
+from shardwise.adapters.dtensor import fragments_of_dtensor, is_dtensor
 from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
@@ -38,7 +37,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
             f"{name}: a lazy parameter has no shape before the module's first forward: run the "
             "module once before saving or loading"
         )
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         shape, fragments = tuple(tensor.shape), fragments_of_dtensor(name, tensor)
         return TensorLeaf(name, tensor.dtype, shape, fragments, _tie_key(tensor, fragments))
     if tensor.is_nested:

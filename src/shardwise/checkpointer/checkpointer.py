@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer.restoring import RestoreReport, Restoring, resolve_choice
@@ -34,7 +34,6 @@ from shardwise.engine.options import check_integer
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
-from shardwise.formats.specification import Specification
 from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.save_handle import SaveHandle
@@ -42,6 +41,9 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
 from shardwise.tiers.options import Mirror
+
+if TYPE_CHECKING:
+    from shardwise.formats.specification import Specification
 
 STAGING_ONLY = Memory(snapshot_every=0, slots=1)
 """Saves in the background without snapshots: memory holds each save until it is persisted."""
@@ -350,7 +352,6 @@ class Checkpointer:
             StateError: `step` is invalid, or `"best"` is given without `Keep(best=…)`.
         """
         self._refuse_closed()
-
         bound = partial(self._load, strict=strict, only=only, skip=skip, rename=rename, cast=cast)
 
         def load(place: api.Place) -> LoadReport:

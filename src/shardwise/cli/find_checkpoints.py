@@ -197,7 +197,8 @@ def _open_foreign(store: Store, format: str | None = None) -> Opened | None:  # 
             return None
     except NotADirectoryError:
         pass  # the store is one file
-    from shardwise.opening import OpenOptions, open_foreign  # imports torch, which takes a second
+    from shardwise.formats.options import OpenOptions
+    from shardwise.opening import open_foreign  # imports torch, which takes a second
 
     return open_foreign(store, OpenOptions(skip_unknown=True, format=format))
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-import torch
-
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
@@ -20,8 +18,8 @@ def pause_gc() -> Iterator[None]:
     """Pause Python's cyclic garbage collector while the block runs.
 
     A save of ten thousand tensors allocates so many objects that the collector would run several
-    times. Each run walks all objects of the process, including torch's. The library itself makes
-    no reference cycles.
+    times, and so do the imports before the first save. Each run walks all objects of the process,
+    including torch's. The library itself makes no reference cycles.
     """
     if not gc.isenabled():
         yield
@@ -43,7 +41,9 @@ def skip_compile(function: Callable[Params, Result]) -> Callable[Params, Result]
     @wraps(function)
     def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         if "torch._dynamo" in sys.modules:
-            disabled: Callable[Params, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            from torch.compiler import disable
+
+            disabled: Callable[Params, Result] = disable(function)  # type: ignore[no-untyped-call]
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

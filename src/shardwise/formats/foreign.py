@@ -13,6 +13,9 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Int, Pieces, check_table_size, padded_rows
 
+INDEX_MAGIC = b"shardwise-index-2\n"
+"""The first bytes of an encoded description, see `index.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:

@@ -18,16 +18,15 @@ import numpy as np
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StateError, StoreError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
+from shardwise.formats.foreign import INDEX_MAGIC, Foreign, ForeignFile, PieceTable
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Int, Pieces, check_table_size
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.store import resolve_links, store_below
 
-MAGIC = b"shardwise-index-2\n"
 MOST_DIMS = 64
-BODY_START = len(MAGIC) + 4
+BODY_START = len(INDEX_MAGIC) + 4
 
 RECREATE_REMEDY = "open the checkpoint again, after deleting its index file if you pass index="
 
@@ -81,15 +80,13 @@ def encode_index(foreign: Foreign) -> bytes:
         dict(foreign.missing_files),
     )
     body = msgspec.msgpack.encode(index)
-    return MAGIC + crc32(body).to_bytes(4, "little") + body
+    return INDEX_MAGIC + crc32(body).to_bytes(4, "little") + body
 
 
 def is_intact_index(data: bytes) -> bool:
     """Return whether these bytes are an intact result of `encode_index`."""
     checksum = crc32(memoryview(data)[BODY_START:])
-    return data.startswith(MAGIC) and data[len(MAGIC) : BODY_START] == checksum.to_bytes(
-        4, "little"
-    )
+    return data[:BODY_START] == INDEX_MAGIC + checksum.to_bytes(4, "little")
 
 
 def decode_index(data: bytes, checkpoint: str) -> Foreign:
@@ -109,7 +106,7 @@ def decode_index(data: bytes, checkpoint: str) -> Foreign:
 
 
 def _decode_index(data: bytes) -> Foreign:
-    if not data.startswith(MAGIC):
+    if not data.startswith(INDEX_MAGIC):
         raise FormatError("it does not begin like an index of a foreign checkpoint")
     if not is_intact_index(data):
         raise FormatError("it is damaged or truncated")

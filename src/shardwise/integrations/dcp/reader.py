@@ -35,6 +35,7 @@ from shardwise.engine.replicas import check_sample
 from shardwise.errors import MismatchError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.formats.file_tree import FileTree
+from shardwise.formats.options import OpenOptions
 from shardwise.formats.readers.dcp.metadata import read_metadata as read_dcp_metadata
 from shardwise.formats.readers.dcp.reader import FORMAT as DCP_FORMAT
 from shardwise.formats.specification import Specification
@@ -47,7 +48,7 @@ from shardwise.integrations.dcp.names import (
 from shardwise.layout import Box
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import OpenOptions, open_any
+from shardwise.opening import open_any
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.retention import Choice
 from shardwise.saved_tensor import SavedTensor
