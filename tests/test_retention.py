@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -111,6 +112,29 @@ def test_the_times_are_those_of_the_manifests(tmp_path: Path) -> None:
     assert apply_retention(root, keep, newest=4, damaged=frozenset()) == [1, 2]
     assert committed_steps(root) == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_directory(s) for s in (3, 4)]
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_what_has_no_file_as_manifest_is_neither_removed_nor_restored(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = tmp_path / step_directory(2) / MANIFEST
+    keep = sw.Keep(last=1, best=sw.Best("loss"))
+    with sw.Checkpointer(tmp_path, memory=None, keep=keep) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(2)}, metrics={"loss": 1.0})
+        checkpointer.save(2, {"a": torch.ones(2)}, metrics={"loss": 2.0})
+        manifest.unlink()
+        os.mkfifo(manifest) if kind == "pipe" else manifest.mkdir()
+        checkpointer.save(3, {"a": torch.ones(2)}, metrics={"loss": 3.0})
+    assert f"{manifest} is not a regular file" in caplog.text
+    assert committed_steps(LocalStore(tmp_path)) == [1, 2, 3]
+    (tmp_path / step_directory(3) / MANIFEST).unlink()
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        assert checkpointer.restore({"a": torch.ones(2)}) == 1
+        assert checkpointer.last_restore is not None
+        ((step, reason),) = checkpointer.last_restore.skipped
+    assert step == 2
+    assert "not a regular file" in reason
 
 
 def test_a_checkpoint_whose_metrics_cannot_be_read_now_is_neither_removed_nor_passed_over(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import re
 import time
@@ -33,12 +34,14 @@ from shardwise.errors import (
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.store import Store
+from shardwise.store.local_files import NotRegularFileError
 
 Metrics = Mapping[str, float | None]
 Duration = str | timedelta
 PlainKeep = dict[str, int | str | dict[str, int | str] | None]
 """The fields of a `Keep` as plain values, for the records of agents."""
 
+log = logging.getLogger("shardwise")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -225,13 +228,7 @@ class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
     every_time: str | None = None
 
     def make_keep(self) -> Keep:
-        return Keep(
-            last=self.last,
-            multiple_of=self.multiple_of,
-            best=self.best,
-            latest_for=self.latest_for,
-            every_time=self.every_time,
-        )
+        return Keep(**msgspec.structs.asdict(self))
 
 
 def duration_in_seconds(duration: Duration, label: str = "") -> float:
@@ -298,10 +295,19 @@ def apply_retention(
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
     to_remove = takewhile(lambda _: should_continue(), (s for s in steps if s not in kept))
-    removed = [step for step in to_remove if remove_checkpoint(root.at(step_directory(step)))]
+    removed = [step for step in to_remove if _remove_if_ours(root.at(step_directory(step)))]
     if root.traits.reading_grace and should_continue():
         remove_files_of_removed(root, newest, committed)
     return removed
+
+
+def _remove_if_ours(store: Store) -> bool:
+    """Remove a checkpoint as `remove_checkpoint` does, unless its manifest is no regular file."""
+    try:
+        return remove_checkpoint(store)
+    except NotRegularFileError as error:
+        log.warning("retention does not remove %s: %s", store, error)
+        return False
 
 
 def remove_files_of_removed(root: Store, newest: int, committed: Sequence[int]) -> None:

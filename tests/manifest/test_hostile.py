@@ -272,8 +272,16 @@ def test_a_data_file_that_is_no_plain_file_is_not_opened(through: str, small: Pa
         sw.load(small, state_of(0))
 
 
-def test_a_manifest_that_is_a_link_is_not_followed(small: Path) -> None:
+@pytest.mark.parametrize("through", ["link", "pipe", "directory"])
+def test_a_manifest_that_is_no_plain_file_is_not_opened(through: str, small: Path) -> None:
     (small / "manifest.json").rename(small.parent / "elsewhere")
-    (small / "manifest.json").symlink_to(small.parent / "elsewhere")
-    with pytest.raises(sw.FormatError, match="symbolic link"):
+    if through == "link":
+        (small / "manifest.json").symlink_to(small.parent / "elsewhere")
+    elif through == "pipe":
+        os.mkfifo(small / "manifest.json")
+    else:
+        (small / "manifest.json").mkdir()
+    with pytest.raises(sw.FormatError, match=r"manifest.json is .*(link|regular file)"):
         sw.open(small)
+    with pytest.raises(sw.FormatError, match=r"manifest.json is .*(link|regular file)"):
+        sw.load(small, state_of(0))

@@ -113,14 +113,26 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         store.read("link", limit=100)
 
 
-@pytest.mark.parametrize("kind", ["directory", "pipe"])
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link"])
 def test_only_plain_files_are_opened(tmp_path: Path, kind: str) -> None:
     if kind == "directory":
         (tmp_path / "it").mkdir()
-    else:
+    elif kind == "pipe":
         os.mkfifo(tmp_path / "it")
-    with pytest.raises(StoreError, match="not a regular file"):
-        LocalStore(tmp_path).open("it")
+    else:
+        (tmp_path / "it").symlink_to("it")
+    store = LocalStore(tmp_path)
+    with pytest.raises(StoreError, match=r"not a regular file|symbolic link"):
+        store.open("it")
+    with pytest.raises(StoreError, match=r"not a regular file|symbolic link"):
+        store.read("it", limit=100)
+    with store.hold("it", shared=True) as held:  # a read says why it is not opened
+        assert not held
+    with (
+        pytest.raises(StoreError, match=r"/it is .*(not a regular file|symbolic link)"),
+        store.hold("it", shared=False),
+    ):
+        pass
 
 
 def test_a_file_whose_pages_are_cached_is_read_the_same(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
+from shardwise.store.local_files import open_regular
 
 LARGEST_RECORD = 1 << 28
 T = TypeVar("T")
@@ -30,7 +32,7 @@ def replace_atomically(
         dir_fd: an open directory that a relative path refers to.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; StoreError, if the path is a directory.
     """
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}")
@@ -38,7 +40,12 @@ def replace_atomically(
     try:
         with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=dir_fd), "wb") as file:
             yield file
-        os.rename(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        try:
+            os.rename(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except IsADirectoryError as error:
+            raise StoreError(
+                f"{path} cannot be written, as it is a directory: remove it"
+            ) from error
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=dir_fd)
@@ -59,10 +66,10 @@ def read_record(path: Path, record_type: type[T]) -> T | None:
     """Return a record, or None if the file does not exist.
 
     Raises:
-        StoreError: the file is not a record of this type.
+        StoreError: the file is not a record of this type, or not a regular file.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             data = file.read(LARGEST_RECORD)
     except FileNotFoundError:
         return None
@@ -106,18 +113,25 @@ def lock_directory(directory: Path, *, shared: bool) -> Iterator[bool]:
 def ring_bell(path: Path) -> None:
     """Wake the process that listens to a bell, if there is one."""
     with suppress(OSError):  # nobody listens, or the bell was rung so often that the pipe is full
-        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            os.write(fd, b"!")
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, b"!")
         finally:
             os.close(fd)
 
 
 def listen_to_bell(path: Path, wake: Callable[[], None]) -> None:
-    """Create a bell (a named pipe), and call `wake` whenever it is rung. Never returns."""
+    """Create a bell (a named pipe), and call `wake` whenever it is rung. Never returns.
+
+    Anything else of this name is removed: a regular file would always be ready to be read.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISFIFO(path.lstat().st_mode):
+            path.unlink()
     with suppress(FileExistsError):
         os.mkfifo(path, 0o600)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     while True:
         os.read(fd, 4096)
         wake()

@@ -34,7 +34,7 @@ def list_spares(run: Run) -> list[tuple[int, Path]]:
     found = []
     with suppress(FileNotFoundError), os.scandir(run.free_directory) as entries:
         for entry in entries:
-            if entry.name.endswith(SPARE_SUFFIX):
+            if entry.name.endswith(SPARE_SUFFIX) and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
                     found.append((entry.stat(follow_symlinks=False).st_size, Path(entry.path)))
     return sorted(found)
@@ -92,5 +92,5 @@ def bytes_stored_for_others(run: Run) -> int:
         for name in place.list_names(""):
             if name.endswith(records.DATA_SUFFIXES) and name not in in_slots:
                 with suppress(FileNotFoundError):
-                    total += (place.path / name).stat().st_size
+                    total += (place.path / name).lstat().st_size
     return total

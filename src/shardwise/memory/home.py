@@ -27,11 +27,13 @@ from typing import TypeVar
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import lock_directory, read_record, ring_bell, try_lock
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
+from shardwise.store.local import LocalStore
+from shardwise.store.local_files import open_regular
 
 BELL_FILE = "agent.bell"
 FREE_DIRECTORY = "free"
@@ -94,7 +96,7 @@ class Home:
 
     def runs(self) -> list[str]:
         """Return the ids of the runs on this node."""
-        return sorted(each.name for each in (self.path / "runs").iterdir())
+        return sorted(_list_directories(self.path / "runs"))
 
     def run(self, run: str) -> Run:
         """Return the run with this id.
@@ -113,10 +115,10 @@ class Home:
         """Open a lock file that the processes of the node share; return its file descriptor.
 
         Raises:
-            StoreError: the home was removed.
+            StoreError: the home was removed, or the name is taken by something else.
         """
         try:
-            return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return open_regular(self.path / name, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{self} was removed while it is in use, with all snapshots in it: restart the "
@@ -171,7 +173,7 @@ class Run:
     def steps(self) -> list[int]:
         """Return the steps that have a directory, in ascending order."""
         try:
-            names = os.listdir(self.path)
+            names = _list_directories(self.path)
         except FileNotFoundError:
             return []
         return sorted(step for name in names if (step := step_of_directory(name)) is not None)
@@ -179,6 +181,12 @@ class Run:
     def step_path(self, step: int) -> Path:
         """Return the directory of a step's snapshot."""
         return self.path / step_directory(step)
+
+
+def _list_directories(path: Path) -> list[str]:
+    """Return the names of the directories in a directory. Links are left out."""
+    with os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def find_newest_snapshot(home: Home, root: str) -> int | None:
@@ -303,8 +311,19 @@ class SnapshotDirectory:
             )
 
     def is_committed(self) -> bool:
-        """Return whether the snapshot has a manifest."""
-        return self.has(MANIFEST)
+        """Return whether the snapshot has a manifest, which is a regular file."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return stat.S_ISREG((self.path / MANIFEST).lstat().st_mode)
+        return False
+
+    def read_file(self, name: str) -> bytes:
+        """Return the contents of the manifest, or of a record.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            StoreError: it is not a regular file, or too large.
+        """
+        return LocalStore(self.path).read(name, limit=LARGEST_MANIFEST)
 
     def read_manifest(self, save_id: str) -> bytes:
         """Return the manifest of a committed save.
@@ -312,7 +331,7 @@ class SnapshotDirectory:
         Raises:
             StoreError: another save of the step has been committed since.
         """
-        manifest = (self.path / MANIFEST).read_bytes()
+        manifest = self.read_file(MANIFEST)
         committed = decode_manifest(manifest).save_id
         if committed != save_id:
             raise StoreError(

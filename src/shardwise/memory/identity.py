@@ -22,9 +22,11 @@ from shardwise.errors import StoreError
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
+from shardwise.store.local import LocalStore
 
 SHORTEST_SECRET, LONGEST_SECRET = 16, 512
 _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
+_PORT_FILE = "agent.port"
 LOOPBACK = "127.0.0.1"
 GLOBAL_SCOPE = "00"
 _SIOCGIFADDR = 0x8915
@@ -72,24 +74,20 @@ def make_run_token(secret: str, run: str) -> str:
 def previous_port(home: Home) -> int:
     """Return the port of the previous agent, or 0 if there was none."""
     with suppress(FileNotFoundError, ValueError):
-        port = int(_port_path(home).read_text(encoding="utf-8"))
+        port = int(LocalStore(home.path).read(_PORT_FILE, limit=LONGEST_SECRET))
         return port if 0 < port < 1 << 16 else 0
     return 0
 
 
 def record_port(home: Home, port: int) -> None:
     """Record the port, so that the next agent uses it if it is free."""
-    write_record(_port_path(home), str(port).encode())
-
-
-def _port_path(home: Home) -> Path:
-    return home.path / "agent.port"
+    write_record(home.path / _PORT_FILE, str(port).encode())
 
 
 def _read_or_create(path: Path, new: str) -> str:
     """Return the content of a file; if the file is missing or empty, write `new` first."""
     with suppress(FileNotFoundError):
-        if content := path.read_text(encoding="utf-8"):
+        if content := LocalStore(path.parent).read(path.name, limit=LONGEST_SECRET).decode():
             return content
     write_record(path, new.encode())
     return new

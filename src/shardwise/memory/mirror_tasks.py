@@ -79,7 +79,7 @@ def remove_mirror_task(run: Run) -> None:
 def mirror_task_age(run: Run, now: float) -> float:
     """Return the seconds since the task of a run was written; `now` is in seconds since 1970."""
     try:
-        return now - _task_path(run).stat().st_mtime
+        return now - _task_path(run).lstat().st_mtime
     except FileNotFoundError:
         return 0.0
 

@@ -57,7 +57,7 @@ class RecordCache:
         emptied, because its text can be large.
         """
         try:
-            status = os.stat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             return None
         key, version = (path, record_type), (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -398,5 +398,5 @@ class _SnapshotReader:
 
     def _modified_at(self, name: str) -> float | None:
         with suppress(FileNotFoundError):
-            return (self.place.path / name).stat().st_mtime
+            return (self.place.path / name).lstat().st_mtime
         return None

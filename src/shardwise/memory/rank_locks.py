@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.memory.files import lock_directory, try_lock
 from shardwise.memory.home import Home, Run
+from shardwise.store.local_files import NotRegularFileError, open_regular
 
 LOCK_TIMEOUT = 10.0
 _TRAINING = "training.lock"
+_RANK = re.compile(r"[0-9]{5,9}")
 
 
 class RankLock:
@@ -87,7 +90,7 @@ class RankLock:
         return None
 
     def _lock_file(self) -> int | None:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         with suppress(OSError):  # another process has just removed the file
             if try_lock(fd) and os.fstat(fd).st_ino == self._path.stat().st_ino:
                 os.pwrite(fd, self._owner, 0)
@@ -129,17 +132,13 @@ def is_rank_alive(run: Run, rank: int) -> bool:
 
 def has_trainers(run: Run) -> bool:
     """Return whether any rank of a run is alive on this node."""
-    with suppress(FileNotFoundError):
-        return any(_is_locked(path) for path in _lock_directory(run).iterdir())
-    return False
+    return any(_is_locked(path) for path in _lock_files(run))
 
 
 def lost_ranks(run: Run) -> list[int]:
     """Return the ranks that died on this node without ending normally."""
-    with suppress(FileNotFoundError):
-        paths = list(_lock_directory(run).iterdir())
-        return sorted(int(path.name) for path in paths if not _is_locked(path) and path.exists())
-    return []
+    paths = _lock_files(run)
+    return sorted(int(path.name) for path in paths if not _is_locked(path) and path.exists())
 
 
 def forget_lost_ranks(run: Run) -> None:
@@ -183,14 +182,22 @@ def _lock_directory(run: Run) -> Path:
     return run.path / "trainers"
 
 
+def _lock_files(run: Run) -> list[Path]:
+    """Return the lock files of the ranks that run or were lost on this node."""
+    with suppress(FileNotFoundError), os.scandir(_lock_directory(run)) as entries:
+        files = [each for each in entries if each.is_file(follow_symlinks=False)]
+        return [Path(each.path) for each in files if _RANK.fullmatch(each.name)]
+    return []
+
+
 def _lock_file(run: Run, rank: int) -> Path:
     return _lock_directory(run) / f"{rank:05d}"
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = open_regular(path)
+    except (FileNotFoundError, NotRegularFileError):
         return False
     try:
         return not try_lock(fd, shared=True)

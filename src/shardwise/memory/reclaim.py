@@ -290,6 +290,8 @@ def _remove(place: SnapshotDirectory, names: list[str]) -> None:
                 add_spare(place.run, path)
             elif records.is_cluster_outcome_record(name):
                 path.rename(ended / name)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
     _trim_outcomes(ended)
@@ -315,10 +317,14 @@ def _files_of_agent(names: Collection[str]) -> set[str]:
 def _trim_outcomes(ended: Path) -> None:
     """Delete all but the newest outcomes."""
     with os.scandir(ended) as found:
-        by_age = sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
+        by_age = sorted(found, key=_modified_at, reverse=True)
     for each in by_age[MOST_OUTCOMES:]:
         with suppress(FileNotFoundError):
             os.unlink(each.path)
+
+
+def _modified_at(entry: os.DirEntry[str]) -> float:
+    return entry.stat(follow_symlinks=False).st_mtime
 
 
 def _remove_run(home: Home, run: Run) -> None:

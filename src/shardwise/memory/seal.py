@@ -18,6 +18,7 @@ from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
+from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 CHUNK = 4 << 20
@@ -99,7 +100,7 @@ class MappedFiles:
 
 
 def _open_checked(path: Path, size: int, *, writable: bool) -> int:
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_regular(path, os.O_RDWR if writable else os.O_RDONLY)
     actual = os.fstat(fd).st_size
     if actual != size:
         os.close(fd)

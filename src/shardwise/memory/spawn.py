@@ -22,6 +22,7 @@ from shardwise.memory.identity import LOOPBACK, resolve_interface, served_addres
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import AgentInfo, schema
+from shardwise.store.local_files import open_regular
 
 START_TIMEOUT = 60.0
 LOCK_TIMEOUT = 70.0
@@ -202,17 +203,17 @@ def redirect_output_to_log(path: Path) -> logging.Handler:
 def open_log(path: Path) -> BinaryIO:
     """Open the log file for a process that is about to start; rotate it if it is too large."""
     with suppress(FileNotFoundError):
-        if path.stat().st_size > LARGEST_LOG:
+        if path.lstat().st_size > LARGEST_LOG:
             path.replace(_old_log_path(path))
-    return path.open("ab")
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
 
 def log_tail(path: Path) -> str:
     """Return the last ten lines of a log."""
     lines: list[str] = []
     for each in (_old_log_path(path), path):
-        with suppress(OSError):
-            lines += each.read_text(errors="replace").splitlines()
+        with suppress(OSError), os.fdopen(open_regular(each), errors="replace") as log:
+            lines += log.read().splitlines()
     return "\n".join(lines[-10:]) or "(the log is empty)"
 
 

@@ -18,7 +18,9 @@ from shardwise.store.local_files import (
     ALIGNMENT,
     LocalReader,
     LocalWriter,
+    NotRegularFileError,
     is_node_local,
+    open_regular,
     refresh_directory,
     repeat_if_stale,
     sync_directory,
@@ -225,7 +227,11 @@ class LocalStore:
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Lock a file with `flock`, and yield whether this succeeded."""
+        """Lock a file with `flock`, and yield whether this succeeded.
+
+        Raises:
+            NotRegularFileError: without `shared`, the name is taken by something else.
+        """
         if shared:
             flags = os.O_RDONLY
         else:
@@ -234,17 +240,12 @@ class LocalStore:
                 self._create_directory()
         fd = -1
         try:
-            fd = os.open(self._path_to_write(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = open_regular(self._path_to_write(key), flags)
         except (FileNotFoundError, NotADirectoryError):
             pass  # no yield here, because errors of the block would be chained to this one
-        except OSError as error:
-            if error.errno != errno.ELOOP:
+        except NotRegularFileError:
+            if not shared:  # a reader goes on, and its read refuses the file
                 raise
-            if not shared:  # a reader goes on, and its read refuses the link
-                raise StoreError(
-                    f"{self._path_to_write(key)} is a symbolic link, which is not followed: "
-                    "replace it by the file"
-                ) from error
         if fd < 0:
             yield False
             return

@@ -23,6 +23,56 @@ NODE_LOCAL_FILE_SYSTEMS = frozenset(
 )
 
 
+class NotRegularFileError(StoreError):
+    """A path names something other than a regular file, which is not opened."""
+
+
+def open_regular(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o666,
+    *,
+    dir_fd: int | None = None,
+) -> int:
+    """Open a regular file, and return its descriptor.
+
+    Other kinds are refused without waiting: a named pipe or a device could block or never end.
+
+    Args:
+        flags: flags of `os.open`. With O_CREAT, a missing file is created, with this mode.
+        dir_fd: an open directory that a relative path refers to.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        NotRegularFileError: the path names a link, a directory, a named pipe or a device.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotRegularFileError(
+                f"{path} is a symbolic link, which is not followed: replace it with the file"
+            ) from error
+        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
+            raise _not_regular(path) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _not_regular(path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _not_regular(path: str | os.PathLike[str]) -> NotRegularFileError:
+    return NotRegularFileError(
+        f"{path} is not a regular file, but a directory, a named pipe or a device: replace it with "
+        "the file, or remove it"
+    )
+
+
 class LocalWriter:
     """A file that is being written.
 
@@ -95,27 +145,13 @@ class LocalReader:
 
     def __init__(self, path: Path, page_cache: bool = False) -> None:
         self._path = path
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            self._fd = os.open(path, flags | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise StoreError(
-                    f"{path} is a symbolic link, which is not followed: replace it with the file"
-                ) from error
-            raise
+        self._fd = open_regular(path)
         self._direct: int | None = None
-        try:
-            found = os.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is not a regular file, but files of checkpoints are")
-        except OSError:
-            os.close(self._fd)
-            raise
-        self.size = found.st_size
+        self.size = os.fstat(self._fd).st_size
         if not page_cache:
             with suppress(OSError):  # by descriptor, because the path may name another file by now
-                self._direct = os.open(f"/proc/self/fd/{self._fd}", flags | os.O_DIRECT)
+                same_file = f"/proc/self/fd/{self._fd}"
+                self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def read_at(self, offset: int, out: Buffer) -> int:
         done = 0

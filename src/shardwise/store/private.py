@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from shardwise.errors import StoreError
 from shardwise.store.local import LocalStore
+from shardwise.store.local_files import open_regular
 from shardwise.store.store import Store
 
 
@@ -50,14 +51,14 @@ def read_private(store: Store, key: str, *, limit: int) -> bytes:
 
     Raises:
         FileNotFoundError: there is no such file.
-        StoreError: the file belongs to another user, or others may read or write it; or it has more
-            than `limit` bytes.
+        StoreError: the file belongs to another user, or others may read or write it; or it is not
+            a regular file, or has more than `limit` bytes.
         OSError: the file cannot be read.
     """
     if not isinstance(store, LocalStore):
         return store.read(key, limit=limit)
     path = store.path / key
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_regular(path)
     with os.fdopen(fd, "rb") as file:
         if not is_private(os.fstat(fd)):
             raise StoreError(

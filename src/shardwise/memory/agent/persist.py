@@ -93,7 +93,7 @@ def copy_files_of_lost_nodes(
         StoreError: no reachable nodes have the files; says which and why.
         CorruptionError: the bytes differ from those that were committed.
     """
-    manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+    manifest = decode_manifest(place.read_file(MANIFEST))
     entries = {entry.name: entry for entry in manifest.files}
     info_of = {info.node: info for info in infos}
     others = [info for info in infos if info.node != node]

@@ -47,6 +47,7 @@ from shardwise.memory.redundancy.placement import (
 )
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles
+from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
@@ -116,7 +117,7 @@ def protect_others(
         StoreError: a node does not answer, and its data is needed.
         CorruptionError: the bytes of a node differ from the bytes that it sealed.
     """
-    manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+    manifest = decode_manifest(place.read_file(MANIFEST))
     entries = {entry.name: entry for entry in manifest.files}
     differences = ReplicaDifferences(manifest)
     files = _ProtectionFiles(place, request, nodes, entries, mapped_files, differences)
@@ -266,7 +267,7 @@ class _ProtectionFiles:
         """Open a temporary file with all pages allocated; reuse a spare file if there is one."""
         temporary = self._place.temporary_path(name)
         reuse_spare(self._place.run, size, temporary)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(temporary, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(fd, size)
             allocate_pages(fd, size)

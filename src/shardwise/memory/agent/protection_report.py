@@ -77,7 +77,7 @@ def report_tensors(run: Run, pattern: str) -> TensorsStatus | None:
         place = SnapshotDirectory(run, step)
         if place.is_committed():
             try:
-                manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+                manifest = decode_manifest(place.read_file(MANIFEST))
                 tensors = _report_tensors_of(place, manifest, pattern)
             except FormatError as error:
                 raise FormatError(f"{place.path}: {error}") from error

@@ -27,6 +27,7 @@ from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
 from shardwise.memory.files import LARGEST_RECORD, replace_atomically
 from shardwise.memory.identity import make_run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
+from shardwise.store.local_files import NotRegularFileError, open_regular
 
 POLL_PERIOD = 0.02
 STALL_TIMEOUT = 30.0
@@ -38,7 +39,7 @@ _WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-
 """The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
 the trainers and the agent of this node write the other records."""
 _READ_METHODS = ("GET", "HEAD")
-_NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
+_NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 
 
 def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
@@ -103,7 +104,7 @@ class _Handlers:
             try:
                 await asyncio.to_thread(_write_record, self._home, run, step, name, data)
             except OSError as error:
-                text = f"cannot write the record {name} of {step}: {error.strerror}"
+                text = f"cannot write the record {name} of {step}: {error.strerror or error}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
@@ -289,18 +290,15 @@ def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     """Open a regular file; return None if it does not exist, or is something else."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with _directory(home, "runs", run, step) as directory:
-            fd = os.open(name, flags, dir_fd=directory)
+            return os.fdopen(open_regular(name, dir_fd=directory), "rb", buffering=0)
+    except NotRegularFileError:
+        return None
     except OSError as error:
         if error.errno in _NO_REGULAR_FILE_ERRORS:
             return None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        return None
-    return os.fdopen(fd, "rb", buffering=0)
 
 
 def _write_record(home: Path, run: str, step: str, name: str, data: bytearray) -> None:

@@ -405,5 +405,5 @@ def _memory_of(process: int) -> int | None:
 
 def _file_size(path: Path) -> int:
     with suppress(FileNotFoundError):
-        return path.stat().st_size
+        return path.lstat().st_size
     return 0

@@ -18,6 +18,7 @@ from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.client import AgentClient
+from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 LOCAL_PAUSE = 0.005
@@ -250,7 +251,7 @@ class Nodes:
             )
             return out
         path = self._place.path / name
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(path)
         try:
             remaining = out.data
             while remaining:

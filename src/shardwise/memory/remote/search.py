@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
@@ -71,11 +72,13 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
 
 
 def _file_sizes(place: SnapshotDirectory) -> dict[str, int]:
-    """Return name and size of each file of a snapshot; agents may be removing some."""
+    """Return name and size of each regular file of a snapshot; agents may be removing some."""
     sizes: dict[str, int] = {}
     for path in place.path.iterdir():
         with suppress(FileNotFoundError):
-            sizes[path.name] = path.stat().st_size
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                sizes[path.name] = status.st_size
     return sizes
 
 
@@ -151,7 +154,7 @@ def make_reader(
 
     def read(node: str, step: int, name: str) -> bytes:
         if node == here:
-            return (run.step_path(step) / name).read_bytes()
+            return SnapshotDirectory(run, step).read_file(name)
         with closing(_make_client(infos[node], tls, RECONNECT_TIMEOUT)) as client:
             return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
 

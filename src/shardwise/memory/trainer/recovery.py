@@ -145,10 +145,10 @@ def _unanswered_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[s
 def _remove_damaged(place: SnapshotDirectory) -> bool:
     """Delete damaged files, so that other nodes provide them; return whether any were damaged."""
     try:
-        manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+        manifest = decode_manifest(place.read_file(MANIFEST))
     except FileNotFoundError:
         return False
-    except FormatError:
+    except (FormatError, StoreError):
         damaged = [MANIFEST]
     else:
         damaged = [
@@ -157,7 +157,8 @@ def _remove_damaged(place: SnapshotDirectory) -> bool:
             if place.has(entry.name) and not is_file_intact(place.path / entry.name, entry)
         ]
     for name in damaged:
-        (place.path / name).unlink(missing_ok=True)
+        with suppress(IsADirectoryError):  # no file of the snapshot, so it is not listed either
+            (place.path / name).unlink(missing_ok=True)
         staged = place.path / records.staged_record(name)
         staged.unlink(missing_ok=True)  # while the record exists, the slot counts as used
     return bool(damaged)

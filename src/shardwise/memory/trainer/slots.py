@@ -16,6 +16,7 @@ from shardwise.deadline import Deadline
 from shardwise.engine.buffers import aligned_buffer, allocate_pages, map_pages
 from shardwise.errors import StoreError
 from shardwise.memory.home import Run
+from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
@@ -216,11 +217,10 @@ class Slots:
             self._unmap(inode)
 
     def _free_names(self) -> list[str]:
-        try:
-            names = os.listdir(self._directory)
-        except FileNotFoundError:
-            return []
-        return sorted(name for name in names if name.startswith(self._prefix))
+        with suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            files = [each.name for each in entries if each.is_file(follow_symlinks=False)]
+            return sorted(name for name in files if name.startswith(self._prefix))
+        return []
 
     def _used_count(self) -> int:
         count = 0
@@ -269,7 +269,7 @@ class Slots:
 
         If there are too few pages, the file is unchanged.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
         before = os.fstat(fd).st_size
         try:
             os.ftruncate(fd, size)
@@ -284,7 +284,7 @@ class Slots:
 
     def _map(self, path: Path, device_bytes: int) -> _MappedFile:
         """Map a file unless it is mapped already, and page-lock the memory if a device uses it."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(path, os.O_RDWR)
         try:
             status = os.fstat(fd)
             inode, size = status.st_ino, status.st_size
