@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def _forked_agents() -> Iterator[None]:
 def spawned_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the agents of a test as users do, by their command."""
     monkeypatch.delenv(forked_agents.ADDRESS)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory outside of /dev/shm, where simulated hosts mount their memory."""
+    if not tmp_path.is_relative_to("/dev/shm"):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="shardwise-tests-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

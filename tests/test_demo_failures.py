@@ -31,8 +31,8 @@ def demo(out: Path, *options: str, **environ: str) -> subprocess.CompletedProces
 @pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
-def test_a_killed_trainer_and_a_lost_host_cost_neither_storage_nor_a_bit(tmp_path: Path) -> None:
-    done = demo(tmp_path / "out", *SHORT)
+def test_a_killed_trainer_and_a_lost_host_cost_neither_storage_nor_a_bit(on_disk: Path) -> None:
+    done = demo(on_disk / "out", *SHORT)
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,11 +40,11 @@ def test_a_killed_trainer_and_a_lost_host_cost_neither_storage_nor_a_bit(tmp_pat
     assert killed[:2] == ("FSDP on 4", "memory")
     assert lost[:2] == ("TP on 3", "memory")
     assert int(lost[2]) >= 5
-    assert (tmp_path / "out" / "failures.png").read_bytes().startswith(b"\x89PNG")
+    assert (on_disk / "out" / "failures.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_machine_without_the_tools_is_told_so(tmp_path: Path) -> None:
-    done = demo(tmp_path, PATH=str(tmp_path))
+def test_a_machine_without_the_tools_is_told_so(on_disk: Path) -> None:
+    done = demo(on_disk, PATH=str(on_disk))
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"skipped: .+\n", done.stdout)
 

@@ -30,17 +30,17 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_two_hosts_read_a_state_once(tmp_path: Path) -> None:
+def test_two_hosts_read_a_state_once(on_disk: Path) -> None:
     expected = torch.arange(1 << 20, dtype=torch.float32)
-    sw.save(tmp_path / "checkpoint", {f"t{i}": expected + i for i in range(8)})
+    sw.save(on_disk / "checkpoint", {f"t{i}": expected + i for i in range(8)})
     try:
-        hosts = Hosts(2, tmp_path / "hosts").__enter__()
+        hosts = Hosts(2, on_disk / "hosts").__enter__()
     except HostsUnavailable as error:
         pytest.skip(str(error))
     try:
         ranks = [
             hosts[rank % 2].run(
-                [sys.executable, "-c", LOAD, str(tmp_path / "checkpoint")],
+                [sys.executable, "-c", LOAD, str(on_disk / "checkpoint")],
                 {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(WORLD),

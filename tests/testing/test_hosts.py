@@ -79,10 +79,10 @@ except RuntimeError:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+def hosts(on_disk: Path) -> Iterator[Hosts]:
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(Hosts(2, tmp_path / "hosts", memory=4 << 20))
+            hosts = stack.enter_context(Hosts(2, on_disk / "hosts", memory=4 << 20))
         except HostsUnavailable as error:
             pytest.skip(str(error))
         yield hosts
@@ -262,13 +262,13 @@ def test_hosts_die_with_their_owner_and_the_next_removes_what_stays(hosts: Hosts
 @pytest.mark.ranks
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_ranks_on_two_hosts_reduce_until_one_is_destroyed(hosts: Hosts, tmp_path: Path) -> None:
-    script = tmp_path / "reduce.py"
+def test_ranks_on_two_hosts_reduce_until_one_is_destroyed(hosts: Hosts, on_disk: Path) -> None:
+    script = on_disk / "reduce.py"
     script.write_text(REDUCE)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:29400", str(script)]
     environ = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    said = [tmp_path / "said-0", tmp_path / "said-1"]
+    said = [on_disk / "said-0", on_disk / "said-1"]
     for host, path in zip(hosts, said, strict=True):
         with path.open("w") as file:
             host.run(command, environ, stdout=file, stderr=subprocess.STDOUT)
@@ -277,14 +277,14 @@ def test_ranks_on_two_hosts_reduce_until_one_is_destroyed(hosts: Hosts, tmp_path
     until(lambda: "broken" in said[0].read_text(), 30)
 
 
-def test_without_root_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_root_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, on_disk: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(HostsUnavailable, match="only root"), Hosts(1, tmp_path):
+    with pytest.raises(HostsUnavailable, match="only root"), Hosts(1, on_disk):
         pass
     monkeypatch.undo()
     if os.geteuid() == 0:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(HostsUnavailable, match="package iproute2"), Hosts(1, tmp_path):
+        monkeypatch.setenv("PATH", str(on_disk))
+        with pytest.raises(HostsUnavailable, match="package iproute2"), Hosts(1, on_disk):
             pass
 
 

@@ -24,19 +24,19 @@ PORT = 29777
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+def hosts(on_disk: Path) -> Iterator[list[Host]]:
     """Three of them."""
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(Hosts(3, tmp_path / "hosts", memory=64 << 20))
+            made = stack.enter_context(Hosts(3, on_disk / "hosts", memory=64 << 20))
         except HostsUnavailable as error:
             pytest.skip(str(error))
         yield list(made)
 
 
 @pytest.fixture
-def starters(hosts: list[Host], tmp_path: Path) -> list[RankStarter]:
-    return [RankStarter(host, tmp_path / f"{host.name}.fifo") for host in hosts]
+def starters(hosts: list[Host], on_disk: Path) -> list[RankStarter]:
+    return [RankStarter(host, on_disk / f"{host.name}.fifo") for host in hosts]
 
 
 def paths_of_tests() -> dict[str, str]:
@@ -118,14 +118,14 @@ def manifests(hosts: Sequence[Host], step: int) -> set[str]:
 
 @pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_while_it_protects_and_returns(
-    hosts: list[Host], starters: list[RankStarter], tmp_path: Path
+    hosts: list[Host], starters: list[RankStarter], on_disk: Path
 ) -> None:
-    root = tmp_path / "root"
-    ranks = start(starters, root, 2, 3, tmp_path / "go")
+    root = on_disk / "root"
+    ranks = start(starters, root, 2, 3, on_disk / "go")
     assert [said(rank)[0] for rank in ranks] == [None] * 3
     assert [said(rank) for rank in ranks] == ["ready"] * 3
     hosts[2].slow(rate=32 << 10)
-    (tmp_path / "go").touch()
+    (on_disk / "go").touch()
     assert [said(rank)[0] for rank in ranks] == [""] * 3, "the commit bears with a slow host"
     hosts[2].disconnect()
     for rank in ranks[:2]:
@@ -148,9 +148,9 @@ def test_a_host_that_is_cut_off_while_it_protects_and_returns(
 @pytest.mark.long  # tests/faults/memory/test_nodes.py stops the agent of a node, which hangs alike
 @pytest.mark.timeout(300)
 def test_a_host_that_hangs_holds_up_no_recovery(
-    hosts: list[Host], starters: list[RankStarter], tmp_path: Path
+    hosts: list[Host], starters: list[RankStarter], on_disk: Path
 ) -> None:
-    root = tmp_path / "root"
+    root = on_disk / "root"
     went(starters, root, 3)
     hosts[2].pause()
     told = went(starters[:2], root, 3)

@@ -24,13 +24,13 @@ SECONDS = 60.0
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+def hosts(on_disk: Path) -> Iterator[list[Host]]:
     """The host of the bucket, and three hosts of ranks."""
     pytest.importorskip("obstore", reason="this test needs obstore")
     pytest.importorskip("moto.moto_server.threaded_moto_server", reason="this test needs moto")
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(Hosts(4, tmp_path / "hosts", memory=64 << 20))
+            made = stack.enter_context(Hosts(4, on_disk / "hosts", memory=64 << 20))
         except HostsUnavailable as error:
             pytest.skip(str(error))
         yield list(made)
@@ -48,20 +48,20 @@ def look(host: Host, url: str) -> Any:
 
 @pytest.mark.long  # test_network.py loses a host, and test_object_kills.py a node with a bucket
 @pytest.mark.timeout(300)
-def test_a_host_is_lost_while_its_agent_uploads(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_host_is_lost_while_its_agent_uploads(hosts: list[Host], on_disk: Path) -> None:
     bucket, *nodes = hosts
     server = start_bucket_program(bucket, "serve", PORT)
     assert said(server) == "ready"
     url = Server("s3", f"http://{bucket.address}:{PORT}").new_url(
         allow_http="true", lock_seconds=str(LOCK_SECONDS), timeout="20", retry="20"
     )
-    starters = [RankStarter(node, tmp_path / f"{node.name}.fifo") for node in nodes]
-    ranks = start(starters, url, 3, 4, tmp_path / "go", 2)
+    starters = [RankStarter(node, on_disk / f"{node.name}.fifo") for node in nodes]
+    ranks = start(starters, url, 3, 4, on_disk / "go", 2)
     assert [said(rank)[0] for rank in ranks] == [None] * 3
     assert [said(rank) for rank in ranks] == ["ready"] * 3
     assert look(bucket, url) == [[2], []]
     bucket.slow(rate=16 << 10)  # a file takes about ten seconds
-    (tmp_path / "go").touch()
+    (on_disk / "go").touch()
     for _ in ("committed", "protected"):
         assert [said(rank)[0] for rank in ranks] == [""] * 3
     nodes[2].destroy(silent=True)
@@ -78,7 +78,7 @@ def test_a_host_is_lost_while_its_agent_uploads(hosts: list[Host], tmp_path: Pat
         node.destroy()
         node.start()
     time.sleep(LOCK_SECONDS + 1.1)
-    starters = [RankStarter(node, tmp_path / f"{node.name}-again.fifo") for node in nodes]
+    starters = [RankStarter(node, on_disk / f"{node.name}-again.fifo") for node in nodes]
     ranks = start(starters, url, 8, "", "", 2)
     assert [said(rank)[:2] for rank in ranks] == [[6, "storage"]] * 3
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
