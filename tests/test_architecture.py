@@ -44,10 +44,10 @@ LAYERS_OF_MEMORY = (
     ("reclaim",),
     ("decide", "free_files", "observe", "prefetched", "registry", "spawn"),
     ("view",),
-    ("identity", "lineage", "mirror_tasks", "rank_locks", "seal"),
+    ("identity", "lineage", "mirror_tasks", "rank_locks", "record_cache", "seal"),
     ("home",),
     ("records",),
-    ("files", "options", "redundancy"),
+    ("fields", "files", "options", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
     ("opening",),

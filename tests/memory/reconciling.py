@@ -49,7 +49,8 @@ class Attendant:
 
     def look(self) -> list[Action]:
         """Decide once, and carry out the actions."""
-        actions = decide.decide(self.observer.node(), self.now, self.periods)
+        runs = self.observer.node().runs
+        actions = [each for run in runs for each in decide_run(run, self.now, self.periods)]
         for action in actions:
             if isinstance(action, decide.Free):
                 _free_unlocked(action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from shardwise.memory.agent.lead import LONGEST_OUTAGE, try_stage
 from shardwise.memory.agent.process import release_free_memory
 from shardwise.memory.decide import Action, Commit, Periods, Seal
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Home, SnapshotDirectory
+from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.observe import Observer
 from shardwise.memory.records import Retry, StagedFile
 from tests.soak.steadiness import anonymous
@@ -151,6 +152,46 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Snapsho
     write_record(path, Retry(save_id=SAVE, stage="persist", failure="", since=long_ago, attempts=9))
     assert try_stage(place, "persist", SAVE, no_answer) == (0, "StoreUnavailableError: no answer")
     assert not path.exists()
+
+
+@pytest.mark.parametrize("hit", ["00000000deadbeef", "ffffffffdeadbeef"])
+def test_a_run_that_cannot_be_observed_keeps_no_other_waiting(
+    tmp_path: Path, place: SnapshotDirectory, logged: pytest.LogCaptureFixture, hit: str
+) -> None:
+    run = Home(tmp_path).run(hit)
+    (run.path / "trainers").mkdir(parents=True)
+    (run.path / "trainers" / "0000?").touch()  # no rank
+    trial = Trial(place)
+    for _ in range(100):
+        trial.round()
+        trial.now += 1.0
+    assert trial.times > 3
+    assert logged.text.count("Traceback") == 1
+    assert f"observe: {run.path}: ValueError" in logged.text
+    assert len(logged.records) == 7
+
+
+def test_a_run_whose_action_takes_long_keeps_no_other_waiting(
+    tmp_path: Path, place: SnapshotDirectory
+) -> None:
+    other = SnapshotDirectory(Home(tmp_path).run("1" * 16), 3)
+    shutil.copytree(place.path, other.path)
+    begun: list[Run] = []
+    release = threading.Event()
+
+    def seal(action: Seal) -> None:
+        begun.append(action.place.run)
+        release.wait(20.0)
+        write_record(action.place.path / records.entry_record(FILE), {})
+
+    agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
+    agent.start()
+    until(lambda: len(begun) == 2)
+    release.set()
+    until((place.path / records.entry_record(FILE)).exists)
+    until((other.path / records.entry_record(FILE)).exists)
+    assert agent.stop(20.0)
+    assert sorted(run.name for run in begun) == [place.run.name, other.run.name]
 
 
 def test_a_file_that_stays_away_is_an_error(

@@ -15,9 +15,10 @@ from shardwise.memory.decide import Periods, is_superseded
 from shardwise.memory.files import write_record
 from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
-from shardwise.memory.observe import RecordCache, read_snapshot
+from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
+from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore

@@ -12,6 +12,7 @@ import pytest
 import shardwise as sw
 from shardwise.deadline import Deadline
 from shardwise.memory.files import (
+    encode_record,
     listen_to_bell,
     lock_directory,
     read_record,
@@ -80,7 +81,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     with replace_atomically("record.json", dir_fd=fd) as file:
-        file.write(b'{"step": 2}')
+        file.write(encode_record({"step": 2}))
     os.close(fd)
     assert read_record(path, dict[str, int]) == {"step": 2}
     assert read_record(tmp_path / "absent.json", dict[str, int]) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
+from shardwise.memory.files import encode_record
 from shardwise.memory.lineage import (
     MOST_RESUMPTIONS,
     Lineage,
@@ -123,7 +123,7 @@ def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]
             if of == "copy"
             else records.pending_record(save_id)
         )
-        found[name] = msgspec.json.encode(pending)
+        found[name] = encode_record(pending)
     return found
 
 

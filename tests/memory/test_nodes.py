@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.files import listen_to_bell
+from shardwise.memory.files import encode_record, listen_to_bell
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.redundancy.parity import write_parity
@@ -63,7 +62,7 @@ def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
 
 def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:
     served.fill(REQUEST, b"{}")
-    done = msgspec.json.encode(StageOutcome(save_id=SAVE, stage="protect", bytes=7))
+    done = encode_record(StageOutcome(save_id=SAVE, stage="protect", bytes=7))
     timer = threading.Timer(4 * WAIT, served.fill, (DONE, done))
     timer.start()
     assert expecting(served, tmp_path, asked=REQUEST).bytes == 7

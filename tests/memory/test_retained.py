@@ -302,7 +302,7 @@ def test_a_note_that_is_damaged_removes_nothing_and_is_told(
     Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     with pytest.raises(
         StoreError,
-        match=r"step 3: the stage 'retain' of .* failed: StoreError: .*Input data was truncated",
+        match=r"step 3: the stage 'retain' of .* failed: StoreError: .* is damaged: truncated",
     ):
         stages_of(place).check_no_stage_failed()
     assert len(in_storage(tmp_path)) == 3

@@ -26,7 +26,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.agent import connection_limits, server
 from shardwise.memory.agent.connection_limits import serve_connections
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.files import LARGEST_RECORD, read_record
+from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
 from shardwise.memory.records import PersistRequest
 from tests.breadth import examples
 from tests.memory.certificates import Authority
@@ -365,8 +365,7 @@ def test_what_trainers_say_is_taken_from_nobody_else(served: Served, name: str) 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", ".x", "a/b", "a\n", ""])
 def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) -> None:
-    request = {"save_id": RUN, "place": "/", "files": [name], "wait": 1.0}
-    (tmp_path / "note").write_text(json.dumps(request))
+    write_record(tmp_path / "note", {"save_id": RUN, "root": "/", "files": [name], "wait": 1.0})
     with pytest.raises(StoreError, match="regex"):
         read_record(tmp_path / "note", PersistRequest)
 

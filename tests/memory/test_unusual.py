@@ -18,7 +18,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, observe, records, spawn
 from shardwise.memory.agent.lead import Leader
@@ -308,7 +308,10 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
     place.path.mkdir(parents=True)
 
     def commit(save_id: str) -> None:
-        write_record(place.path / "manifest.json", {"save_id": save_id})
+        manifest = Manifest(
+            save_id=save_id, step=1, created="", world_size=1, files=(), objects=(), tensors=()
+        )
+        write_record(place.path / "manifest.json", encode_manifest(manifest))
         done = StageOutcome(save_id=save_id, stage="commit")
         write_record(place.path / records.cluster_outcome_record("commit", save_id), done)
 

@@ -45,6 +45,29 @@ def crc32(data: bytes | memoryview | Bytes, before: int = 0) -> int:
     return isal_zlib.crc32(data, before)
 
 
+def add_checksum(fields: bytes) -> bytes:
+    """Return a JSON object whose last field is a checksum of all bytes before this field.
+
+    Args:
+        fields: the beginning of the object, up to and including the last comma.
+    """
+    return fields + b'"crc32":%d}\n' % crc32(fields)
+
+
+def verify_checksum(data: bytes) -> bytes:
+    """Verify the checksum at the end of a JSON object, and return the bytes before it.
+
+    Raises:
+        ValueError: the checksum is missing or does not match. The message says which.
+    """
+    fields, marker, tail = data.rpartition(b'"crc32":')
+    if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
+        raise ValueError("truncated: the checksum at its end is missing")
+    if len(tail) > 12 or int(tail[:-2]) != crc32(fields):
+        raise ValueError("altered: its checksum does not match")
+    return fields
+
+
 def block_count(nbytes: int) -> int:
     """Return the number of blocks of a file with this many bytes. The last block may be shorter."""
     return -(-nbytes // BLOCK)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shardwise.errors import FormatError, StateError
-from shardwise.manifest.checksums import crc32
+from shardwise.manifest.checksums import add_checksum, verify_checksum
 from shardwise.manifest.names import LONGEST_NAME
 
 VERSION = 1
@@ -216,23 +216,17 @@ def _add_checksum(body: bytes) -> bytes:
             f"the manifest would have {len(body)} bytes, and at most {LARGEST_MANIFEST} are read: "
             "save large plain values as tensors, or as several checkpoints"
         )
-    return body + b'"crc32":%d}\n' % crc32(body)
+    return add_checksum(body)
 
 
 def _verify_checksum(data: bytes, label: str) -> bytes:
     """Verify the checksum at the end of a manifest, and return the bytes before it."""
-    body, marker, tail = data.rpartition(b'"crc32":')
-    if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
+    try:
+        return verify_checksum(data)
+    except ValueError as error:
         raise FormatError(
-            f"{label} is truncated: the checksum at its end is missing"
-            "; copy it again from an intact source, or load another checkpoint"
-        )
-    if len(tail) > 12 or int(tail[:-2]) != crc32(body):
-        raise FormatError(
-            f"{label} was altered: its checksum does not match"
-            "; copy it again from an intact source, or load another checkpoint"
-        )
-    return body
+            f"{label} was {error}; copy it again from an intact source, or load another checkpoint"
+        ) from error
 
 
 class _Head(msgspec.Struct):

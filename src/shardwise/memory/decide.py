@@ -34,7 +34,7 @@ from itertools import islice
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import REMOVE_OLD, request_record
-from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, StageState
+from shardwise.memory.view import RunView, SaveView, SnapshotView, StageState
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
@@ -159,17 +159,12 @@ _ACTION_OF_STAGE = {
 }
 
 
-def decide(node: NodeView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
-    """Return the actions for a node, in the order in which to perform them.
+def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
+    """Return the actions for one run, in the order in which to perform them.
 
     Args:
         now: the time on the observer's clock, in seconds.
     """
-    return [action for run in node.runs for action in decide_run(run, now, periods)]
-
-
-def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
-    """Return the actions for one run, in the order in which to perform them."""
     actions: list[Action] = []
     for snapshot in run.snapshots:
         for save in snapshot.saves.values():

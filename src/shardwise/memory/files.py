@@ -14,9 +14,11 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
+from shardwise.manifest.checksums import add_checksum, verify_checksum
 from shardwise.store.local_files import open_regular
 
 LARGEST_RECORD = 1 << 28
+_HEAD, _TAIL = b'{"record":', b",\n"
 T = TypeVar("T")
 
 
@@ -56,14 +58,45 @@ def write_record(path: Path, record: object) -> None:
     """Write a record atomically, and replace an existing one.
 
     Args:
-        record: bytes, or a value to encode as JSON.
+        record: bytes, or a value to encode with `encode_record`.
     """
     with replace_atomically(path) as file:
-        file.write(record if isinstance(record, bytes) else msgspec.json.encode(record))
+        file.write(record if isinstance(record, bytes) else encode_record(record))
 
 
-def read_record(path: Path, record_type: type[T]) -> T | None:
+def encode_record(record: object) -> bytes:
+    """Return a value as a record: JSON with a checksum at the end."""
+    return add_checksum(_HEAD + msgspec.json.encode(record) + _TAIL)
+
+
+def decode_record(data: bytes, record_type: type[T], label: object) -> T:
+    """Return the value of a record.
+
+    Args:
+        label: where the record is, for errors.
+
+    Raises:
+        StoreError: these bytes are not a record of this type.
+    """
+    try:
+        fields = memoryview(verify_checksum(data))
+        if bytes(fields[: len(_HEAD)]) != _HEAD:
+            raise ValueError("not a record of this version of shardwise")
+        return msgspec.json.decode(fields[len(_HEAD) : -len(_TAIL)], type=record_type)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise StoreError(
+            f"{label}: the record is damaged: {error}; what it describes is lost: remove the file, "
+            "and save again"
+        ) from error
+
+
+def read_record(
+    path: Path, record_type: type[T], decode: Callable[[bytes, type[T], object], T] = decode_record
+) -> T | None:
     """Return a record, or None if the file does not exist.
+
+    Args:
+        decode: decodes the file, like `decode_record`.
 
     Raises:
         StoreError: the file is not a record of this type, or not a regular file.
@@ -73,13 +106,7 @@ def read_record(path: Path, record_type: type[T]) -> T | None:
             data = file.read(LARGEST_RECORD)
     except FileNotFoundError:
         return None
-    try:
-        return msgspec.json.decode(data, type=record_type)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(
-            f"{path}: the record is damaged: {error}; what it describes is lost: remove the file, "
-            "and save again"
-        ) from error
+    return decode(data, record_type, path)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

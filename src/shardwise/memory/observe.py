@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
-from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
+from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, rank_in_name
 from shardwise.memory.view import (
     NodeView,
@@ -33,52 +28,6 @@ from shardwise.memory.view import (
 )
 
 T = TypeVar("T")
-_SAVE = re.compile(r"-([0-9a-f]{16})[.]")
-
-
-class RecordCache:
-    """Reads each record once, and again only after the file was replaced.
-
-    A replaced file has another inode, modification time or size.
-
-    Args:
-        logs: whether to log damaged records. A node logs each of them once.
-    """
-
-    def __init__(self, *, logs: bool = True) -> None:
-        self.logs = logs
-        self._records: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
-        self._used: set[tuple[Path, type]] = set()
-
-    def read(self, path: Path, record_type: type[T]) -> tuple[T | StoreError, float] | None:
-        """Return a record, or the error if it is damaged; and its modification time in seconds.
-
-        Return None if the file does not exist. The field `manifest` of a `PendingManifest` is
-        emptied, because its text can be large.
-        """
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            return None
-        key, version = (path, record_type), (status.st_ino, status.st_mtime_ns, status.st_size)
-        self._used.add(key)
-        known = self._records.get(key)
-        if known is None or known[0] != version:
-            try:
-                record: object = read_record(path, record_type)
-            except StoreError as error:
-                record = error
-            if record is None:
-                return None
-            if isinstance(record, PendingManifest):
-                record = msgspec.structs.replace(record, manifest="")
-            known = self._records[key] = version, record
-        return known[1], status.st_mtime  # type: ignore[return-value]
-
-    def forget_unused(self) -> None:
-        """Remove records that were not read since the last call from the cache."""
-        self._records = {key: each for key, each in self._records.items() if key in self._used}
-        self._used = set()
 
 
 class Observer:
@@ -103,15 +52,17 @@ class Observer:
         self._roots: dict[str, RootView] = {}
 
     def node(self) -> NodeView:
-        """Read the whole node."""
+        """Read the whole node. A run that cannot be read does not affect the others."""
         with self._lock:
-            view = NodeView(self._node, tuple(self._read_run(run) for run in self._list_runs()))
+            read = {run: self._try_to_read_run(run) for run in self._list_runs()}
             self._cache.forget_unused()
-            names = {each.run.name for each in view.runs}
+            names = {run.name for run in read}
             for known in (self._unattended_since, self._unused_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
-            return view
+            views = tuple(each for each in read.values() if isinstance(each, RunView))
+            failures = {run: each for run, each in read.items() if isinstance(each, Exception)}
+            return NodeView(self._node, views, failures)
 
     def run(self, run: Run) -> RunView:
         """Read one run."""
@@ -127,6 +78,12 @@ class Observer:
         for name in self._home.runs():
             with suppress(StoreError):  # not a run
                 yield self._home.run(name)
+
+    def _try_to_read_run(self, run: Run) -> RunView | Exception:
+        try:
+            return self._read_run(run)
+        except Exception as error:
+            return error
 
     def _read_run(self, run: Run) -> RunView:
         now = self.clock()
@@ -206,13 +163,6 @@ def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> StageOutcom
     return StageOutcome(save_id=save_id, stage=stage, failure=failure)
 
 
-@prepare_decoding
-class _SaveId(msgspec.Struct):
-    """The save id of a manifest."""
-
-    save_id: str
-
-
 @dataclass(frozen=True, slots=True)
 class _SnapshotReader:
     """Reads one snapshot. `names` are the names of its files."""
@@ -223,11 +173,8 @@ class _SnapshotReader:
     names: frozenset[str]
 
     def read_snapshot(self) -> SnapshotView:
-        ids = {found[1] for name in self.names if (found := _SAVE.search(name)) is not None}
-        manifest = self.cache.read(self.place.path / MANIFEST, _SaveId)
-        committed_save = None
-        if manifest is not None:
-            committed_save = "" if isinstance(manifest[0], StoreError) else manifest[0].save_id
+        ids = {records.save_id_in_name(name) for name in self.names} - {""}
+        committed_save = self.cache.read_save_id(self.place.path / MANIFEST)
         ids |= {committed_save} if committed_save else set()
         staged = (name for name in self.names if name.endswith(records.STAGED_SUFFIX))
         times = map(self._modified_at, staged)
@@ -247,8 +194,8 @@ class _SnapshotReader:
         ]
         found = (self._read(name, StagedFile) for name in staged_names)
         staged = tuple(each for each in found if each and each.file.name in self.names)
-        files = [each.file.name for each in staged]
-        unsealed = tuple(name for name in files if records.entry_record(name) not in self.names)
+        files = map(records.data_file_of, staged_names)
+        unsealed = tuple(name for name in files if self._is_unsealed(name))
         pending_name = records.pending_record(save_id)
         pending = self._read_pending(pending_name) or self._read_pending(
             records.pending_copy_record(save_id)
@@ -271,6 +218,11 @@ class _SnapshotReader:
                 "rescue": Stage(self._rescue_state(save_id)),
             },
         )
+
+    def _is_unsealed(self, data_file: str) -> bool:
+        """Return whether a data file exists, and still has to be sealed."""
+        answers = (records.entry_record(data_file), records.staging_failure_record(data_file))
+        return data_file in self.names and not any(each in self.names for each in answers)
 
     def _read_cluster_stages(
         self,

@@ -39,9 +39,10 @@ from shardwise.memory.home import (
 )
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.observe import RecordCache, read_run_view, read_snapshot
+from shardwise.memory.observe import read_run_view, read_snapshot
 from shardwise.memory.prefetched import discard_prefetched
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
+from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import rank_in_name
 from shardwise.memory.registry import remove_entry
 from shardwise.store import LocalStore

@@ -10,17 +10,17 @@ import hashlib
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Annotated
 
 import msgspec
 
 from shardwise.decoding import prepare_decoding
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import Count, FileEntry
+from shardwise.memory.fields import AnyStage, MadeName, PlainName, RequestedStage, SaveId, Seconds
+from shardwise.memory.files import encode_record
 from shardwise.memory.redundancy.placement import Protection, ProtectionGroup
 from shardwise.retention import PlainKeep
 from shardwise.tiers.options import MirrorRequest
 
-PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA_SUFFIXES = (".safetensors", ".bin")
 """The suffixes of data files, copies and parity."""
 REMOVE_OLD = "retain"
@@ -31,6 +31,7 @@ STAGED_SUFFIX = ".staged.json"
 MOST_NAMES_SHOWN = 3
 _COPYING_SUFFIX = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
@@ -74,10 +75,10 @@ class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slot
     """
 
     file: FileEntry
-    slot: str
-    snapshots_to_keep: int
-    stages: tuple[str, ...]
-    epoch: int | None = None
+    slot: PlainName
+    snapshots_to_keep: Count
+    stages: tuple[RequestedStage, ...]
+    epoch: Count | None = None
 
 
 @prepare_decoding
@@ -102,10 +103,10 @@ class RingFile(
     """
 
     ring: ProtectionGroup
-    file: str
-    slot: str
-    parity_index: int | None
-    ranges: dict[str, tuple[int, int]]
+    file: MadeName
+    slot: PlainName
+    parity_index: Count | None
+    ranges: dict[str, tuple[Count, Count]]
     checksums: dict[str, bytes] = {}
 
 
@@ -136,28 +137,28 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         bytes_total: tensor bytes in the snapshot.
     """
 
-    save_id: str
-    step: int
+    save_id: SaveId
+    step: Count
     manifest: str
-    files: list[tuple[str, str]]
+    files: list[tuple[PlainName, str]]
     nodes: list[AgentInfo]
     leader: str
     root: str
-    epoch: int = 0
+    epoch: Count = 0
     durable: bool = False
     rescue: bool = False
     overwrite: bool = False
     keep: PlainKeep = {}
     mirror: MirrorRequest | None = None
     damaged: list[int] = []
-    copies: int = 0
-    parity: int = 0
-    group: int = 8
+    copies: Count = 0
+    parity: Count = 0
+    group: Count = 8
     rings: list[list[str]] = []
-    wait: float = 60.0
-    budget: int | None = None
-    bytes_held: int = 0
-    bytes_total: int = 0
+    wait: Seconds = 60.0
+    budget: Count | None = None
+    bytes_held: Count = 0
+    bytes_total: Count = 0
 
 
 @prepare_decoding
@@ -171,11 +172,11 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
         budget: bytes per second; None for no limit.
     """
 
-    save_id: str
+    save_id: SaveId
     root: str
     files: list[PlainName]
-    wait: float
-    budget: int | None = None
+    wait: Seconds
+    budget: Count | None = None
 
 
 @prepare_decoding
@@ -189,11 +190,11 @@ class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
         rings: the number of rings: the first `rings` groups in `protection`.
     """
 
-    save_id: str
+    save_id: SaveId
     protection: Protection
     nodes: list[AgentInfo]
-    wait: float
-    rings: int = 0
+    wait: Seconds
+    rings: Count = 0
 
 
 @prepare_decoding
@@ -209,8 +210,8 @@ class RemoveOldRequest(msgspec.Struct, frozen=True, kw_only=True):
             remove checkpoints, and only those that they have copied.
     """
 
-    save_id: str
-    step: int
+    save_id: SaveId
+    step: Count
     root: str
     keep: PlainKeep
     damaged: list[int] = []
@@ -227,11 +228,11 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         attempts: the number of failed attempts.
     """
 
-    save_id: str
-    stage: str
+    save_id: SaveId
+    stage: AnyStage
     failure: str
     since: float
-    attempts: int
+    attempts: Count
 
     def describe(self, now: float) -> str:
         """Return why the stage is tried again, as text. `now` is in seconds since 1970."""
@@ -274,21 +275,21 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
         differences: replicas that differ, which were found while copies or parity were made.
     """
 
-    save_id: str
-    stage: str
-    seconds: float = 0.0
-    bytes: int = 0
+    save_id: SaveId
+    stage: AnyStage
+    seconds: Seconds = 0.0
+    bytes: Count = 0
     failure: str = ""
     node: str = ""
-    bytes_held: int = 0
-    bytes_total: int = 0
-    files: int = 0
+    bytes_held: Count = 0
+    bytes_total: Count = 0
+    files: Count = 0
     differences: list[ReplicaDifference] = []
 
 
 @cache
 def schema() -> str:
-    """Return a digest of the fields of all records.
+    """Return a digest of the fields and the encoding of all records.
 
     Versions of shardwise with the same digest can read each other's records.
     """
@@ -296,12 +297,13 @@ def schema() -> str:
     structs = [each for each in kinds if issubclass(each, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs)
     encoded = msgspec.json.encode(components, order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return hashlib.blake2b(encode_record(encoded.decode()), digest_size=8).hexdigest()
 
 
-def save_id_in_name(data_file: str) -> str:
-    """Return the save id in the name of a data file or its record."""
-    return data_file.split("-")[1].split(".")[0]
+def save_id_in_name(name: str) -> str:
+    """Return the save id in the name of a data file or a record; "" if there is none."""
+    found = _SAVE_IN_NAME.search(name)
+    return "" if found is None else found[1]
 
 
 def rank_in_name(name: str) -> int:
@@ -312,6 +314,11 @@ def rank_in_name(name: str) -> int:
 def staged_record(data_file: str) -> str:
     """Return the name of the `StagedFile` record of a data file."""
     return data_file.removesuffix(".safetensors") + STAGED_SUFFIX
+
+
+def data_file_of(staged: str) -> str:
+    """Return the name of the data file of a `StagedFile` record."""
+    return f"{staged.removesuffix(STAGED_SUFFIX)}.safetensors"
 
 
 def staging_failure_record(data_file: str) -> str:

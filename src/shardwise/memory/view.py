@@ -9,7 +9,7 @@ other code derives the state of a stage from the names of records.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
@@ -188,7 +188,12 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node and all its runs."""
+    """A node and all its runs.
+
+    Attributes:
+        unreadable: the runs that could not be read, and why.
+    """
 
     node: str
     runs: tuple[RunView, ...]
+    unreadable: Mapping[Run, Exception] = field(default_factory=dict)

@@ -77,11 +77,19 @@ class Follower:
     stores: OpenedStores = field(default_factory=OpenedStores)
 
     def seal(self, action: Seal) -> None:
-        """Compute the checksums of the files that this node's ranks staged."""
+        """Compute the checksums of the files that this node's ranks staged.
+
+        If the record of a file is damaged, record that the file could not be staged.
+        """
         place = action.place
-        for staged in place.staged_files():
-            name = staged.file.name
-            if name in action.files and not place.has(records.entry_record(name)):
+        for name in action.files:
+            try:
+                staged = read_record(place.path / records.staged_record(name), StagedFile)
+            except StoreError as error:
+                done = StageOutcome(save_id=action.save_id, stage="stage", failure=str(error))
+                write_record(place.path / records.staging_failure_record(name), done)
+                continue
+            if staged is not None and not place.has(records.entry_record(name)):
                 data = self.mapped_files.map(place.path / name, staged.file.size)
                 write_record(place.path / records.entry_record(name), seal(data, staged.file))
 

@@ -1,5 +1,8 @@
 """The threads of an agent: one observes the node and decides, the others perform the actions.
 
+Each run is observed, decided on and acted upon apart from the others, so that none of them waits
+for another, or fails with it.
+
 All state is in the records on the node. If an agent is killed, the next agent observes the same
 records and makes the same decisions.
 """
@@ -21,16 +24,18 @@ from shardwise.memory.decide import (
     LookUpRoot,
     Periods,
     RemoveOld,
-    decide,
+    SaveAction,
     decide_run,
 )
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
+from shardwise.memory.view import RunView
 
 OBSERVE_PERIOD = 1.0
 NICENESS = 10
 LONGEST_DELAY = 60.0
 FORGET_DELAY = 600.0
+IDLE_TIMEOUT = 60.0
 log = logging.getLogger("shardwise.agent")
 
 Performer = Callable[..., object]
@@ -38,7 +43,7 @@ Performer = Callable[..., object]
 
 
 class Agent:
-    """The threads of an agent: one that observes, and one for each kind of action.
+    """The threads of an agent: one that observes, and one for each run and kind of action.
 
     Args:
         observer: the observer of the node. The caller holds the agent's lock.
@@ -61,15 +66,13 @@ class Agent:
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
-        self._workers = {kind: _Worker(kind.__name__.lower(), self) for kind in performers}
+        self._workers: dict[tuple[str, type], _Worker] = {}
         self._observer_thread = threading.Thread(
             target=self._observe_repeatedly, name="observe", daemon=True
         )
 
     def start(self) -> None:
-        """Start the threads."""
-        for worker in self._workers.values():
-            worker.thread.start()
+        """Start the thread that observes."""
         self._observer_thread.start()
 
     @property
@@ -86,7 +89,9 @@ class Agent:
         self._stopping.set()
         self.wake()
         deadline = self._observer.clock() + timeout
-        threads = [self._observer_thread, *(worker.thread for worker in self._workers.values())]
+        threads = [self._observer_thread]
+        self._observer_thread.join(timeout)
+        threads += [worker.thread for worker in [*self._workers.values()]]
         for thread in threads:
             thread.join(max(0.0, deadline - self._observer.clock()))
         return not any(thread.is_alive() for thread in threads)
@@ -94,9 +99,21 @@ class Agent:
     def due_actions(self) -> list[Action]:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
-        actions = decide(self._observer.node(), now, self._periods)
-        self._retries.forget_all_except(actions)
+        node = self._observer.node()
+        decided = {view.run: self._try_to_decide(view, now) for view in node.runs}
+        failures = {run: each for run, each in decided.items() if isinstance(each, Exception)}
+        failures |= node.unreadable
+        actions = [each for found in decided.values() if isinstance(found, list) for each in found]
+        for run, failure in failures.items():
+            self._retries.record_failure(run, failure)
+        self._retries.forget_all_except([*actions, *failures])
         return [each for each in actions if self._retries.is_due(each)]
+
+    def _try_to_decide(self, view: RunView, now: float) -> list[Action] | Exception:
+        try:
+            return decide_run(view, now, self._periods)
+        except Exception as error:
+            return error
 
     def perform(self, action: Action) -> bool:
         """Perform an action if it is still due; return whether to observe again at once.
@@ -138,30 +155,48 @@ class Agent:
             except Exception:
                 log.exception("observing this node failed; trying again")
                 continue
-            for kind, worker in self._workers.items():
-                worker.set_queue([each for each in due if type(each) is kind])
-        for worker in self._workers.values():
-            worker.set_queue([])
+            self._queue(due)
+        self._queue([])
+
+    def _queue(self, due: Sequence[Action]) -> None:
+        """Give each worker its actions. Start workers for actions that have none."""
+        queues: dict[tuple[str, type], list[Action]] = {key: [] for key in self._workers}
+        for action in due:
+            if type(action) in self._performers:
+                queues.setdefault((run_of(action).name, type(action)), []).append(action)
+        for key, actions in queues.items():
+            worker = self._workers.get(key)
+            if worker is not None and worker.set_queue(actions):
+                continue
+            self._workers.pop(key, None)
+            if actions:
+                self._workers[key] = _Worker(key[1].__name__.lower(), self, actions)
 
 
 class _Worker:
-    """Performs the actions of one kind, one after the other."""
+    """Performs the actions of one kind for one run, one after the other, in a thread.
 
-    def __init__(self, name: str, agent: Agent) -> None:
+    The thread ends when it had nothing to do for `IDLE_TIMEOUT` seconds. It has the low priority of
+    the thread that observes, which starts it.
+    """
+
+    def __init__(self, name: str, agent: Agent, actions: Sequence[Action]) -> None:
         self._agent = agent
         self._changed = threading.Condition()
-        self._queue: list[Action] = []
+        self._queue: list[Action] = [*actions]
         self._running: Action | None = None
+        self._has_ended = False
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
 
-    def set_queue(self, actions: Sequence[Action]) -> None:
-        """Replace the queued actions. The action in progress is not queued."""
+    def set_queue(self, actions: Sequence[Action]) -> bool:
+        """Replace the queued actions, except the action in progress; return False if it ended."""
         with self._changed:
             self._queue = [each for each in actions if each != self._running]
             self._changed.notify()
+            return not self._has_ended
 
     def _work(self) -> None:
-        _lower_priority()
         while (action := self._wait_for_next()) is not None:
             if self._agent.perform(action):
                 self._agent.wake()
@@ -169,16 +204,18 @@ class _Worker:
     def _wait_for_next(self) -> Action | None:
         with self._changed:
             self._running = None
-            while not self._queue and not self._agent.is_stopping:
-                self._changed.wait()
-            if self._agent.is_stopping:
+            self._changed.wait_for(lambda: self._queue or self._agent.is_stopping, IDLE_TIMEOUT)
+            if self._agent.is_stopping or not self._queue:
+                self._has_ended = True
                 return None
             self._running = self._queue.pop(0)
             return self._running
 
 
-def run_of(action: Action) -> Run:
-    """Return the run of an action."""
+def run_of(action: Action | Run) -> Run:
+    """Return the run of an action; a run is returned itself."""
+    if isinstance(action, Run):
+        return action
     return action.run if isinstance(action, (FreeRun, LookUpRoot)) else action.place.run
 
 
@@ -191,8 +228,12 @@ class _Attempts:
 
     def add(self, now: float) -> None:
         """Count an attempt. If the last attempt was long ago, forget the earlier attempts."""
-        self.count = self.count + 1 if now - self.last_at < FORGET_DELAY else 1
+        self.count = self.count + 1 if self.is_recent(now) else 1
         self.last_at = now
+
+    def is_recent(self, now: float) -> bool:
+        """Return whether the last attempt was not long ago."""
+        return now - self.last_at < FORGET_DELAY
 
     def is_due(self, now: float) -> bool:
         """Return whether to try again: at once after one attempt, later after growing delays."""
@@ -213,8 +254,8 @@ class Retries:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._actions: dict[Action, _Attempts] = {}
-        self._failures: dict[tuple[str, int], _Attempts] = {}
+        self._actions: dict[Action | Run, _Attempts] = {}
+        self._failures: dict[tuple[str, int, str], _Attempts] = {}
 
     def is_due(self, action: Action) -> bool:
         """Return whether an action may be tried now."""
@@ -227,29 +268,32 @@ class Retries:
         with self._lock:
             self._actions.setdefault(action, _Attempts()).add(self._clock())
 
-    def record_failure(self, action: Action, error: Exception) -> None:
-        """Count a failure, and log it."""
+    def record_failure(self, action: Action | Run, error: Exception) -> None:
+        """Count a failure of an action, or to observe a run, and log it."""
         with self._lock:
             count = self._actions.setdefault(action, _Attempts())
             count.add(self._clock())
             self._log(action, error, count.count)
 
-    def forget_all_except(self, actions: Collection[Action]) -> None:
-        """Forget all actions except these, which `decide` returned last."""
+    def forget_all_except(self, actions: Collection[Action | Run]) -> None:
+        """Forget all except these actions, which are due, and these runs, which failed."""
         with self._lock:
             for action in self._actions.keys() - set(actions):
                 del self._actions[action]
 
-    def _log(self, action: Action, error: Exception, times: int) -> None:
-        name = type(action).__name__.lower()
-        path = action.run.path if isinstance(action, (FreeRun, LookUpRoot)) else action.place.path
+    def _log(self, action: Action | Run, error: Exception, times: int) -> None:
+        name = "observe" if isinstance(action, Run) else type(action).__name__.lower()
+        path = action.place.path if isinstance(action, (SaveAction, Free)) else run_of(action).path
         message = f"{name}: {path}: {type(error).__name__}: {error}"
         is_first_missing = isinstance(error, FileNotFoundError) and times == 1
         if is_first_missing or not path.exists() or (path / ABANDONED_MARKER).exists():
             log.info("%s (the snapshot is being removed)", message)
             return
-        failures = self._failures.setdefault(_cause_of(error), _Attempts())
-        failures.add(self._clock())
+        now = self._clock()
+        known = {cause: each for cause, each in self._failures.items() if each.is_recent(now)}
+        self._failures = known
+        failures = known.setdefault((*_cause_of(error), run_of(action).name), _Attempts())
+        failures.add(now)
         if failures.count == 1:
             log.error("%s", message, exc_info=error)
         elif failures.count & (failures.count - 1) == 0:  # 2, 4, 8, …

@@ -15,9 +15,10 @@ from shardwise.memory.agent.protection_report import TensorsStatus, report_tenso
 from shardwise.memory.files import read_record
 from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory
 from shardwise.memory.mirror_tasks import read_mirror_task, runs_with_mirrors
-from shardwise.memory.observe import RecordCache, read_snapshots
+from shardwise.memory.observe import read_snapshots
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
+from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo, ProtectRequest, ReplicaDifference
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient

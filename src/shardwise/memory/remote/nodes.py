@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import msgspec
-
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
+from shardwise.memory.files import (
+    LARGEST_RECORD,
+    decode_record,
+    encode_record,
+    read_record,
+    write_record,
+)
 from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, StageOutcome
@@ -51,7 +55,8 @@ def run_on_nodes(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]
 
 
 class _NoRetryError(StoreError):
-    """A retry is pointless: the run continued without a node, or a node discarded the snapshot."""
+    """A retry is pointless: the run continued without a node, a node discarded the snapshot, or a
+    record is damaged."""
 
 
 class Nodes:
@@ -294,7 +299,7 @@ class Nodes:
             ) from None
 
     def _write_once(self, node: str, name: str, record: object) -> None:
-        data = record if isinstance(record, bytes) else msgspec.json.encode(record)
+        data = record if isinstance(record, bytes) else encode_record(record)
         if node == self._this_node:
             write_record(self._place.path / name, data)
             self._place.run.wake_agent()  # the request may be for another worker of this agent
@@ -324,7 +329,10 @@ class Nodes:
         """Return a record; wait for it at most `seconds`, and return None if it does not appear."""
         place = self._place
         if node == self._this_node:
-            found = read_record(place.path / name, record_type)
+            try:
+                found = read_record(place.path / name, record_type)
+            except StoreError as error:
+                raise _NoRetryError(f"node {node}: {error}") from error
             if found is None and seconds > 0:
                 time.sleep(LOCAL_PAUSE)
             return found
@@ -336,9 +344,6 @@ class Nodes:
         except FileNotFoundError:
             return None
         try:
-            return msgspec.json.decode(data, type=record_type)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(
-                f"node {node}: the record {name} of step {place.step} is damaged: {error}; save "
-                "again"
-            ) from error
+            return decode_record(data, record_type, f"{name} of step {place.step}")
+        except StoreError as error:
+            raise _NoRetryError(f"node {node}: {error}") from error

@@ -15,6 +15,7 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
+from shardwise.memory.files import decode_record
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.options import Tls
@@ -30,7 +31,6 @@ RECONNECT_TIMEOUT = 5.0  # for a node that has answered before
 READ_TIMEOUT = 10.0
 MOST_REQUESTS = 64
 MOST_FILES_SHOWN = 3
-READ_ERRORS = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 ReadSmallFile = Callable[[str, int, str], bytes]
 """`read(node, step, name)` returns the contents of a small file, or raises `OSError`."""
@@ -285,9 +285,9 @@ class Search:
         for each in self.nodes:
             for record in (records.pending_record(save_id), records.pending_copy_record(save_id)):
                 if record in each.steps.get(step, {}):
-                    with suppress(*READ_ERRORS):
+                    with suppress(OSError):
                         data = self.read(each.node, step, record)
-                        return msgspec.json.decode(data, type=_PendingEpoch).epoch
+                        return decode_record(data, _PendingEpoch, record).epoch
         return None
 
     def _assemble(self, step: int, manifest: Manifest, source: str) -> Assembly | str:
@@ -324,9 +324,9 @@ class Search:
         record = records.request_record("protect", save_id)
         for node, files in files_of.items():
             if record in files:
-                with suppress(*READ_ERRORS):
+                with suppress(OSError):
                     data = self.read(node, step, record)
-                    return msgspec.json.decode(data, type=ProtectRequest).protection
+                    return decode_record(data, ProtectRequest, record).protection
         return None
 
 
@@ -355,9 +355,9 @@ def _nodes_of_newest(
             records.pending_copy_record, records.requested_saves("pending-copy", steps[step])
         )
         for name in (*own, *copies):
-            with suppress(*READ_ERRORS):
+            with suppress(OSError):
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)
-                return msgspec.json.decode(data, type=PendingManifest).nodes
+                return decode_record(data, PendingManifest, name).nodes
     return []
 
 

@@ -17,7 +17,8 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.home import Run, SnapshotDirectory
-from shardwise.memory.observe import RecordCache, read_run_view
+from shardwise.memory.observe import read_run_view
+from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import RegisteredNodes
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
