@@ -1,7 +1,9 @@
 """Each request of a save, a load and a removal fails once, in each way.
 
-Afterwards, committed checkpoints load byte for byte, the failed operation succeeds when it is
-repeated, and nothing stays in the bucket but what the time of locks allows.
+The operation succeeds, because each request is repeated for the time that the URL says. Only an
+answer that is short, and consistent with its length, can end it. Afterwards, committed checkpoints
+load byte for byte, an operation that failed succeeds when it is repeated, and nothing stays in the
+bucket but what the time of locks allows.
 """
 
 from __future__ import annotations
@@ -10,16 +12,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, StoreUnavailableError
 from shardwise.retention import remove_checkpoint
 from shardwise.store import open_store
 from shardwise.store.leases import is_lease
+from shardwise.store.object_clients import Client
+from shardwise.store.object_store import ObjectStore, parse_object_url
+from shardwise.store.store import Buffer
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.store.azurite_server import AzureServer
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
@@ -147,6 +153,7 @@ def check_one_fault(place: Place, operation: str, kind: str, index: int) -> None
         assert error is None  # it makes fewer requests
         return
     if error is not None:
+        assert kind == "short", error
         assert len(str(error)) > 20
     # If the answer with the upload's id is lost, a later save aborts the upload when it is idle.
     lost_upload = any(r.fault and r.status and "uploads" in r.path for r in place.proxy.requests)
@@ -195,6 +202,81 @@ def test_of_eight_writers_one_wins_although_answers_are_lost(place: Place) -> No
     assert sum(published) == 1
     winner = b"manifest of %d" % published.index(True)
     assert open_store(place.direct(1)).read("manifest.json", limit=100) == winner
+
+
+BEGIN, COMPLETE = "uploads=", "uploadId="
+"""What the requests that begin and that complete an upload have in their paths; both are POSTs."""
+
+
+@pytest.mark.parametrize("kind", ["lost", "cut", "short", "500"])
+@pytest.mark.parametrize("request_of", [BEGIN, COMPLETE])
+def test_an_upload_whose_answer_is_lost_succeeds(place: Place, kind: str, request_of: str) -> None:
+    """The server then no longer knows the upload; the object itself says from which it comes."""
+    place.proxy.inject(replace(KINDS[kind], methods=("POST",), path=request_of))
+    save(place)
+    assert [request.method for request in place.proxy.requests if request.fault] == ["POST"]
+    load_and_compare(place.direct(2), 2)
+
+
+def test_an_upload_that_the_server_has_ended_is_an_error_although_there_is_an_older_object(
+    place: Place,
+) -> None:
+    store, size = open_store(place.faulty(1, timeout=30)), 6 << 20
+    old, new = (torch.full((size,), value, dtype=torch.uint8).numpy() for value in (1, 2))
+
+    def write(content: Buffer) -> None:
+        with closing(store.create_atomic("weights", size)) as file:
+            file.write_at(0, content)
+            file.commit()
+
+    write(old)
+    ended = HttpFault(FaultKind.ANSWER, status=404, methods=("POST",), path=COMPLETE)
+    place.proxy.inject(replace(ended, text="<Error><Code>NoSuchUpload</Code></Error>"))
+    with pytest.raises(StoreUnavailableError, match="the upload ended on the server") as raised:
+        write(new)
+    assert "another process" not in str(raised.value)
+    assert open_store(place.direct(1)).read("weights", limit=size) == old.tobytes()
+    write(new)
+    assert open_store(place.direct(1)).read("weights", limit=size) == new.tobytes()
+
+
+def test_a_listing_that_breaks_off_again_and_again_is_repeated_as_long_as_the_url_says(
+    place: Place,
+) -> None:
+    sw.save(place.direct(1), state_of(1))
+    url, now = parse_object_url(place.faulty(1)), [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    store = ObjectStore(url, Client(url, clock=lambda: now[0], sleep=sleep))
+    place.proxy.inject(HttpFault(FaultKind.CUT_BODY, count=5, path="list-type"))
+    assert "manifest.json" in store.list()
+    assert 1 < now[0] < 10
+    place.proxy.inject(HttpFault(FaultKind.CUT_BODY, count=None, path="list-type"))
+    with pytest.raises(StoreUnavailableError, match="cannot list"):
+        store.list()
+    assert now[0] > 10
+
+
+def test_a_bulk_delete_that_the_server_denies_is_not_repeated(place: Place) -> None:
+    """The answer to a bulk delete is a success, with an error for each key."""
+    sw.save(place.direct(1), state_of(1))
+    store = ObjectStore(place.faulty(1))
+
+    def answer(code: str) -> HttpFault:
+        key = f"{store.url.path}/manifest.json"
+        error = f"<Key>{key}</Key><Code>{code}</Code><Message>no</Message>"
+        text = f"<DeleteResult><Error>{error}</Error></DeleteResult>"
+        return HttpFault(FaultKind.ANSWER, status=200, text=text, methods=("POST",), path="delete")
+
+    place.proxy.inject(answer("AccessDenied"))
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        store.delete("manifest.json")
+    assert len([each for each in place.proxy.requests if each.method == "POST"]) == 1
+    place.proxy.inject(answer("SlowDown"))
+    store.delete("manifest.json")
+    assert "manifest.json" not in open_store(place.direct(1)).list()
 
 
 @pytest.mark.parametrize("kind", ["lost", "reset", "500"])

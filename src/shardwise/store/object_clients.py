@@ -6,14 +6,15 @@ import ipaddress
 import logging
 import os
 import threading
+import time
 import urllib.parse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.object_errors import translate_errors
 from shardwise.store.outages import WARNING_SECONDS, OutageWatch
@@ -47,9 +48,11 @@ RETRY_SECONDS = 180.0
 MOST_RETRIES = 1000  # never reached: the time is the limit
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 CREDENTIALS_LIFETIME = timedelta(minutes=10)
 DEFAULT_REGION = "us-east-1"
 
+T = TypeVar("T")
 log = logging.getLogger("shardwise")
 
 
@@ -59,10 +62,19 @@ class Client:
     Args:
         url: the URL of the bucket; its path is ignored.
         warning_seconds: how long a request may take before the server is probed.
+        clock: a monotonic clock, in seconds.
+        sleep: the function that waits between two attempts.
     """
 
-    def __init__(self, url: StoreUrl, warning_seconds: float = WARNING_SECONDS) -> None:
+    def __init__(
+        self,
+        url: StoreUrl,
+        warning_seconds: float = WARNING_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self.url = url
+        self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._opened: tuple[int, ObjectStore] | None = None
         self._boto3: tuple[int, Any] | None = None
@@ -91,18 +103,35 @@ class Client:
                 self._opened = pid, _open_client(self.url)
             return self._opened[1]
 
-    @contextmanager
-    def request(self, action: str, place: str) -> Iterator[None]:
-        """Translate the errors of the request that the block makes, and warn of an outage.
+    def request(self, action: str, place: str, send: Callable[[ObjectStore], T]) -> T:
+        """Send a request, and repeat it while the server does not answer.
+
+        obstore repeats most requests itself, but no bulk delete, and none whose answer breaks off.
 
         Args:
             action, place: as for `translate_errors`.
+            send: sends the request. It must be right to send the request again, although the first
+                one may have been executed.
 
         Raises:
             OSError: as for `translate_errors`.
         """
-        with translate_errors(action, place), self._watch.watch_request():
-            yield
+        with translate_errors(action, place):
+            store = self.open()
+        with self._watch.watch_request():
+            failure = StoreUnavailableError(f"{place}: cannot {action}")
+            for _ in self.attempts():
+                try:
+                    with translate_errors(action, place):
+                        return send(store)
+                except StoreUnavailableError as error:  # noqa: PERF203 - one request each
+                    failure = error
+            raise failure
+
+    def attempts(self) -> Iterator[None]:
+        """Yield once, and again after pauses, for as long as the URL says (`retry`)."""
+        deadline = Deadline(_retry_seconds(self.url), self._clock, self._sleep)
+        return deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE)
 
     def _probe(self) -> str:
         """Send a request that is not repeated; return the error if there is no answer, or ""."""
@@ -339,7 +368,7 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def longest_request(url: StoreUrl) -> float:
-    """Return how long a request can take with all its retries, in seconds."""
+    """Return how long a request of obstore can take with all its retries, in seconds."""
     return _retry_seconds(url) + _request_seconds(url)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from shardwise.errors import StoreError, StoreUnavailableError
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
+_CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")  # the second is for one key of a bulk delete
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
 _BUCKETS = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
 """The noun for messages, by the error code of the server."""
@@ -49,7 +49,9 @@ def translate_errors(action: str, place: str) -> Iterator[None]:
             raise _store_error(action, place, error) from error
         if "NoSuchUpload" in str(error):
             raise StoreUnavailableError(
-                f"{place}: cannot {action}: another process has aborted the upload; try again"
+                f"{place}: cannot {action}: the upload ended on the server before it was complete, "
+                "because an answer was lost, a rule of the bucket removed it, or somebody aborted "
+                "it; save again"
             ) from error
         raise FileNotFoundError(errno.ENOENT, "no such object", place) from error
     except Exception as error:
@@ -67,7 +69,8 @@ def _translate(action: str, place: str, error: Exception) -> OSError:
         return PermissionError(
             errno.EACCES, f"cannot {action}: the credentials have expired; renew them", place
         )
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or http_status(error) in _DENIED:
+    is_denied = http_status(error) in _DENIED or (code is not None and code[1] == "AccessDenied")
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or is_denied:
         return PermissionError(
             errno.EACCES,
             f"cannot {action}: the server denies access ({code[1] if code else name}); check the "

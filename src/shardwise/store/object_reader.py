@@ -1,15 +1,53 @@
-"""Read an object by requests for ranges."""
+"""Read an object: whole if it is small, otherwise by requests for ranges."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.object_clients import Client
 from shardwise.store.store import Buffer
 
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
 LONGEST_REQUEST = 64 << 20
 READ_ATTEMPTS = 3
+
+
+def read_object(client: Client, path: str, place: str, *, limit: int) -> bytes:
+    """Return the content of a small object.
+
+    Args:
+        client: the client of its bucket.
+        path: its key.
+        place: its URL, for messages.
+        limit: the largest size, in bytes.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        StoreError: the object is larger, or cannot be read.
+    """
+    import obstore
+
+    def get(store: ObjectStore) -> bytes:
+        result = obstore.get(store, path)
+        size = result.meta["size"]
+        if size > limit:
+            raise StoreError(
+                f"{place} has {size} bytes, but at most {limit} are expected: it is damaged, or "
+                "another program wrote it"
+            )
+        content = bytes(result.bytes())
+        if len(content) != size:
+            raise StoreUnavailableError(
+                f"{place}: the server sent {len(content)} of {size} bytes; try again"
+            )
+        return content
+
+    return client.request("read", place, get)
 
 
 class ObjectReader:
@@ -43,8 +81,11 @@ class ObjectReader:
         import obstore
 
         for _ in range(READ_ATTEMPTS):
-            with self._client.request(f"read bytes {low}:{high}", self._place):
-                data = obstore.get_range(self._client.open(), self._path, start=low, end=high)
+            data = self._client.request(
+                f"read bytes {low}:{high}",
+                self._place,
+                lambda store: obstore.get_range(store, self._path, start=low, end=high),
+            )
             found: Buffer = np.frombuffer(memoryview(data), np.uint8)
             if len(found) == high - low:
                 return found

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.errors import StoreError
 from shardwise.store import leases
 from shardwise.store.conditional_put import create_object, probe_conditional_put, read_if_exists
+from shardwise.store.multipart_put import put_parts
 from shardwise.store.names import check_name, check_name_to_write
 from shardwise.store.object_clients import (
     COMMON_OPTIONS,
@@ -22,7 +22,7 @@ from shardwise.store.object_clients import (
     longest_request,
 )
 from shardwise.store.object_errors import http_status
-from shardwise.store.object_reader import ObjectReader
+from shardwise.store.object_reader import ObjectReader, read_object
 from shardwise.store.store import (
     READING_GRACE,
     REMOTE_TRANSFER,
@@ -48,14 +48,11 @@ MOST_PARTS = 9000  # S3 allows 10,000
 UPLOAD_REQUESTS = 8
 NODE_UPLOAD_REQUESTS = 32
 SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
-PUBLISH_ATTEMPTS = 5
 HEAD_THREADS = 16
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
 IDLE_SECONDS = 3600.0
 """An unfinished upload that got no part for this time and a request with its retries is aborted."""
-
-log = logging.getLogger("shardwise")
 
 
 class ObjectStore:
@@ -140,8 +137,10 @@ class ObjectStore:
         """Return the objects below, by relative path."""
         start = len(self.url.path) + 1 if self.url.path else 0
         found: dict[str, FileStatus] = {}
-        with self._client.request("list", str(self)):
-            for page in _obstore().list(self._client.open(), self.url.path or None):
+
+        def collect(store: Any) -> None:
+            found.clear()
+            for page in _obstore().list(store, self.url.path or None):
                 for each in page:
                     name = each["path"][start:]
                     if name and not leases.is_lease(name.rpartition("/")[2]):
@@ -151,6 +150,8 @@ class ObjectStore:
                         f"{self}: there are more than the supported {limit} files below; open "
                         "the prefix of one checkpoint"
                     )
+
+        self._client.request("list", str(self), collect)
         if not found and self.is_file():
             return {self.name: _status_of(self._head(""))}
         return dict(sorted(found.items()))
@@ -181,11 +182,8 @@ class ObjectStore:
 
         def put(chunks: Iterator[memoryview]) -> None:
             abort_uploads_of(self._client, path)  # those of a process that was killed
-            reserved = self._share.reserve(self._requests)
-            with reserved as requests, self._client.request("write", place):
-                _obstore().put(
-                    self._client.open(), path, chunks, chunk_size=part, max_concurrency=requests
-                )
+            with self._share.reserve(self._requests) as requests:
+                put_parts(self._client, path, place, chunks, part=part, requests=requests)
 
         window = max(2 * part, SMALLEST_WINDOW)
         return MultipartUpload(
@@ -206,9 +204,8 @@ class ObjectStore:
         path, place = self._path_to_write(key), self._place(key)
         self._refuse_read_only(key)
         if not replace and not self.url.is_set("single_writer"):
-            sleep = self._times.sleep
-            probe_conditional_put(self._client, self.url.path, self._place(), sleep)
-            create_object(self._client, path, data, place, sleep)
+            probe_conditional_put(self._client, self.url.path, self._place())
+            create_object(self._client, path, data, place)
             return
         if not replace and read_if_exists(self._client, path, place, limit=0) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place)
@@ -216,21 +213,7 @@ class ObjectStore:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
-        path, place = self._path_to_read(key), self._place(key)
-        with self._client.request("read", place):
-            result = _obstore().get(self._client.open(), path)
-            size = result.meta["size"]
-            if size > limit:
-                raise StoreError(
-                    f"{place} has {size} bytes, but at most {limit} are expected: it is damaged, "
-                    "or another program wrote it"
-                )
-            content = bytes(result.bytes())
-        if len(content) != size:
-            raise StoreUnavailableError(
-                f"{place}: the server sent {len(content)} of {size} bytes; try again"
-            )
-        return content
+        return read_object(self._client, self._path_to_read(key), self._place(key), limit=limit)
 
     def list(self) -> list[str]:
         """Return the names of all objects and prefixes one level below, sorted, without leases.
@@ -249,8 +232,10 @@ class ObjectStore:
         """Delete an object, if it exists."""
         path = self._path_to_write(key)
         self._refuse_read_only(key)
-        with suppress(FileNotFoundError), self._client.request("delete", self._place(key)):
-            _obstore().delete(self._client.open(), path)
+        with suppress(FileNotFoundError):
+            self._client.request(
+                "delete", self._place(key), lambda store: _obstore().delete(store, path)
+            )
 
     def remove(self) -> None:
         """Delete the expired leases of this prefix. An empty prefix does not exist anyway."""
@@ -298,24 +283,28 @@ class ObjectStore:
 
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
-        with self._client.request("read", self._place(path)):
-            found: ObjectMeta = _obstore().head(
-                self._client.open(), f"{self.url.path}/{path}".strip("/")
-            )
+        key = f"{self.url.path}/{path}".strip("/")
+        found: ObjectMeta = self._client.request(
+            "read", self._place(path), lambda store: _obstore().head(store, key)
+        )
         return found
 
     def _list(self) -> tuple[set[str], Mapping[str, ObjectMeta]]:
         """Return the names of the prefixes one level below, and the objects by name."""
-        with self._client.request("list", str(self)):
-            found = _obstore().list_with_delimiter(self._client.open(), self.url.path or None)
+        found = self._client.request(
+            "list",
+            str(self),
+            lambda store: _obstore().list_with_delimiter(store, self.url.path or None),
+        )
         start = len(self.url.path) + 1 if self.url.path else 0
         objects: dict[str, ObjectMeta] = {each["path"][start:]: each for each in found["objects"]}
         prefixes: set[str] = {each.rstrip("/")[start:] for each in found["common_prefixes"]}
         return prefixes - {""}, {name: each for name, each in objects.items() if name}
 
     def _put(self, path: str, place: str, data: bytes | memoryview) -> None:
-        with self._client.request("write", place):
-            _obstore().put(self._client.open(), path, data, use_multipart=False)
+        self._client.request(
+            "write", place, lambda store: _obstore().put(store, path, data, use_multipart=False)
+        )
 
     @property
     def _is_web(self) -> bool:

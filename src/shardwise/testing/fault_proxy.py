@@ -50,6 +50,7 @@ class HttpFault:
         path: a regular expression. A request matches if its path and query contain a match.
         status: the status of `ANSWER`.
         retry_after: the seconds in the `Retry-After` header of `ANSWER`; None for no such header.
+        text: the body of `ANSWER`.
         bytes_per_second: the rate of `SLOW_BODY`.
     """
 
@@ -60,6 +61,7 @@ class HttpFault:
     path: str = ""
     status: int = 500
     retry_after: int | None = None
+    text: str = "injected by a test\n"
     bytes_per_second: float = 1000
 
     def matches(self, method: str, path: str) -> bool:
@@ -231,7 +233,7 @@ class FaultProxy:
             async for _ in self._body(request, record):
                 pass
             headers = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
-            return web.Response(status=fault.status, headers=headers, text="injected by a test\n")
+            return web.Response(status=fault.status, headers=headers, text=fault.text)
         try:
             return await self._forward(request, record)
         except aiohttp.ClientConnectorError as error:  # the server is down
