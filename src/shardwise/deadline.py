@@ -30,6 +30,10 @@ class Deadline:
         """Return the seconds until the deadline, 0.0 if it has passed."""
         return max(0.0, self._end - self._clock())
 
+    def extend(self, seconds: float) -> None:
+        """Move the deadline to a later time."""
+        self._end += seconds
+
     def has_passed(self) -> bool:
         """Return whether the deadline has passed."""
         return self._clock() > self._end

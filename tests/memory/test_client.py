@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.options import Tls
@@ -363,3 +364,104 @@ def test_files_that_do_not_belong_together_are_told(tmp_path: Path) -> None:
         tls = Tls(certificate=one.certificate, key=key, ca=one.ca)
         with pytest.raises(StoreError, match=r"Tls\(certificate=.*one\.pem"):
             tls.for_server()
+
+
+@contextmanager
+def dripping(beginning: bytes, *, period: float = 0.02) -> Iterator[AgentInfo]:
+    """A node that begins its answers, and then sends a byte in each period, without end."""
+    listener, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def drip(line: socket.socket) -> None:
+        with line, suppress(OSError):
+            line.recv(1 << 16)
+            line.sendall(beginning)
+            while not ended.wait(period):
+                line.sendall(b" ")
+
+    def live() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=live, daemon=True).start()
+    try:
+        yield running_agent(listener.getsockname()[1])
+    finally:
+        ended.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("beginning", "said"),
+    [
+        (b"HTTP/1.1 2", "no answer in 0.5 s"),
+        (b"HTTP/1.1 200 OK\r\nA: ", "no answer in 0.5 s"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 60000000\r\n\r\n", "no complete answer in 0.5 s"),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 60000000\r\n\r\n", "no complete answer in 0.5 s"),
+    ],
+)
+def test_a_node_that_sends_one_byte_at_a_time_has_one_limit(beginning: bytes, said: str) -> None:
+    """Each byte comes long before the timeout of a read."""
+    with dripping(beginning) as info, calling(info, read_timeout=0.5) as one:
+        start = time.monotonic()
+        with pytest.raises(StoreError, match=f"node-b.*{said}"):
+            one.list(RUN)
+        assert 0.4 < time.monotonic() - start < 10
+
+
+def test_a_range_that_comes_one_byte_at_a_time_has_one_limit() -> None:
+    answer = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-9999/9\r\nContent-Length: 10000\r\n\r\n"
+    out = np.zeros(10_000, np.uint8)
+    with (
+        dripping(answer) as info,
+        calling(info, read_timeout=0.5) as one,
+        pytest.raises(StoreError, match=r"node-b.*no complete answer in 0\.5 s"),
+    ):
+        one.read_range_into(RUN, 10, DATA, 0, out)
+    assert 0 < np.count_nonzero(out) < 1000
+
+
+def test_what_comes_fast_enough_takes_longer_than_the_limit() -> None:
+    """Each MiB adds a second."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 3000020\r\n\r\n" + bytes(3_000_000)
+    with dripping(head, period=0.05) as info, calling(info, read_timeout=0.3) as one:
+        assert one.read(RUN, 10, DATA, limit=4_000_000) == bytes(3_000_000) + b" " * 20
+
+
+def test_a_node_that_takes_one_byte_at_a_time_has_one_limit(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).issue("node")
+    for server in (None, tls.for_server()):
+        ended = threading.Event()
+
+        def take(listener: socket.socket, context: Any, ended: threading.Event) -> None:
+            line: socket.socket = listener.accept()[0]
+            with suppress(OSError):
+                line = line if context is None else context.wrap_socket(line, server_side=True)
+                while not ended.wait(0.02):
+                    line.recv(1)
+            line.close()
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            taker = threading.Thread(target=take, args=(listener, server, ended))
+            taker.start()
+            scheme = "http" if server is None else "https"
+            info = running_agent(listener.getsockname()[1], scheme=scheme)
+            client_tls = None if server is None else tls.for_client()
+            with calling(info, read_timeout=0.5, tls=client_tls) as one:
+                start = time.monotonic()
+                with pytest.raises(StoreError, match=r"node-b.*no answer in 0\.5 s"):
+                    one.put(RUN, 10, "commit-0123456789abcdef.json", bytes(100 << 20))
+                assert time.monotonic() - start < 20
+            ended.set()
+            taker.join()
+
+
+def test_all_requests_of_a_client_can_have_one_limit(shared: Served) -> None:
+    now = [0.0]
+    deadline = Deadline(1.0, clock=lambda: now[0])
+    with calling(running_agent(shared.port), deadline=deadline) as one:
+        assert one.health().runs == 1
+        now[0] = 2.0
+        with pytest.raises(StoreError, match=r"node-b.*no answer in 0 s"):
+            one.health()

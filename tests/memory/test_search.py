@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from shardwise.deadline import Deadline
+from shardwise.errors import StoreError
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
@@ -24,6 +26,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
     make_reader,
 )
+from tests.memory.test_client import dripping
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import RUN, TOKEN, serve
 
@@ -62,6 +65,24 @@ def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> N
         at_once = time.monotonic() - start
         assert ask_all_nodes(held, infos, RUN, None) == (held, infos)
     assert at_once < CONNECT_TIMEOUT <= time.monotonic() - start - at_once < 10.0
+
+
+def test_a_node_that_sends_one_byte_at_a_time_is_left_out_at_the_end_of_the_search(
+    tmp_path: Path,
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 60000000\r\n\r\n"
+    with dripping(head) as slow, serve(tmp_path / "c") as served:
+        quick = AgentInfo("c", f"http://127.0.0.1:{served.port}", TOKEN)
+        held = [NodeFiles("a", {}, [replace(slow, node="b"), quick])]
+        infos = {"a": AgentInfo("a", "", "")}
+        start = time.monotonic()
+        found, _ = ask_all_nodes(held, infos, RUN, None, deadline=Deadline(1.0))
+        assert [each.node for each in found] == ["a", "c"]
+        read = make_reader({"b": slow}, Home(tmp_path).run(RUN), "a", None, Deadline(1.0))
+        for _ in range(3):  # it is asked once
+            with pytest.raises(StoreError, match="no complete answer"):
+                read("b", 3, MANIFEST)
+        assert 1.8 < time.monotonic() - start < 10.0
 
 
 def committed(home: Home, step: int, epoch: int) -> NodeFiles:

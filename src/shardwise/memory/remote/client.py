@@ -18,11 +18,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.remote.timed_request import send_request
 from shardwise.store.store import Buffer
 
 LONGEST_WAIT, CONNECT_RETRY_PERIOD, ABORT_PERIOD = 60.0, 0.2, 0.05  # seconds
@@ -63,13 +65,15 @@ class ListedStep(msgspec.Struct, frozen=True):
 class AgentClient:
     """A client of one agent. Threads may share it: concurrent requests use separate connections.
 
-    Every method raises `StoreError` if the agent is unreachable, sends nothing, or refuses.
+    Every method raises `StoreError` if the agent is unreachable, sends too little, or refuses.
 
     Args:
         info: the agent's URL and token.
         connect_timeout: seconds until a node that does not accept a connection counts as lost.
-        read_timeout: seconds until a node that sends nothing counts as lost.
+        read_timeout: seconds until a request fails if it has not ended. This limit is a second
+            longer for each MiB that is sent or received.
         tls: the TLS context for an https URL. An http URL is then refused.
+        deadline: when all requests end; None if only each by itself has a limit.
 
     Raises:
         StoreError: the URL or the token of `info` is invalid.
@@ -82,6 +86,7 @@ class AgentClient:
         connect_timeout: float = 5.0,
         read_timeout: float = 30.0,
         tls: ssl.SSLContext | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self._description = f"node {info.node} ({info.url})"
         self._host, self._port, self._uses_tls = _parse_url(info)
@@ -91,6 +96,7 @@ class AgentClient:
         self._headers = {"Authorization": f"Bearer {info.token}"}
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
+        self._deadline = deadline or Deadline(None)
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
@@ -216,26 +222,28 @@ class AgentClient:
         request = f"{self}: {method} {path}"
         connection: HTTPConnection | None = None
         response: HTTPResponse | None = None
+        limit = min(self._connect_timeout, self._deadline.seconds_left())
         try:
             all_headers = {**self._headers, **(headers or {})}
-            timeout = self._read_timeout + wait
             connection, is_new = self._take_connection()
+            limit = min(self._read_timeout + wait, self._deadline.seconds_left())
+            deadline = Deadline(limit)
             try:
-                response = _send(connection, method, path, all_headers, body, timeout)
+                response = send_request(connection, method, path, all_headers, body, deadline)
             except _CLOSED_BY_AGENT:
                 if is_new:
                     raise
                 self._give_back(connection, None)  # the agent closed the idle connection
                 connection = self._connect()
-                response = _send(connection, method, path, all_headers, body, timeout)
+                response = send_request(connection, method, path, all_headers, body, deadline)
             if response.status not in (200, 204, 206):
                 raise _make_error(request, response)
             return read_response(response)
         except (StoreError, FileNotFoundError):
             raise
         except TimeoutError as error:
-            limit = self._connect_timeout if connection is None else self._read_timeout + wait
-            raise StoreError(f"{request}: no answer in {limit:g} s: lost or overloaded") from error
+            what = "no answer" if response is None else "no complete answer"
+            raise StoreError(f"{request}: {what} in {limit:.3g} s: lost or overloaded") from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
@@ -257,9 +265,10 @@ class AgentClient:
             raise StoreError(f"{self}: the agent {tls}; nothing was sent to it")
         connection = HTTPConnection(self._host, self._port)
         connection.auto_open = 0  # a reconnect by http.client would be unencrypted
-        sock = _dial(self._host, self._port, self._connect_timeout, lambda: self._aborted)
+        timeout = min(self._connect_timeout, self._deadline.seconds_left())
+        sock = _dial(self._host, self._port, timeout, lambda: self._aborted)
         try:
-            sock.settimeout(self._connect_timeout)
+            sock.settimeout(timeout)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(
@@ -346,24 +355,6 @@ def _dial(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) 
     if is_aborted():
         raise ConnectionAbortedError("the request was aborted")
     raise TimeoutError(f"no connection within {timeout:g} s")
-
-
-def _send(
-    connection: HTTPConnection,
-    method: str,
-    path: str,
-    headers: Mapping[str, str],
-    body: bytes | None,
-    timeout: float,
-) -> HTTPResponse:
-    """Send a request, and return the response, whose body is not read yet."""
-    try:
-        connection.sock.settimeout(timeout)
-        connection.request(method, path, body, headers)
-        return connection.getresponse()
-    except BaseException:
-        connection.close()
-        raise
 
 
 def _make_error(request: str, response: HTTPResponse) -> OSError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
@@ -29,6 +30,7 @@ from shardwise.memory.remote.client import AgentClient
 CONNECT_TIMEOUT = 0.5
 RECONNECT_TIMEOUT = 5.0  # for a node that has answered before
 READ_TIMEOUT = 10.0
+SEARCH_TIMEOUT = 60.0  # for all requests of a search together
 MOST_REQUESTS = 64
 MOST_FILES_SHOWN = 3
 
@@ -84,9 +86,10 @@ def _file_sizes(place: SnapshotDirectory) -> dict[str, int]:
 
 def ask_nodes(infos: Iterable[AgentInfo], run: str, tls: Tls | None) -> list[NodeFiles]:
     """Return the files of a run on each node whose agent answers."""
+    deadline = Deadline(SEARCH_TIMEOUT)
 
     def ask(info: AgentInfo) -> NodeFiles | None:
-        with suppress(OSError), closing(_make_client(info, tls)) as client:
+        with suppress(OSError), closing(_make_client(info, tls, deadline)) as client:
             return _list_files(client, info, run)
         return None
 
@@ -100,6 +103,7 @@ def ask_all_nodes(
     run: str,
     tls: Tls | None,
     is_enough: IsEnough = lambda nodes, infos: False,
+    deadline: Deadline | None = None,
 ) -> tuple[list[NodeFiles], dict[str, AgentInfo]]:
     """Ask nodes for their files, then the nodes that these nodes know, and so on.
 
@@ -112,10 +116,12 @@ def ask_all_nodes(
         run: the id of the run.
         tls: certificates for the connections; None if they are unencrypted.
         is_enough: returns whether the answers so far suffice. If so, the others are not awaited.
+        deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
 
     Returns:
         The files of all nodes that answered, and `infos` with their agents added.
     """
+    deadline = deadline or Deadline(SEARCH_TIMEOUT)
     answered, agents = list(nodes), dict(infos)
     names = {each.node for each in nodes}
     asked: set[tuple[str, str]] = set()
@@ -130,7 +136,7 @@ def ask_all_nodes(
                 if info.node not in names and (info.node, info.url) not in asked:
                     asked.add((info.node, info.url))
                     with suppress(StoreError):  # the URL or the token is invalid
-                        client = _make_client(info, tls)
+                        client = _make_client(info, tls, deadline)
                         abort_unanswered.callback(client.abort)
                         pending[pool.submit(_list_files, client, info, run)] = info
             if not pending or is_enough(answered, agents):
@@ -148,15 +154,36 @@ def ask_all_nodes(
 
 
 def make_reader(
-    infos: Mapping[str, AgentInfo], run: Run, here: str, tls: Tls | None
+    infos: Mapping[str, AgentInfo],
+    run: Run,
+    here: str,
+    tls: Tls | None,
+    deadline: Deadline | None = None,
+    failures: dict[str, StoreError] | None = None,
 ) -> ReadSmallFile:
-    """Return a function that reads small files of any of these nodes, and of this one (`here`)."""
+    """Return a function that reads small files of any of these nodes, and of this one (`here`).
+
+    Args:
+        deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
+        failures: for each node that did not answer in time, the error. Such a node is not asked
+            again. New failures are added.
+    """
+    deadline = deadline or Deadline(SEARCH_TIMEOUT)
+    failures = {} if failures is None else failures
 
     def read(node: str, step: int, name: str) -> bytes:
         if node == here:
             return SnapshotDirectory(run, step).read_file(name)
-        with closing(_make_client(infos[node], tls, RECONNECT_TIMEOUT)) as client:
-            return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
+        if node in failures:
+            raise failures[node]
+        client = _make_client(infos[node], tls, deadline, RECONNECT_TIMEOUT)
+        try:
+            with closing(client):
+                return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
+        except StoreError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                failures[node] = error
+            raise
 
     return read
 
@@ -349,12 +376,15 @@ def _nodes_of_newest(
     client: AgentClient, run: str, steps: Mapping[int, Mapping[str, int]]
 ) -> list[AgentInfo]:
     """Return the nodes of the newest snapshot whose pending manifest a node can provide."""
+    deadline = Deadline(READ_TIMEOUT)
     for step in sorted(steps, reverse=True):
         own = map(records.pending_record, records.requested_saves("pending", steps[step]))
         copies = map(
             records.pending_copy_record, records.requested_saves("pending-copy", steps[step])
         )
         for name in (*own, *copies):
+            if deadline.has_passed():  # the node answers too slowly
+                return []
             with suppress(OSError):
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)
                 return decode_record(data, PendingManifest, name).nodes
@@ -362,9 +392,12 @@ def _nodes_of_newest(
 
 
 def _make_client(
-    info: AgentInfo, tls: Tls | None, connect_timeout: float = CONNECT_TIMEOUT
+    info: AgentInfo, tls: Tls | None, deadline: Deadline, connect_timeout: float = CONNECT_TIMEOUT
 ) -> AgentClient:
-    context = None if tls is None else tls.for_client()
     return AgentClient(
-        info, connect_timeout=connect_timeout, read_timeout=READ_TIMEOUT, tls=context
+        info,
+        connect_timeout=connect_timeout,
+        read_timeout=READ_TIMEOUT,
+        tls=None if tls is None else tls.for_client(),
+        deadline=deadline,
     )

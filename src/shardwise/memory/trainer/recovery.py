@@ -23,6 +23,7 @@ from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import RegisteredNodes
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import (
+    SEARCH_TIMEOUT,
     NodeFiles,
     Search,
     ask_all_nodes,
@@ -108,15 +109,17 @@ def _find_assembly(
         nodes = [msgspec.msgpack.decode(each, type=NodeFiles) for each in encoded if each]
         registered = snapshots.registry.read({info.node for info in membership.nodes})
         infos = {info.node: info for info in (*registered.infos, *membership.nodes)}
+        deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
 
         def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
-            read = make_reader(infos, run, here, snapshots.tls)
+            read = make_reader(infos, run, here, snapshots.tls, deadline, failures)
             return Search(nodes, infos, read, membership.lineage)
 
         def is_enough(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> bool:
             return not damaged and make_search(nodes, infos).is_complete(step)
 
-        search = make_search(*ask_all_nodes(nodes, infos, run.name, snapshots.tls, is_enough))
+        answers = ask_all_nodes(nodes, infos, run.name, snapshots.tls, is_enough, deadline)
+        search = make_search(*answers)
         start = time.perf_counter()
         nodes_read = () if damaged is None else damaged.nodes
         assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
