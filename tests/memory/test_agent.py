@@ -112,7 +112,7 @@ def test_the_same_failure_of_many_snapshots_has_one_traceback(
         each.path.mkdir(exist_ok=True)
         retries.record_failure(Commit(each, SAVE), ValueError("no"))
     assert logged.text.count("Traceback") == 0  # it was never raised
-    assert len(logged.records) == 7
+    assert len(logged.records) == 7, logged.text
     retries.forget_all_except([Commit(place, SAVE)])
     assert len(retries._actions) == 1
 
@@ -159,8 +159,8 @@ def test_a_run_that_cannot_be_observed_keeps_no_other_waiting(
     tmp_path: Path, place: SnapshotDirectory, logged: pytest.LogCaptureFixture, hit: str
 ) -> None:
     run = Home(tmp_path).run(hit)
-    (run.path / "trainers").mkdir(parents=True)
-    (run.path / "trainers" / "0000?").touch()  # no rank
+    shutil.copytree(place.path, run.step_path(3))
+    (run.step_path(3) / f"of-no-rank-{SAVE}.copying").touch()
     trial = Trial(place)
     for _ in range(100):
         trial.round()
@@ -168,7 +168,7 @@ def test_a_run_that_cannot_be_observed_keeps_no_other_waiting(
     assert trial.times > 3
     assert logged.text.count("Traceback") == 1
     assert f"observe: {run.path}: ValueError" in logged.text
-    assert len(logged.records) == 7
+    assert len(logged.records) == 7, logged.text
 
 
 def test_a_run_whose_action_takes_long_keeps_no_other_waiting(
