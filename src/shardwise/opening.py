@@ -207,8 +207,8 @@ def refuse_as_destination(store: Store) -> None:
     names = _names_at(store)
     if formats := _formats_at(store, names):
         raise CheckpointExistsError(
-            f"{store} has a checkpoint of {formats}, which a save never replaces: save into "
-            "another directory"
+            f"Checkpoint already exists: {store} has a checkpoint of {formats}, which a save never "
+            "replaces: save into another directory"
         )
     if names is None:
         refuse_file(store)

@@ -130,7 +130,7 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
             sw.save(tmp_path / "other", {"t": 2}, step=1)
             for path in (tmp_path / "other").iterdir():
                 shutil.copy(path, step)
-            with pytest.raises(sw.CheckpointExistsError, match="already contains a checkpoint"):
+            with pytest.raises(sw.CheckpointExistsError, match="Checkpoint already exists"):
                 publication.publish(manifest)
         else:
             (step / MANIFEST).write_bytes(manifest)

@@ -305,8 +305,7 @@ def refuse_if_full(store: Store, nbytes: int) -> None:
 
 def _exists_error(store: Store) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{store}: a committed checkpoint already exists; "
-        "pass overwrite=True to replace it, or save elsewhere"
+        f"Checkpoint already exists: {store}: pass overwrite=True to replace it, or save elsewhere"
     )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from shardwise.engine.group import TIMEOUT
 from shardwise.errors import StateError
+from shardwise.integrations.dcp.errors import as_checkpoint_error, with_checkpoint_errors
 from shardwise.integrations.dcp.reader import StorageReader
 from shardwise.integrations.dcp.writer import StorageWriter
 
@@ -54,17 +55,19 @@ def save(
 
     Raises:
         StateError: an option has no meaning here.
-        CheckpointException: the save failed on some ranks. All ranks raise it, and its `failures`
+        CheckpointError: the save failed on some ranks. All ranks raise it, and its `failures`
             has the errors of shardwise. Nothing is published.
     """
-    metadata: Metadata = state_dict_saver.save(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=_writer(checkpoint_id, storage_writer, use_collectives=use_collectives),
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    writer = _writer(checkpoint_id, storage_writer, use_collectives=use_collectives)
+    with as_checkpoint_error("the save"):
+        metadata: Metadata = state_dict_saver.save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
     return metadata
 
 
@@ -98,7 +101,8 @@ def async_save(
         async_stager: copies the state. By default, all tensors are copied to host memory.
 
     Returns:
-        A future of the save; or an `AsyncSaveResponse`, if `async_stager` returns a future.
+        A future of the save; or an `AsyncSaveResponse`, if `async_stager` returns a future. If the
+        save fails, the future raises what `save` raises.
 
     Raises:
         StateError: an option has no meaning here.
@@ -119,10 +123,13 @@ def async_save(
         async_stager=HostCopyStager() if async_stager is None else async_stager,
         no_dist=no_dist,
     )
+    upload = response if isinstance(response, Future) else response.upload_completion
     if own_group is not None:
-        done = response if isinstance(response, Future) else response.upload_completion
-        done.add_done_callback(lambda _: _destroy(own_group))
-    return response
+        upload.add_done_callback(lambda _: _destroy(own_group))
+    upload = with_checkpoint_errors("the save", upload)
+    if isinstance(response, Future):
+        return upload
+    return AsyncSaveResponse(response.staging_completion, upload)
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
@@ -210,7 +217,7 @@ def load(
 
     Raises:
         StateError: an option has no meaning here.
-        CheckpointException: the load failed on some ranks. All ranks raise it, and its `failures`
+        CheckpointError: the load failed on some ranks. All ranks raise it, and its `failures`
             has the errors of shardwise.
     """
     if storage_reader is None:
@@ -220,14 +227,15 @@ def load(
             f"storage_reader={storage_reader!r}: it reads another format: pass it to "
             "torch.distributed.checkpoint.load, or pass only checkpoint_id="
         )
-    state_dict_loader.load(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    with as_checkpoint_error("the load"):
+        state_dict_loader.load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
 
 
 def _writer(

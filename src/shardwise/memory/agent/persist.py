@@ -205,7 +205,7 @@ def _published_save_id(store: Store) -> str | None:
 
 def _checkpoint_exists(store: Store) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{store} already contains a checkpoint: save with overwrite=True to replace it"
+        f"Checkpoint already exists: {store}: save with overwrite=True to replace it"
     )
 
 
