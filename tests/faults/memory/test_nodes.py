@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import signal
 import time
 from contextlib import suppress
@@ -14,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.files import read_record
 from shardwise.memory.home import Run
 from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
@@ -138,7 +139,9 @@ def test_a_second_loss_during_the_rebuild(
     cluster = Cluster(root=root, shm=shm, nodes=4, every=2, options=protection)
     gang.run(go_on, cluster, 3, world=4)
     (home,) = (shm / "node2").glob("shardwise-*")
-    name = json.loads((home / "agent.json").read_bytes())["node"]
+    info = read_record(home / "agent.json", AgentInfo)
+    assert info is not None
+    name = info.node
     lose(shm / "node3")
     left = replace(cluster, node_of=(0, 1))
     went = gang.run(go_on_while_losing, left, name, 2, 4, world=2)

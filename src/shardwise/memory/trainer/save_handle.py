@@ -18,6 +18,7 @@ from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import ReplicaDifference, StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
+from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.tiers.watch import MirrorWatch
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
@@ -42,6 +43,7 @@ class PendingSave:
         deletes_older: whether this rank waits until older checkpoints are deleted from storage,
             which happens after the last stage. True only on rank 0.
         copying: the copy of this rank's part.
+        watch: notices that other nodes are lost.
     """
 
     agents: SaveAgents
@@ -51,6 +53,7 @@ class PendingSave:
     logs_failures: bool
     deletes_older: bool = False
     copying: CopyProgress | None = None
+    watch: NodeWatch | None = None
     _outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     @property
@@ -155,16 +158,20 @@ class PendingSave:
             StoreError: the stage failed; a newer snapshot replaced this one; the agent of this
                 node or of the leader is gone or does not answer; or the leader's agent never
                 received the save.
+            LostRankError: a node was lost before the save was committed.
             TimeoutError: `timeout` seconds have passed.
         """
         watch = AgentWatch(self.agents, self.place, self.save_id)
         deadline = Deadline(timeout)
         notice = _RetryNotice(self, stage)
+        check_nodes = None if self.watch is None else self.watch.begin_wait()
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             done = self.outcome(stage)
             if done is not None:
                 return done
-            self.outcome("commit")  # raises if the commit failed: then no later stage ends
+            # This raises if the commit failed: then no later stage ends.
+            if self.outcome("commit") is None and check_nodes is not None:
+                check_nodes()
             if self._is_replaced() and self.outcome(stage) is None:
                 raise StoreError(
                     f"{self._describe_failure(stage)}: a newer snapshot replaced this one; use the "

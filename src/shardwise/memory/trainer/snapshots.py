@@ -29,6 +29,7 @@ from shardwise.memory.registry import NodeRegistry, Registration, record_known_n
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
+from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.memory.trainer.pending_saves import PendingSaves
 from shardwise.memory.trainer.rings import Rings
 from shardwise.memory.trainer.save_handle import PendingSave, SaveHandle
@@ -62,8 +63,7 @@ class Snapshots:
         self._options = options = choose_interface(options, group)
         self._group = group
         self._comparison = comparison
-        self._pending = PendingSaves()
-        self.skipped = 0
+        self._pending, self.skipped = PendingSaves(), 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         self.registry = NodeRegistry(root, self.run.name)
@@ -83,6 +83,7 @@ class Snapshots:
             self.home.wake,
             nodes=len(set(self.membership.node_of)),
             ranks_here=self.membership.node_of.count(self.node),
+            watch=NodeWatch(self.membership, group),
         )
         self._supervisor = AgentSupervisor(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
@@ -156,9 +157,8 @@ class Snapshots:
             self._pending.note_differences(self._comparison)
             if policy.durable:
                 refuse_existing(save, self._steps_to_look_for)
-            decoded = [
-                msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in requests
-            ]
+            message_type = tuple[bool, AgentInfo]
+            decoded = [msgspec.msgpack.decode(each, type=message_type) for each in requests]
             self.membership.nodes = list({info.node: info for _, info in decoded}.values())
             if self._options.when_full == "skip" and not all(has_slot for has_slot, _ in decoded):
                 return ""
@@ -233,8 +233,7 @@ class Snapshots:
             return b""
 
         def record(_: list[bytes]) -> bytes:
-            lineage = resume_from(self._root, self.membership.lineage.run, step)
-            return msgspec.msgpack.encode(lineage)
+            return msgspec.msgpack.encode(resume_from(self._root, self.run.name, step))
 
         reply = exchange(self._group, "discarding newer snapshots", discard, record)
         self.membership.lineage = msgspec.msgpack.decode(reply, type=Lineage)
@@ -394,6 +393,7 @@ class Snapshots:
             logs_failures=is_first,
             deletes_older=is_first and policy.durable and policy.removes_old,
             copying=copying,
+            watch=self._staging.watch,
         )
         self._pending.add(pending)
         report = SaveReport(

@@ -24,6 +24,7 @@ from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
 from shardwise.memory.trainer.device import Accelerator, CopySource, CopyStreams, TorchAccelerator
+from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
 from shardwise.memory.trainer.slots import SampleBuffer, Slot, Slots
 from shardwise.store.store import Buffer
@@ -90,6 +91,7 @@ class Staging:
         accelerator: provides streams of devices; None for torch's accelerator.
         nodes: the number of nodes of the run.
         ranks_here: the number of ranks of the run on this node.
+        watch: notices that other nodes are lost; None if there are none.
     """
 
     def __init__(
@@ -103,12 +105,14 @@ class Staging:
         *,
         nodes: int = 1,
         ranks_here: int = 1,
+        watch: NodeWatch | None = None,
     ) -> None:
         self._home = home
         self._run = run
         self._record_cache = RecordCache()
         self._nodes = nodes
         self._ranks_here = ranks_here
+        self.watch = watch
         self._options = options
         self._commit_timeout = 2 * options.wait + 1  # then a commit counts as failed
         self._wake = wake
@@ -234,6 +238,8 @@ class Staging:
             self._copying.hurry()
         self._background_thread.shutdown()
         self._pool.shutdown()
+        if self.watch is not None:
+            self.watch.close()
         self._own_slots.close()
         self._ring_slots.close()
         self._sample_buffer.close()
@@ -369,10 +375,13 @@ class Staging:
         self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
     ) -> Slot:
         deadline = Deadline(self._options.wait)
+        check_nodes = None if self.watch is None else self.watch.begin_wait()
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
             if slot is not None:
                 return slot
+            if check_nodes is not None:
+                check_nodes()
             free_uncommittable(self._run, self._commit_timeout, self._record_cache)
             self._wake()
         raise _NoSlotError(

@@ -1,0 +1,175 @@
+"""Notices that another node of the run is lost, while this rank waits for agents.
+
+The first rank of each node listens on a port. The system accepts connections there as long as the
+process lives, even if it is suspended. This rank also restarts the agent of its node. So a node is
+lost if neither its first rank nor its agent accepts a connection.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from errno import EINPROGRESS
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shardwise.deadline import Deadline
+from shardwise.engine.connections import Address, listen
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.errors import LostRankError
+from shardwise.memory.identity import served_address
+from shardwise.memory.trainer.agents import Membership
+
+CHECK_PERIOD, CONNECT_TIMEOUT = 0.3, 0.8  # seconds
+CONNECTIONS_AT_ONCE = 128
+
+
+class NodeWatch:
+    """Checks the other nodes of a run. All ranks create it together.
+
+    Args:
+        membership: the nodes of the run.
+        group: the ranks of the run.
+    """
+
+    def __init__(self, membership: Membership, group: Group) -> None:
+        self._membership = membership
+        self._cleanup = ExitStack()
+        self._first_ranks: dict[str, Address] = {}
+        own_node = membership.node_of[group.rank]
+        if len(set(membership.node_of)) == 1:
+            return
+        is_first = membership.node_of.index(own_node) == group.rank
+
+        def begin_to_listen() -> bytes:
+            return msgspec.msgpack.encode(self._listen(own_node) if is_first else None)
+
+        def combine(addresses: list[bytes]) -> bytes:
+            decoded = [msgspec.msgpack.decode(each, type=Address | None) for each in addresses]
+            named = zip(membership.node_of, decoded, strict=True)
+            return msgspec.msgpack.encode({node: each for node, each in named if each is not None})
+
+        reply = exchange(group, "watching nodes", begin_to_listen, combine)
+        known = msgspec.msgpack.decode(reply, type=dict[str, Address])
+        others = {node: address for node, address in known.items() if node != own_node}
+        # A node that cannot be reached now, for example through a firewall, cannot be watched.
+        unreachable = _why_unreachable(others)
+        self._first_ranks = {n: address for n, address in others.items() if n not in unreachable}
+
+    def _listen(self, own_node: str) -> Address | None:
+        """Accept connections from now on, where the agent of this node does; return the address.
+
+        Return None if the agent's address is not of this host, but of another container.
+        """
+        infos = self._membership.nodes
+        host = next(served_address(info) for info in infos if info.node == own_node)
+        try:
+            listener = listen(host, self._cleanup)
+        except OSError:
+            return None
+        self._cleanup.callback(_stop, listener)
+        weakref.finalize(self, self._cleanup.close)
+        # In a forked child, the listener would outlive this process.
+        reference = weakref.ref(listener)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(reference))
+        threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+        return host, listener.getsockname()[1]
+
+    def begin_wait(self) -> Callable[[], None]:
+        """Return a function that a wait calls often, and that raises `LostRankError`, as `check`.
+
+        Its first call and most others do nothing.
+        """
+        next_check = Deadline(CHECK_PERIOD)
+
+        def check_sometimes() -> None:
+            nonlocal next_check
+            if next_check.has_passed():
+                self.check()
+                next_check = Deadline(CHECK_PERIOD)
+
+        return check_sometimes
+
+    def check(self) -> None:
+        """Raise if a node is lost.
+
+        Raises:
+            LostRankError: names the lost nodes and their ranks.
+        """
+        silent = _why_unreachable(self._first_ranks)
+        urls = {info.node: urlsplit(info.url) for info in self._membership.nodes}
+        lost = _why_unreachable(
+            {node: (urls[node].hostname or "", urls[node].port or 0) for node in silent}
+        )
+        if lost:
+            raise LostRankError(
+                "waiting for other nodes",
+                {
+                    rank: f"its node {node} is lost: its first rank does not answer "
+                    f"({silent[node]}), nor does its agent ({lost[node]}); restart the training"
+                    for rank, node in enumerate(self._membership.node_of)
+                    if node in lost
+                },
+            )
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._cleanup.close()
+
+
+def _accept(listener: socket.socket) -> None:
+    """Accept and close connections, so that there is always room for more."""
+    with suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+def _close_in_child(reference: weakref.ref[socket.socket]) -> None:
+    listener = reference()
+    if listener is not None:
+        listener.close()
+
+
+def _stop(listener: socket.socket) -> None:
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # ends `accept` in the other thread
+
+
+def _why_unreachable(addresses: Mapping[str, Address]) -> dict[str, str]:
+    """Return the nodes whose address accepts no connection, each with the reason."""
+    found: dict[str, str] = {}
+    names = list(addresses)
+    for low in range(0, len(names), CONNECTIONS_AT_ONCE):
+        found |= _connect_to_all(names[low : low + CONNECTIONS_AT_ONCE], addresses)
+    return found
+
+
+def _connect_to_all(names: Sequence[str], addresses: Mapping[str, Address]) -> dict[str, str]:
+    failed: dict[str, str] = {}
+    deadline = Deadline(CONNECT_TIMEOUT)
+    with ExitStack() as cleanup, selectors.DefaultSelector() as pending:
+        for name in names:
+            family = socket.AF_INET6 if ":" in addresses[name][0] else socket.AF_INET
+            sock = cleanup.enter_context(socket.socket(family))
+            sock.setblocking(False)
+            code = sock.connect_ex(addresses[name])
+            if code in (0, EINPROGRESS):
+                pending.register(sock, selectors.EVENT_WRITE, (name, sock))
+            else:
+                failed[name] = os.strerror(code)
+        while pending.get_map() and not deadline.has_passed():
+            for key, _ in pending.select(deadline.seconds_left()):
+                name, sock = key.data
+                pending.unregister(sock)
+                if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    failed[name] = os.strerror(code)
+        for key in pending.get_map().values():
+            failed[key.data[0]] = f"no connection within {CONNECT_TIMEOUT:g} s"
+    return failed
