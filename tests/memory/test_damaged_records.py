@@ -11,10 +11,15 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
+from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import decode_record, encode_record
+from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
+from shardwise.memory.mirror_tasks import MirrorTask, read_mirror_task, set_mirror_task
+from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -27,6 +32,11 @@ from shardwise.memory.records import (
     StageOutcome,
 )
 from shardwise.memory.redundancy.placement import Member, Protection, ProtectionGroup
+from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
+from shardwise.memory.spawn import running_agent
+from shardwise.memory.view import Failing
+from shardwise.tiers.options import MirrorRequest
+from tests.memory.test_server import TOKEN, serve
 from tests.memory.test_snapshots import shm, signal_agents
 
 __all__ = ["shm"]
@@ -103,19 +113,28 @@ def memory(shm: Path) -> sw.Memory:
     return sw.Memory(dir=str(shm), wait=300.0)
 
 
-def test_a_flipped_bit_fails_its_save_and_no_other(tmp_path: Path, shm: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "field", "why"),
+    [
+        ("r*.staged.json", "commit", r"staged\.json: the record is damaged: altered"),
+        ("pending-*.json", "durable", r"the pending manifest of save \w+ .* is damaged"),
+    ],
+)
+def test_a_flipped_bit_fails_its_save_and_no_other(
+    tmp_path: Path, shm: Path, name: str, field: str, why: str
+) -> None:
     other = sw.Checkpointer(tmp_path / "other", save_every=1, memory=memory(shm))
     hit = sw.Checkpointer(tmp_path / "hit", save_every=1, memory=memory(shm), on_failure="warn")
     with other, hit:
         saved(hit, 1).result(60.0)
         signal_agents(shm, signal.SIGSTOP)
         damaged = saved(hit, 2)
-        (staged,) = shm.glob(f"shardwise-*/runs/*/{step_directory(2)}/*.staged.json")
-        data = staged.read_bytes()
-        assert data.count(b'"commit"') == 1
-        staged.write_bytes(data.replace(b'"commit"', b'"cOmmit"'))
+        (record,) = shm.glob(f"shardwise-*/runs/*/{step_directory(2)}/{name}")
+        data = record.read_bytes()
+        assert data.count(f'"{field}"'.encode()) == 1
+        record.write_bytes(data.replace(f'"{field}"'.encode(), f'"{field.title()}"'.encode()))
         signal_agents(shm, signal.SIGCONT)
-        with pytest.raises(StoreError, match=rf"{staged.name}: the record is damaged: altered"):
+        with pytest.raises(StoreError, match=why):
             damaged.result()
         for checkpointer in (other, hit):
             saved(checkpointer, 3).result(60.0)
@@ -124,3 +143,62 @@ def test_a_flipped_bit_fails_its_save_and_no_other(tmp_path: Path, shm: Path) ->
         for step in steps:
             found = sw.open(tmp_path / root / step_directory(step))["t"][:]
             assert torch.equal(torch.as_tensor(found), values(step))
+
+
+def test_an_agent_writes_its_own_record_again(tmp_path: Path, shm: Path) -> None:
+    with sw.Checkpointer(tmp_path / "root", save_every=1, memory=memory(shm)) as checkpointer:
+        saved(checkpointer, 1).result(60.0)
+        home = Home(shm)
+        info, intact = running_agent(home), home.info_path.read_bytes()
+        home.info_path.write_bytes(intact.replace(b"http", b"hTtp"))
+        assert running_agent(home) is None
+        saved(checkpointer, 2).result(60.0)
+        deadline = Deadline(20.0)
+        assert any(home.info_path.read_bytes() == intact for _ in deadline.attempts())
+        assert running_agent(home) == info
+
+
+def test_an_ended_stage_with_a_damaged_outcome_has_failed(tmp_path: Path) -> None:
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1)
+    ended = place.run.path / OUTCOMES_DIRECTORY
+    ended.mkdir(parents=True)
+    data = encode_record(StageOutcome(save_id=SAVE, stage="commit"))
+    (ended / f"commit-all-{SAVE}.json").write_bytes(data.replace(b"commit", b"cOmmit"))
+    outcome = read_outcome(place, "commit", SAVE)
+    assert outcome is not None
+    assert "the record is damaged: altered" in outcome.failure
+
+
+def test_a_damaged_task_of_a_mirror_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = Home(tmp_path)
+    run = home.run("0" * 16)
+    set_mirror_task(run, MirrorTask(root="/r", mirror=MirrorRequest("/m")))
+    (path,) = (home.path / "mirrors").iterdir()
+    path.write_bytes(path.read_bytes().replace(b"/m", b"/n"))
+    assert Mirrors(home).is_busy()
+    for _ in range(3):
+        assert read_mirror_task(run) is None
+    assert not Mirrors(home).is_busy()
+    assert caplog.text.count("the record is damaged") == 1
+
+
+@pytest.mark.parametrize(("step", "gives_up"), [(1, True), (None, True), (2, False)])
+def test_a_wait_ends_if_an_agent_fails_to_work_on_the_save(
+    tmp_path: Path, step: int | None, gives_up: bool
+) -> None:
+    run = Home(tmp_path / "here").run("0" * 16)
+    now = [0.0]
+    for seconds, is_too_long in ((59.0, False), (61.0, True)):
+        failing = Failing(run.name, step, seconds, "KeyError: 'cOmmit'")
+        with serve(tmp_path / "there", failing=[failing]) as served:
+            leader = AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN)
+            agents = SaveAgents(Home(tmp_path / "here"), leader, None, 60.0)
+            watch = AgentWatch(agents, SnapshotDirectory(run, 1), SAVE, lambda: now[0])
+            now[0] += 6.0
+            if is_too_long and gives_up:
+                with pytest.raises(StoreError, match=r"failed for 61 s .*KeyError: 'cOmmit'"):
+                    watch.check(None)
+            else:
+                watch.check(None)

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from shardwise.memory.agent.connection_limits import serve_connections
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
 from shardwise.memory.records import PersistRequest
+from shardwise.memory.view import Failing
 from tests.breadth import examples
 from tests.memory.certificates import Authority
 
@@ -93,6 +94,7 @@ def serve(
     port: int = 0,
     idle_timeout: float = 90.0,
     most: int = 100,
+    failing: Sequence[Failing] = (),
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
     (home / "runs").mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,9 @@ def serve(
     async def run() -> None:
         ended = asyncio.Event()
         running.append((asyncio.get_running_loop(), ended))
-        app = create_app(home, TOKEN, lambda: served.wakes.append(time.monotonic()))
+        app = create_app(
+            home, TOKEN, lambda: served.wakes.append(time.monotonic()), lambda: [*failing]
+        )
         async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
             await ended.wait()
@@ -329,7 +333,11 @@ def test_what_is_held_is_listed(served: Served) -> None:
     status, body, _ = served.ask("GET", f"/runs/{RUN}")
     assert (status, json.loads(body)) == (200, listed)
     assert served.ask("GET", "/runs/" + "0" * 16)[:2] == (200, b"[]")
-    assert json.loads(served.ask("GET", "/health")[1]) == {"pid": os.getpid(), "runs": 1}
+    assert json.loads(served.ask("GET", "/health")[1]) == {
+        "pid": os.getpid(),
+        "runs": 1,
+        "failing": [],
+    }
 
 
 def test_a_note_is_taken_and_the_agent_woken(served: Served) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.memory import reclaim
+from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.memory import reclaim, records
 from shardwise.memory.agent import process
 from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.files import lock_directory
-from shardwise.memory.home import Home, Run, new_run_id
+from shardwise.memory.files import lock_directory, write_record
+from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
+from shardwise.memory.records import AgentInfo, PendingManifest
 from tests.memory.reconciling import Attendant
+from tests.memory.test_server import serve
 
 
 @pytest.fixture
@@ -36,6 +39,7 @@ def begun(home: Home) -> Run:
 def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     run, kept = begun(home), begun(home)
     kept.step_path(7).mkdir()
+    (kept.step_path(7) / f"r00000-{7:016x}.safetensors").touch()
     Attendant(home).after(10.0)
     assert home.runs() == [kept.name]
     assert (kept.free_directory / "r00000-0.slot").exists()
@@ -130,7 +134,9 @@ def test_an_agent_of_which_nothing_is_needed_ends(
     run = begun(home)
 
     async def live() -> None:
-        idle = process._wait_for_end(home, Mirrors(home), asyncio.Event(), until_idle=True)
+        idle = process._wait_for_end(
+            home, AgentInfo("n", "", ""), Mirrors(home), asyncio.Event(), until_idle=True
+        )
         ending = asyncio.ensure_future(idle)
         await asyncio.sleep(0.3)
         assert not ending.done()
@@ -145,3 +151,36 @@ def test_what_an_agent_was_killed_over_is_removed_by_the_next(home: Home) -> Non
     begun(home).path.rename(left)
     reclaim.finish_removals(home)
     assert not left.exists()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_records_that_others_write_after_the_end_keep_nothing(home: Home, is_known: bool) -> None:
+    """Whoever has the secret can write some records, also for runs that there are not."""
+    run, save = begun(home) if is_known else home.run(new_run_id()), "0" * 16
+    with serve(home.path) as served:
+        for name in (
+            MANIFEST,
+            records.pending_copy_record(save),
+            records.request_record("persist", save),
+            records.request_record("rescue", save),
+            records.cluster_outcome_record("commit", save),
+        ):
+            for step in (7, 99_999_999):
+                path = f"/runs/{run.name}/{step_directory(step)}/{name}"
+                assert served.ask("PUT", path, b"garbage")[0] == 204
+    attendant = Attendant(home)
+    attendant.after(10.0)
+    attendant.after(10.0)
+    assert home.runs() == []
+
+
+def test_records_of_a_save_that_must_still_be_persisted_are_kept(home: Home) -> None:
+    run, save = begun(home), "0" * 16
+    place = SnapshotDirectory(run, 7)
+    place.path.mkdir()
+    pending = PendingManifest(
+        save_id=save, step=7, manifest="", files=[], nodes=[], leader="there", root="/nowhere"
+    )
+    write_record(place.path / records.pending_copy_record(save), pending)
+    Attendant(home).after(10.0)
+    assert run.steps() == [7]

@@ -33,13 +33,14 @@ from itertools import islice
 
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import REMOVE_OLD, request_record
+from shardwise.memory.records import DATA_SUFFIXES, REMOVE_OLD, request_record
 from shardwise.memory.view import RunView, SaveView, SnapshotView, StageState
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
 REPLACED = "replaced by newer snapshots"
 RUN_RESUMED = "the run was resumed from an older step"
+NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
 
@@ -139,7 +140,8 @@ class Periods:
             freed, if storage has the newest snapshot.
         until_freed: the time without trainers after which the snapshots of a run are freed in any
             case.
-        until_removed: the time without trainers and snapshots after which a run is removed.
+        until_removed: the time without trainers after which a run without snapshots is removed, and
+            a snapshot without data is freed.
     """
 
     between_lookups: float = 10.0
@@ -293,9 +295,22 @@ def _free_unattended(
             yield Free(each.place, RUN_RESUMED)
         elif frees_all:
             yield Free(each.place, NO_TRAINER)
+        elif seconds >= periods.until_removed and not _is_of_use(each):
+            yield Free(each.place, NOTHING_TO_RESTORE)
     has_read_steps = root is not None and root.is_reachable and root.has_read_steps
     if may_free_stored and not frees_all and has_read_steps:
         yield from _rescue_newest(run, RUN_ENDED)
+
+
+def _is_of_use(snapshot: SnapshotView) -> bool:
+    """Return whether this node has data of a snapshot, or work to do for it.
+
+    Other nodes can write records here, also after the run has ended. Records alone are of no use.
+    """
+    return any(name.endswith(DATA_SUFFIXES) for name in snapshot.names) or any(
+        save.pending is not None or save.state_of(REMOVE_OLD).is_open
+        for save in snapshot.saves.values()
+    )
 
 
 def _is_in_storage(run: RunView) -> bool:

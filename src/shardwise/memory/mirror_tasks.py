@@ -9,6 +9,8 @@ restarted.
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from shardwise.retention import PlainKeep
 from shardwise.tiers.options import MirrorRequest
 
 TASKS_DIRECTORY = "mirrors"
+log = logging.getLogger("shardwise.agent")
 MOST_SUSPECTED = 16
 """The number of suspected steps in a task; older ones are forgotten."""
 
@@ -64,10 +67,14 @@ def set_mirror_task(run: Run, task: MirrorTask) -> None:
 
 
 def read_mirror_task(run: Run) -> MirrorTask | None:
-    """Return the task of a run; None if there is none, or if it is damaged."""
+    """Return the task of a run, or None if there is none. A damaged one is set aside."""
+    path = _task_path(run)
     try:
-        return read_record(_task_path(run), MirrorTask)
-    except StoreError:
+        return read_record(path, MirrorTask)
+    except StoreError as error:
+        log.error("the next save requests the mirror again: %s", error)
+        with suppress(FileNotFoundError):
+            path.rename(path.with_name(f".{path.name}.damaged"))
         return None
 
 

@@ -149,13 +149,10 @@ def read_outcome(place: SnapshotDirectory, stage: str, save_id: str) -> StageOut
     name = records.cluster_outcome_record(stage, save_id)
     try:
         outcome = read_record(place.path / name, StageOutcome)
+        return outcome or read_record(place.run.path / OUTCOMES_DIRECTORY / name, StageOutcome)
     except StoreError as error:
         place.log_damage(name, error)
         return _damaged_outcome(stage, save_id, error)
-    if outcome is None:
-        with suppress(StoreError):
-            return read_record(place.run.path / OUTCOMES_DIRECTORY / name, StageOutcome)
-    return outcome
 
 
 def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> StageOutcome:
@@ -196,11 +193,8 @@ class _SnapshotReader:
         staged = tuple(each for each in found if each and each.file.name in self.names)
         files = map(records.data_file_of, staged_names)
         unsealed = tuple(name for name in files if self._is_unsealed(name))
-        pending_name = records.pending_record(save_id)
-        pending = self._read_pending(pending_name) or self._read_pending(
-            records.pending_copy_record(save_id)
-        )
-        has_pending_manifest = pending_name in self.names and pending is not None
+        own = self._read_pending(records.pending_record(save_id))
+        pending = own or self._read_pending(records.pending_copy_record(save_id))
         epoch = next((each.epoch for each in staged), None) if pending is None else pending.epoch
         return SaveView(
             save_id=save_id,
@@ -208,10 +202,10 @@ class _SnapshotReader:
             unsealed=unsealed,
             has_staged=bool(staged_names),
             pending=pending,
-            has_pending_manifest=has_pending_manifest,
+            has_pending_manifest=own is not None,
             epoch=epoch,
             stages={
-                **self._read_cluster_stages(save_id, staged, pending, has_pending_manifest),
+                **self._read_cluster_stages(save_id, staged, pending, own is not None),
                 "seal": Stage(self._seal_state(save_id, staged, unsealed)),
                 "protect_others": Stage(self._state_on_this_node("protect", save_id)),
                 "copy": Stage(self._state_on_this_node("persist", save_id)),
@@ -242,6 +236,9 @@ class _SnapshotReader:
             "persist": self._persist_state(save_id, pending, requested, has_pending_manifest),
             records.REMOVE_OLD: self._removal_state(save_id),
         }
+        if records.pending_record(save_id) in self.names and not has_pending_manifest:
+            # It is damaged. Only this node has the record, so only this node can end the stages.
+            states |= dict.fromkeys(("commit", *requested), StageState.RUNNING)
         return {stage: outcomes[stage] or Stage(state) for stage, state in states.items()}
 
     def _is_leader(self, pending: PendingManifest | None, has_pending_manifest: bool) -> bool:

@@ -53,8 +53,13 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
 
 
 def running_agent(home: Home) -> AgentInfo | None:
-    """Return the agent that runs on this node, or None."""
-    return read_record(home.info_path, AgentInfo) if home.has_agent() else None
+    """Return the agent that runs on this node, or None.
+
+    None also if its record is damaged: within a second, the agent writes the record again.
+    """
+    with suppress(StoreError):
+        return read_record(home.info_path, AgentInfo) if home.has_agent() else None
+    return None
 
 
 def end_agent(home: Home, info: AgentInfo) -> None:

@@ -12,6 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
+from shardwise.decoding import prepare_decoding
+from shardwise.manifest.manifest import Count
+from shardwise.memory.fields import Seconds
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
@@ -184,6 +189,23 @@ class RunView:
     def newest_committed(self) -> SnapshotView | None:
         """The newest committed snapshot."""
         return next((each for each in reversed(self.snapshots) if each.is_committed), None)
+
+
+@prepare_decoding
+class Failing(msgspec.Struct, frozen=True):
+    """What an agent has tried again and again, without success.
+
+    Attributes:
+        run: the id of the run.
+        step: the step of the save; None if the agent cannot observe the run at all.
+        seconds: the time since the first failure.
+        failure: the last failure.
+    """
+
+    run: str
+    step: Count | None
+    seconds: Seconds
+    failure: str
 
 
 @dataclass(frozen=True, slots=True)

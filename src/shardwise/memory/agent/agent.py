@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardwise.errors import StoreUnavailableError
 from shardwise.memory.decide import (
     DEFAULT_PERIODS,
     Action,
@@ -29,7 +30,7 @@ from shardwise.memory.decide import (
 )
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
-from shardwise.memory.view import RunView
+from shardwise.memory.view import Failing, RunView
 
 OBSERVE_PERIOD = 1.0
 NICENESS = 10
@@ -79,6 +80,10 @@ class Agent:
     def is_stopping(self) -> bool:
         """Whether no further action may begin."""
         return self._stopping.is_set()
+
+    def list_failing(self) -> list[Failing]:
+        """Return the saves and runs that the agent fails to work on. Any thread may call this."""
+        return self._retries.list_failing()
 
     def wake(self) -> None:
         """Make the agent observe the node soon."""
@@ -221,10 +226,12 @@ def run_of(action: Action | Run) -> Run:
 
 @dataclass(slots=True)
 class _Attempts:
-    """The number of attempts at an action, and the time of the last attempt."""
+    """The number of attempts at an action, the time of the last attempt, and how it failed."""
 
     count: int = 0
     last_at: float = 0.0
+    failure: str = ""
+    failing_since: float = 0.0
 
     def add(self, now: float) -> None:
         """Count an attempt. If the last attempt was long ago, forget the earlier attempts."""
@@ -266,14 +273,41 @@ class Retries:
     def record_success(self, action: Action) -> None:
         """Count a success."""
         with self._lock:
-            self._actions.setdefault(action, _Attempts()).add(self._clock())
+            attempts = self._actions.setdefault(action, _Attempts())
+            attempts.add(self._clock())
+            attempts.failure = ""
 
     def record_failure(self, action: Action | Run, error: Exception) -> None:
         """Count a failure of an action, or to observe a run, and log it."""
         with self._lock:
-            count = self._actions.setdefault(action, _Attempts())
-            count.add(self._clock())
-            self._log(action, error, count.count)
+            attempts = self._actions.setdefault(action, _Attempts())
+            attempts.add(self._clock())
+            self._log(action, error, attempts.count)
+            if isinstance(error, StoreUnavailableError):
+                attempts.failure = ""
+                return
+            if not attempts.failure:
+                attempts.failing_since = self._clock()
+            attempts.failure = f"{type(error).__name__}: {error}"
+
+    def list_failing(self) -> list[Failing]:
+        """Return the saves and runs whose last attempt failed.
+
+        Attempts that failed because the storage does not answer are not included: a record says so,
+        and they are tried again for a long time (see `try_stage`).
+        """
+        now = self._clock()
+        with self._lock:
+            return [
+                Failing(
+                    run_of(each).name,
+                    each.place.step if isinstance(each, SaveAction) else None,
+                    max(0.0, now - attempts.failing_since),
+                    attempts.failure,
+                )
+                for each, attempts in self._actions.items()
+                if attempts.failure and isinstance(each, (SaveAction, Run))
+            ]
 
     def forget_all_except(self, actions: Collection[Action | Run]) -> None:
         """Forget all except these actions, which are due, and these runs, which failed."""

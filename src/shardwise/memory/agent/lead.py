@@ -37,6 +37,7 @@ from shardwise.memory.records import (
     Retry,
     StageOutcome,
 )
+from shardwise.memory.registry import read_known_nodes
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
 
@@ -81,7 +82,11 @@ class Leader:
     ) -> None:
         """Do the work of a stage, and write its outcome to all nodes."""
         place = action.place
-        pending = read_pending_manifest(action)
+        try:
+            pending = read_pending_manifest(action)
+        except StoreError as error:
+            self._record_damage(action, stage, error)
+            return
         start = time.monotonic()
         infos = agents_of(pending, place.run)
         is_rescue = place.has(records.request_record("rescue", pending.save_id))
@@ -102,6 +107,21 @@ class Leader:
                 differences=save.differences,
             )
             nodes.write_to_all(records.cluster_outcome_record(stage, pending.save_id), done)
+
+    def _record_damage(self, action: decide.SaveAction, stage: str, error: StoreError) -> None:
+        """Record on all nodes that a stage failed, because the pending manifest is damaged.
+
+        Raises:
+            StoreError: the record was removed, or other nodes do not answer.
+        """
+        place = action.place
+        if not place.has(records.pending_record(action.save_id)):
+            raise error
+        failure = _log_failure(place, error)
+        done = StageOutcome(save_id=action.save_id, stage=stage, failure=failure, node=self.node)
+        infos = read_known_nodes(place.run)
+        with closing(Nodes(place, infos, self.node, RESCUE_TIMEOUT, self.tls)) as nodes:
+            nodes.write_to_all(records.cluster_outcome_record(stage, action.save_id), done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shardwise.memory.agent.lead import Leader
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.files import listen_to_bell, write_record
+from shardwise.memory.files import listen_to_bell, read_record, write_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import (
     LOOPBACK,
@@ -162,7 +162,8 @@ async def _serve(
         mirrors.wake()
 
     threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
-    async with serve_connections(create_app(home.path, info.token, agent.wake), listener, tls=tls):
+    app = create_app(home.path, info.token, agent.wake, agent.list_failing)
+    async with serve_connections(app, listener, tls=tls):
         prefetch = None if options.prefetch is None else Prefetcher(home, options.prefetch)
         agent.start()
         mirrors.start()
@@ -173,7 +174,7 @@ async def _serve(
         threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
-            await _wait_for_end(home, mirrors, ended, until_idle=options.until_idle)
+            await _wait_for_end(home, info, mirrors, ended, until_idle=options.until_idle)
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
@@ -194,13 +195,14 @@ def _update_roots(home: Home, info: AgentInfo) -> None:
 
 
 async def _wait_for_end(
-    home: Home, mirrors: Mirrors, ended: asyncio.Event, *, until_idle: bool
+    home: Home, info: AgentInfo, mirrors: Mirrors, ended: asyncio.Event, *, until_idle: bool
 ) -> None:
     busy_at = trimmed_at = time.monotonic()
     while not ended.is_set():
         if time.monotonic() - trimmed_at > TRIM_PERIOD:
             await asyncio.to_thread(release_free_memory)
             trimmed_at = time.monotonic()
+        _restore_info(home, info)
         if not until_idle or home.runs() or is_training(home) or mirrors.is_busy():
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE_TIMEOUT:
@@ -208,6 +210,15 @@ async def _wait_for_end(
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(ended.wait(), 1.0)
+
+
+def _restore_info(home: Home, info: AgentInfo) -> None:
+    """Write this agent's record again if it was damaged."""
+    try:
+        read_record(home.info_path, AgentInfo)
+    except StoreError as error:
+        log.error("written again: %s", error)
+        write_record(home.info_path, info)
 
 
 def release_free_memory() -> None:

@@ -27,6 +27,7 @@ from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
 from shardwise.memory.files import LARGEST_RECORD, replace_atomically
 from shardwise.memory.identity import make_run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
+from shardwise.memory.view import Failing
 from shardwise.store.local_files import NotRegularFileError, open_regular
 
 POLL_PERIOD = 0.02
@@ -42,20 +43,26 @@ _READ_METHODS = ("GET", "HEAD")
 _NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 
 
-def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
+def create_app(
+    home: Path,
+    token: str,
+    wake: Callable[[], None],
+    list_failing: Callable[[], list[Failing]] = list,
+) -> web.Application:
     """Return the application that an agent serves.
 
     Args:
         home: the node's directory, which contains the directory `runs`.
         token: the secret that every request must present.
         wake: called from the event loop when there may be work. It must not block.
+        list_failing: returns what the agent fails to do. It must not block.
 
     Raises:
         ValueError: the token is empty.
     """
     if not token:
         raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
-    handlers = _Handlers(home, wake)
+    handlers = _Handlers(home, wake, list_failing)
     app = web.Application(middlewares=[_require_token(token)])
     app.router.add_get("/health", handlers.health)
     app.router.add_get(RUN_PATH, handlers.list_steps)
@@ -69,16 +76,19 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
 class _Handlers:
     """Handles requests; some of them wait until a file appears."""
 
-    def __init__(self, home: Path, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, home: Path, wake: Callable[[], None], list_failing: Callable[[], list[Failing]]
+    ) -> None:
         self._home = home
         self._wake = wake
+        self._list_failing = list_failing
         self._arrival = asyncio.Event()
         self._bytes_received = 0
 
     async def health(self, request: web.Request) -> web.Response:
         with _directory(self._home, "runs") as runs:
             count = len(os.listdir(runs))
-        return _json(Health(os.getpid(), count))
+        return _json(Health(os.getpid(), count, self._list_failing()))
 
     async def list_steps(self, request: web.Request) -> web.Response:
         return _json(_list_steps(self._home, request.match_info["run"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from shardwise.memory.rank_locks import has_trainers, is_training
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo, ProtectRequest, ReplicaDifference
 from shardwise.memory.redundancy.placement import Protection
-from shardwise.memory.remote.client import AgentClient
+from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
 from shardwise.store import open_store
@@ -219,8 +219,9 @@ def read_status(home: Home, tls: Tls | None = None, tensors: str | None = None) 
     Raises:
         ShardwiseError: tensors were requested, and their snapshot is damaged.
     """
-    info = running_agent(home)
-    last_info = info or read_record(home.info_path, AgentInfo)
+    info = last_info = running_agent(home)
+    with suppress(StoreError):
+        last_info = info or read_record(home.info_path, AgentInfo)
     file_system = os.statvfs(home.path)
     return NodeStatus(
         node=last_info.node if last_info else None,
@@ -384,14 +385,7 @@ def _protectors_in(protection: Protection, node: str) -> set[str]:
 def _does_answer(info: AgentInfo, tls: Tls | None) -> bool | None:
     if info.url.startswith("https:") and tls is None:
         return None
-    context = None if tls is None else tls.for_client()
-    client = AgentClient(
-        info, connect_timeout=ANSWER_TIMEOUT, read_timeout=ANSWER_TIMEOUT, tls=context
-    )
-    with closing(client), suppress(StoreError):
-        client.health()
-        return True
-    return False
+    return not why_no_answer(info, tls, ANSWER_TIMEOUT)
 
 
 def _memory_of(process: int) -> int | None:

@@ -12,7 +12,7 @@ from shardwise.memory import records
 from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.client import AgentClient
+from shardwise.memory.remote.client import AgentClient, Health
 from shardwise.memory.spawn import running_agent
 
 # All in seconds.
@@ -108,15 +108,28 @@ class AgentWatch:
             if info is None:
                 continue
             last_answer = self._last_answers.setdefault(info.node, self._last_request)
-            failure = why_no_answer(info, agents.tls, timeout)
+            health = _ask_health(info, agents.tls, timeout)
             now = self._clock()
-            if not failure:
+            if isinstance(health, Health):
                 self._last_answers[info.node] = now
+                self._check_progress(info, health)
             elif now - last_answer > agents.patience:
                 raise StoreError(
                     f"the agent of node {info.node} (process {info.process} of {info.host}) has "
-                    f"not answered for {now - last_answer:.0f} s: {failure}. If it is stopped, "
+                    f"not answered for {now - last_answer:.0f} s: {health}. If it is stopped, "
                     "resume or end it: the next agent completes its work"
+                )
+
+    def _check_progress(self, info: AgentInfo, health: Health) -> None:
+        """Fail if an agent has failed for too long to work on the save."""
+        place = self._place
+        for each in health.failing:
+            is_here = each.run == place.run.name and each.step in (None, place.step)
+            if is_here and each.seconds > self._agents.patience:
+                raise StoreError(
+                    f"the agent of node {info.node} has failed for {each.seconds:.0f} s to work on "
+                    f"this save: {each.failure}; see its log on {info.host}. It tries again, so "
+                    "the save may still succeed"
                 )
 
     def _check_leader(self, timeout: float) -> None:
@@ -162,12 +175,17 @@ class AgentWatch:
 
 def why_no_answer(info: AgentInfo, tls: Tls | None, timeout: float) -> str:
     """Return why an agent does not answer within `timeout` seconds, or "" if it does."""
+    health = _ask_health(info, tls, timeout)
+    return health if isinstance(health, str) else ""
+
+
+def _ask_health(info: AgentInfo, tls: Tls | None, timeout: float) -> Health | str:
+    """Return the health of an agent, or why the agent does not answer."""
     try:
         with closing(_make_client(info, tls, timeout)) as client:
-            client.health()
+            return client.health()
     except StoreError as error:
         return str(error)
-    return ""
 
 
 def _make_client(info: AgentInfo, tls: Tls | None, timeout: float) -> AgentClient:

@@ -25,6 +25,7 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.timed_request import send_request
+from shardwise.memory.view import Failing
 from shardwise.store.store import Buffer
 
 LONGEST_WAIT, CONNECT_RETRY_PERIOD, ABORT_PERIOD = 60.0, 0.2, 0.05  # seconds
@@ -41,10 +42,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 @prepare_decoding
 class Health(msgspec.Struct, frozen=True):
-    """A running agent: its process id, and the number of runs that have data on its node."""
+    """A running agent: its process id, the number of runs on its node, and what it fails to do."""
 
     pid: int
     runs: Count
+    failing: list[Failing] = []
 
 
 class ListedFile(msgspec.Struct, frozen=True):
