@@ -23,6 +23,8 @@ TOKEN_SIZE = 16
 MEASURED_BYTES = 8 << 20
 """The bytes that each rank sends to measure the network."""
 DISCARDED_AT_ONCE = 256 << 10
+HELLO_TIMEOUT = 5.0
+"""The seconds in which a rank that has connected says which one it is."""
 BACKLOG = 4096
 """Connections that may wait until this rank accepts them; the kernel may allow fewer."""
 _SIZE = 8
@@ -87,8 +89,8 @@ def connect(
             late = dict.fromkeys(sorted(missing), f"did not connect within {timeout:.0f} s")
             raise LostRankError(OPERATION, late) from error
         with suppress(OSError):
-            accepted.settimeout(_remaining(deadline))
-            sent, source = _HELLO.unpack(receive_exactly(accepted, _HELLO.size))
+            hello_deadline = min(deadline, time.monotonic() + HELLO_TIMEOUT)
+            sent, source = _HELLO.unpack(_receive_before(hello_deadline, accepted, _HELLO.size))
             if hmac.compare_digest(sent, token) and source in missing:
                 missing.remove(source)
                 incoming[source] = accepted
@@ -111,6 +113,18 @@ def _rank_in_errors(rank: int, address: Address) -> Iterator[None]:
 
 def _remaining(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
+
+
+def _receive_before(deadline: float, connection: socket.socket, count: int) -> bytes:
+    """Return the next bytes of a connection, which have to arrive before the deadline together."""
+    data = b""
+    while len(data) < count:
+        connection.settimeout(_remaining(deadline))
+        received = connection.recv(count - len(data))
+        if not received or time.monotonic() > deadline:
+            raise ConnectionError("the connection was closed, or is too slow")
+        data += received
+    return data
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:

@@ -1,0 +1,43 @@
+"""Connections between ranks: a stranger that connects first delays no rank for long."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from shardwise.engine import connections
+from shardwise.engine.connections import TOKEN_SIZE, connect, listen
+
+TOKEN = b"t" * TOKEN_SIZE
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_stranger_that_says_too_little_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, drips: bool
+) -> None:
+    monkeypatch.setattr(connections, "HELLO_TIMEOUT", 0.5)
+    ended = threading.Event()
+
+    def talk(stranger: socket.socket) -> None:
+        with suppress(OSError):
+            while not ended.wait(0.1):
+                stranger.sendall(b"t" if drips else b"")
+
+    with ExitStack() as cleanup:
+        listener = listen("127.0.0.1", cleanup)
+        address = listener.getsockname()
+        stranger = cleanup.enter_context(socket.create_connection(address))
+        thread = threading.Thread(target=talk, args=(stranger,))
+        thread.start()
+        start = time.monotonic()
+        arguments = 0, {0: address}, [0], listener, TOKEN, 60.0, cleanup
+        outgoing, incoming = connect(*arguments)
+        assert time.monotonic() - start < 20.0
+        outgoing[0].sendall(b"hello")
+        assert incoming[0].recv(5) == b"hello"
+        ended.set()
+        thread.join()
