@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.steadiness import MOST_HIDDEN, MOST_SLOTS, MOST_STEPS, Steadiness
+from tests.soak.steadiness import MOST_HIDDEN, MOST_SLOTS, MOST_STEPS, Steadiness, growth_of
 
 RUN = Path("node0", "shardwise-0", "runs", "0" * 16)
 
@@ -38,3 +38,9 @@ def test_more_than_belongs_there_is_a_leak(
     assert leaks(tmp_path / "flat", names[:-1]) == []
     (found,) = leaks(tmp_path / "leaky", names)
     assert found.startswith(f"{most + 1} {leak} in ")
+
+
+def test_memory_that_is_used_for_a_moment_is_no_growth() -> None:
+    flat = [30.0] + [48.0, 48.0, 85.0] * 20
+    assert growth_of(flat) == 0.0
+    assert growth_of([each + index for index, each in enumerate(flat)]) > 25.0
