@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format dist docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs soak clean
+.PHONY: help test test-all azurite lint format dist docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs variations soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ nvrx: $(READY) ## install NVIDIA's wrapper for restarts, which a test needs; it 
 nfs: $(READY) ## run tests on NFS; needs user-mode-linux, nfs-kernel-server and nfs-common of Debian
 	tests/nfs/run.sh $(RUN) -m "" tests/nfs tests/store/test_local.py tests/test_retention.py \
 		tests/faults/test_kill.py tests/faults/test_jobs.py tests/faults/test_damage.py $(ARGS)
+
+variations: $(READY) ## run tests with other rounding, locales, cores, users, …; some need root
+	tests/variations.sh $(RUN) $(or $(ARGS),tests/layout tests/state tests/manifest tests/adapters tests/cli)
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check
