@@ -6,7 +6,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,17 @@ def format_bytes(nbytes: int) -> str:
         return f"{nbytes} B"
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{decimals}f} {unit}"
+
+
+def repr_of_set_fields(value: Any) -> str:
+    """Return the `repr` of a dataclass without the fields that have their default values."""
+    defaults = {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields(value)
+    }
+    shown = [
+        f"{name}={getattr(value, name)!r}"
+        for name, default in defaults.items()
+        if getattr(value, name) != default
+    ]
+    return f"{type(value).__name__}({', '.join(shown)})"

@@ -331,9 +331,8 @@ class Checkpointer:
         With `step="newest"`, damaged checkpoints are skipped; `last_restore.skipped` says why. A
         checkpoint that is intact but does not fit the state is an error.
 
-        If the run has no checkpoint yet, this loads `start_from` and returns the step of that
-        checkpoint. If `start_from` has no optimizer state, but `state` has optimizers, `restore`
-        returns None, and the training starts at step 0.
+        If the run has no checkpoint yet, this loads `start_from` and returns its step; or None, if
+        `state` has optimizers, but `start_from` has no optimizer state: training starts at step 0.
 
         Args:
             state: as for `shardwise.load`.
@@ -394,6 +393,9 @@ class Checkpointer:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
+    def __repr__(self) -> str:
+        return f"<Checkpointer of {self._root}>"
+
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:
             raise ShardwiseError(
@@ -405,6 +407,4 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         self._refuse_forked()
         if self._closed:
-            raise ShardwiseError(
-                f"the Checkpointer of {self._root} is closed: create another one to save or restore"
-            )
+            raise ShardwiseError(f"{self} is closed: create another one to save or restore")

@@ -85,6 +85,9 @@ class RestoreReport:
     seconds: dict[str, float] = field(default_factory=dict)
     unanswered: dict[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<RestoreReport of step {self.step} from {self.source}>"
+
     def __str__(self) -> str:
         step = "no step" if self.step is None else f"step {self.step}"
         skipped = [f"skipped step {number}: {why}" for number, why in self.skipped]

@@ -66,6 +66,12 @@ class ConversionReport:
     left_out: tuple[str, ...]
     seconds: dict[str, float]
 
+    def __repr__(self) -> str:
+        return (
+            f"<ConversionReport: {format_count(self.files, 'file')} "
+            f"in {self.seconds['total']:.2f} s>"
+        )
+
     def __str__(self) -> str:
         files = format_count(self.files, "file")
         resumed = f"; {self.resumed} written by an earlier run" if self.resumed else ""

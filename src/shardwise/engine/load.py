@@ -62,6 +62,12 @@ class LoadReport:
     optimizers: tuple[str, ...]
     seconds: dict[str, float]
 
+    def __repr__(self) -> str:
+        return (
+            f"<LoadReport of step {self.step}: {format_bytes(self.bytes_needed)} "
+            f"in {self.seconds['total']:.2f} s>"
+        )
+
     def __str__(self) -> str:
         step = "" if self.step is None else f" step {self.step}"
         missing = f"; {format_count(len(self.missing), 'name')} missing" if self.missing else ""

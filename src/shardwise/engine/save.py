@@ -61,6 +61,12 @@ class SaveReport:
     bytes_communicated: int
     seconds: dict[str, float]
 
+    def __repr__(self) -> str:
+        return (
+            f"<SaveReport of step {self.step}: {format_bytes(self.bytes_total)} "
+            f"in {self.seconds['total']:.2f} s>"
+        )
+
     def __str__(self) -> str:
         step = "" if self.step is None else f" step {self.step}"
         files = format_count(self.files, "file")

@@ -52,6 +52,9 @@ class VerifyReport:
     bytes_unchecked: int
     seconds: dict[str, float]
 
+    def __repr__(self) -> str:
+        return f"<VerifyReport: {format_bytes(self.bytes_checked)} checked>"
+
     def __str__(self) -> str:
         compared = f", {format_bytes(self.bytes_compared)} of copies compared"
         without = f", {format_bytes(self.bytes_unchecked)} without checksums"

@@ -9,6 +9,7 @@ from typing import Literal
 
 from shardwise.engine.options import check_integer
 from shardwise.errors import StoreError
+from shardwise.events import repr_of_set_fields
 
 DEFAULT_DIRECTORY = "/dev/shm"
 
@@ -121,6 +122,8 @@ class Memory:
     budget: int | None = None
     when_full: Literal["skip", "wait"] = "skip"
     wait: float = 60.0
+
+    __repr__ = repr_of_set_fields
 
     def __post_init__(self) -> None:
         minima = {"snapshot_every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}

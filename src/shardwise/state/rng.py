@@ -43,6 +43,9 @@ class RngState:
         sw.save(path, {"model": model, "rng": sw.RngState()})
     """
 
+    def __repr__(self) -> str:
+        return "RngState()"
+
     def capture(self) -> dict[str, Any]:
         """Return the state of every generator, as plain values and tensors."""
         return self.state_dict()

@@ -9,6 +9,7 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
+from shardwise.events import repr_of_set_fields
 from shardwise.retention import Keep, PlainKeep, decode_keep
 from shardwise.store import Store
 
@@ -32,6 +33,8 @@ class Mirror:
     place: str | os.PathLike[str] | Store
     keep: Keep = field(default_factory=Keep)
     budget: int | None = None
+
+    __repr__ = repr_of_set_fields
 
     def __post_init__(self) -> None:
         if not isinstance(self.place, (str, os.PathLike, Store)):
