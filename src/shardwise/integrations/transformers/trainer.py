@@ -24,6 +24,7 @@ from shardwise.integrations.transformers.arguments import (
     retention_rules,
     suppress_trainer_files,
 )
+from shardwise.integrations.transformers.peft_models import without_base
 from shardwise.integrations.transformers.resuming import (
     SUBDIRECTORY,
     TRAINER_STATE_FILE,
@@ -50,10 +51,16 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
     inherit from both, this one first: `class MyTrainer(ShardwiseTrainer, SFTTrainer): ...`.
 
     Override `open_checkpointer` to set options of the `Checkpointer`.
+
+    Args:
+        save_base_model: for a model with adapters of PEFT, save its frozen base, too. Otherwise,
+            the checkpoints have only a fingerprint of the base, with which a resume compares it.
+        args, kwargs: as for `Trainer`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, save_base_model: bool = False, **kwargs: Any) -> None:
         self._run: TrainRun | None = None
+        self._save_base_model = save_base_model
         super().__init__(*args, **kwargs)
         self.add_callback(_ShardwiseCallback(self))
 
@@ -129,7 +136,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         run.is_loading = True
         try:
-            run.load(self._training_state(run))
+            run.load(self._training_state(run, self._loaded_model()))
         except MismatchError as error:
             if run.saves_only_model or "scheduler: not in the checkpoint" not in error.problems:
                 raise
@@ -152,7 +159,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         for handle in run.handles.values():
             handle.result()
         log.info("loading the best model, of step %d", step)
-        state = {"model": self._trained_model()}
+        state = {"model": self._loaded_model()}
         folder = self._folder_of_other_run(best)
         if folder is None:
             run.checkpointer.restore(state, step=step, only=["model.*"])
@@ -168,9 +175,14 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
     def _trained_model(self) -> Any:
         return self.model_wrapped if self.is_deepspeed_enabled else self.model
 
-    def _training_state(self, run: TrainRun) -> dict[str, object]:
+    def _loaded_model(self) -> Any:
+        """Return what a load fills: if the model has adapters, the base only if it was saved."""
+        model = self.accelerator.unwrap_model(self.model)
+        return without_base(self._trained_model(), model)
+
+    def _training_state(self, run: TrainRun, model: object) -> dict[str, object]:
         """Return the objects to save or load, apart from the Trainer's counters."""
-        state: dict[str, object] = {"model": self._trained_model()}
+        state: dict[str, object] = {"model": model}
         if run.saves_only_model:
             return state
         state["optimizer"] = unwrap_optimizer(self.optimizer)
@@ -192,8 +204,9 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         counters: list[Any] = [dataclasses.asdict(self.state), dict(metrics)]
         broadcast_object_list(counters)  # times in the log differ between ranks
         step, best = self.state.global_step, best_checkpoint(self.args)
+        model = self._trained_model() if self._save_base_model else self._loaded_model()
         state = {
-            **self._training_state(run),
+            **self._training_state(run, model),
             "trainer_state": HeldValue(json.loads(json.dumps(counters[0]))),
             "samples_per_step": self.get_total_train_batch_size(self.args),
         }
