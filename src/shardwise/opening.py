@@ -6,6 +6,7 @@ The readers of foreign checkpoints are imported when there is one: they are half
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 from shardwise.engine.exchange import exchange_with_local_value, require_equal
@@ -17,6 +18,9 @@ from shardwise.formats.options import DEFAULT_OPTIONS, OpenOptions
 from shardwise.manifest.names import MANIFEST, is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import Choice, choose_step, parse_choice
 from shardwise.store import Store
+
+MOST_STEPS_EXAMINED = 64
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
 
@@ -156,6 +160,29 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened
 def foreign_formats(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
     return _formats_at(store, _names_at(store))
+
+
+def newest_foreign_step(root: Store) -> tuple[Store, str] | None:
+    """Return the newest foreign checkpoint directly below a place, and the names of its formats.
+
+    A checkpoint is a `.ckpt` file, or a directory or file that a training loop has numbered, such
+    as `checkpoint-500` or `step10.pt`. The last number in the name is its step.
+    """
+    numbered = [name for name in root.list() if _is_named_as_step(name)]
+    for name in sorted(numbered, key=_order_of_step, reverse=True)[:MOST_STEPS_EXAMINED]:
+        if formats := foreign_formats(root.at(name)):
+            return root.at(name), formats
+    return None
+
+
+def _is_named_as_step(name: str) -> bool:
+    has_number = _NUMBER.search(name) is not None and step_of_directory(name) is None
+    return has_number or name.endswith(".ckpt")
+
+
+def _order_of_step(name: str) -> tuple[int, str]:
+    numbers = _NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else -1, name
 
 
 def _formats_at(store: Store, names: Sequence[str] | None) -> str:

@@ -70,6 +70,7 @@ def test_a_save_without_room_begins_nothing_and_the_next_one_works(
     assert sw.load(root, target).step == 3
     assert target["t"].tolist() == [3.0] * (MB // 4)
     cp = sw.Checkpointer(root, memory=memory)
+    assert cp.restore(target) == 3
     fill_up(small)
     with pytest.raises(sw.StoreError, match="no room for this save"):
         cp.save(4, state(4))

@@ -50,7 +50,8 @@ def value_of(place: MemoryStore) -> float:
 def save_steps(root: MemoryStore, *steps: int, **options: object) -> None:
     with opened(root, **options) as checkpointer:
         for step in steps:
-            checkpointer.save(step, {"t": torch.full((3,), float(step))})
+            value = {"t": torch.full((3,), float(step))}
+            checkpointer.save(step, value, overwrite=step == steps[0])
 
 
 def test_steps_are_saved_kept_restored_and_nothing_else_stays(
@@ -165,7 +166,7 @@ def test_a_bucket_without_permission_to_delete_loses_nothing(
     save_steps(root, 1)
     with opened(root, keep=sw.Keep(last=1)) as checkpointer:
         with pytest.raises(PermissionError, match=r"delete .* access denied"):
-            checkpointer.save(2, {"t": torch.full((3,), 2.0)})
+            checkpointer.save(2, {"t": torch.full((3,), 2.0)}, overwrite=True)
         assert checkpointer.steps() == [1, 2]
     assert [value_of(root.at(step_directory(step))) for step in (1, 2)] == [1.0, 2.0]
 

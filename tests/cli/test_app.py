@@ -190,8 +190,7 @@ def test_colour_is_for_terminals(root: Path) -> None:
 
 def test_all_fits_80_columns(tmp_path: Path) -> None:
     long = tmp_path / "run"
-    for step in (100_000, 200_000):
-        save_steps(long, step)
+    save_steps(long, 100_000, 200_000)
     metrics = {"loss": 0.123456, "validation_accuracy": 0.5}
     sw.save(long / "step-00300000", {"x": torch.ones(5000)}, step=300_000, metrics=metrics)
     lines = [plain(line) for line in terminal("ls", long, columns=80)]

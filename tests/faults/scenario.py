@@ -45,13 +45,14 @@ def faulty(root: Path, fault: Fault) -> Store:
 
 
 def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> list[str]:
-    """Save a step on a rank of a process group, keep only that step, and return the operations.
+    """Restore, save a step on a rank of a process group, keep only it, and return the operations.
 
     The victim dies at its operation with index `at`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = Fault(at if rank == victim else None)
     with sw.Checkpointer(faulty(root, mine), keep=sw.Keep(last=1), memory=None) as checkpointer:
+        checkpointer.restore(state_of(0, rank, world), only=["replica"])
         checkpointer.save(step, state_of(seed, rank, world))
     return mine.operations
 

@@ -203,7 +203,7 @@ def saved_or_unharmed(root: Path) -> bool:
     """Whether step 2 was saved; if not, step 1 is what it was."""
     with sw.Checkpointer(root, memory=None) as checkpointer:
         try:
-            checkpointer.save(2, state_of(NEW))
+            checkpointer.save(2, state_of(NEW), overwrite=True)
         except OSError as error:
             if error.errno != errno.ENOSPC and "no room for this save" not in str(error):
                 raise
@@ -230,7 +230,7 @@ def test_from_a_read_only_disk_one_loads(disk: Path) -> None:
         sw.Checkpointer(root, memory=None) as checkpointer,
         pytest.raises(OSError, match="Read-only") as caught,
     ):
-        checkpointer.save(2, state_of(NEW))
+        checkpointer.save(2, state_of(NEW), overwrite=True)
     assert caught.value.errno == errno.EROFS
     assert checkpointer.steps() == [1]
 
@@ -243,7 +243,7 @@ def test_a_disk_that_takes_nothing_keeps_what_it_has(place: Path, action: Action
     fault = Fault(0, action, verbs=("create", "write_at", "commit", "publish"), sticky=True)
     with sw.Checkpointer(FaultyStore(LocalStore(place), fault), memory=None) as checkpointer:
         with pytest.raises(OSError, match=r"space|Read-only"):
-            checkpointer.save(2, state_of(NEW))
+            checkpointer.save(2, state_of(NEW), overwrite=True)
         state = state_of(0)
         assert checkpointer.restore(state) == 1
     assert_values(state, OLD)

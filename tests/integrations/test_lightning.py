@@ -341,3 +341,22 @@ def test_a_hook_that_needs_the_weights_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(sw.StateError, match=r"Averaging.*'state_dict'.*ShardwiseCheckpointIO"):
         train_with_callback(tmp_path, None, 1, [Averaging()])
+
+
+def test_files_of_lightning_in_the_root_are_not_passed_over(tmp_path: Path) -> None:
+    data = DataLoader(make_dataset(), batch_size=20)
+
+    def trainer(steps: int, callback: Callback) -> Trainer:
+        return Trainer(
+            accelerator="cpu", max_steps=steps, callbacks=[callback], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+
+    first, net = ModelCheckpoint(tmp_path / "a", every_n_train_steps=3), Net()
+    trainer(6, first).fit(net, data, data)
+    with pytest.raises(sw.CheckpointExistsError) as caught:
+        trainer(9, ShardwiseCheckpoint(tmp_path / "a", memory=None)).fit(Net(), data, data)
+    assert f"start_from={first.best_model_path!r}" in str(caught.value)
+    after = trainer(9, ShardwiseCheckpoint(tmp_path / "a", every_n_train_steps=1, memory=None))
+    after.fit(Net(), data, data, ckpt_path=first.best_model_path)
+    assert committed_steps(LocalStore(tmp_path / "a")) == [9]

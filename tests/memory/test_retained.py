@@ -181,7 +181,7 @@ def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
     root = tmp_path / "root"
     (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
     cp = checkpointer(root, shm)
-    cp.save(1, {"t": 1})
+    cp.save(1, {"t": 1}, overwrite=True)
     with pytest.raises(
         StoreError, match=r"step 1: the stage 'retain' of .* failed: IsADirectoryError"
     ):
@@ -197,7 +197,7 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
     (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
     memory = sw.Memory(dir=str(shm), wait=10.0, when_full="wait")
     cp = sw.Checkpointer(root, keep=sw.Keep(last=1), save_every=2, memory=memory)
-    cp.save(2, {"t": 2})
+    cp.save(2, {"t": 2}, overwrite=True)
 
     def save_and_close() -> None:
         cp.save(3, {"t": 3})  # fails itself if the agent was fast

@@ -35,7 +35,7 @@ def state(seed: float) -> dict[str, Any]:
 def save(root: Path, *steps: int, seed: float = 0, **options: Any) -> None:
     with sw.Checkpointer(root, memory=None, **options) as checkpointer:
         for step in steps:
-            checkpointer.save(step, state(step + seed), overwrite=seed > 0)
+            checkpointer.save(step, state(step + seed), overwrite=seed > 0 or step == steps[0])
 
 
 def data_file(root: Path, step: int) -> Path:
@@ -106,7 +106,7 @@ def test_a_handle_waits_for_the_mirror(root: Path, mirror: Path) -> None:
             assert files_of(root, step) == files_of(mirror, step)
     assert "mirror" in events
     with sw.Checkpointer(root, memory=None) as checkpointer:
-        handle = checkpointer.save(4, state(4))
+        handle = checkpointer.save(4, state(4), overwrite=True)
         assert handle is not None
         with pytest.raises(sw.StoreError, match="has no mirror="):
             handle.mirrored()

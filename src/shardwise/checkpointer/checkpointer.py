@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
+from shardwise.checkpointer import starting
 from shardwise.checkpointer.restoring import RestoreReport, Restoring, resolve_choice
 from shardwise.checkpointer.saving import Saving, open_snapshots
 from shardwise.checkpointer.settings import (
@@ -25,7 +26,6 @@ from shardwise.checkpointer.settings import (
     open_root_store,
 )
 from shardwise.checkpointer.signals import AfterSignal
-from shardwise.checkpointer.starting import StartFrom, load_start_from
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.divergence import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
@@ -102,7 +102,7 @@ class Checkpointer:
         mirror: Mirror | api.Place | None = None,
         save_every: int = 1,
         memory: Memory | None = STAGING_ONLY,
-        start_from: StartFrom | None = None,
+        start_from: starting.StartFrom | None = None,
         save_at_end: bool = True,
         save_on_signals: Iterable[signal.Signals] = (),
         after_signal: AfterSignal = "deliver",
@@ -142,7 +142,7 @@ class Checkpointer:
         try:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()
-            self._snapshots = open_snapshots(
+            self._snapshots, steps = open_snapshots(
                 settings, self._signals, self._group, comparison, has_start=start_from is not None
             )
         except BaseException:
@@ -152,7 +152,9 @@ class Checkpointer:
             api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
             group=self._group, on_event=on_event,
         )  # fmt: skip
-        self._saving = Saving(settings, self._group, self._snapshots, self._damaged, comparison)
+        self._saving = Saving(
+            settings, self._group, self._snapshots, self._damaged, comparison, steps
+        )
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
     def __enter__(self) -> Checkpointer:
@@ -287,6 +289,7 @@ class Checkpointer:
             TypeError: `step` and `state` are swapped.
             StateError: `step` is not a non-negative integer or differs between ranks, or
                 `metrics` lacks the metric of `Keep(best=…)`.
+            CheckpointExistsError: the root has this step; or others, and nothing was restored.
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
@@ -299,9 +302,7 @@ class Checkpointer:
         return handle
 
     def prepare(self, state: State) -> int:
-        """Allocate the memory for snapshots of this state, so that the first `save` need not.
-
-        `restore` calls this too.
+        """Allocate the memory for snapshots before the first `save`. `restore` calls this too.
 
         Returns:
             The number of bytes allocated for this rank.
@@ -345,6 +346,7 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: the selected checkpoint does not exist.
+            CheckpointExistsError: the root has checkpoints, but only of other libraries.
             CorruptionError: all checkpoints are damaged, or the selected one is. The state may be
                 partly written.
             MismatchError: checkpoint and state do not fit.
@@ -356,19 +358,21 @@ class Checkpointer:
         def load(place: api.Place) -> LoadReport:
             return bound(place, state, spec=spec, read_once=read_once)
 
-        self._saving.forget_last_call()
-        recorder = Recorder(self._settings.on_event)
+        self._saving.begin_restore()
+        recorder, start_from = Recorder(self._settings.on_event), self._start_from
         tiers, suspect = self._settings.store_to_read(), self._saving.suspect
         restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder, suspect)
         report = restoring.restore(step, self._settings.keep.best, load)
         restored_step = start_step = report.step if report else None
-        if report is None and self._start_from is not None:
-            report, start_step = load_start_from(self._start_from, state, load, self._group)
+        if report is None and start_from is not None:
+            report, start_step = starting.load_start_from(start_from, state, load, self._group)
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
                 self._snapshots.resume_from(restored_step)
                 self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
+        if report is None:
+            starting.refuse_foreign_steps(self._root, self._group)
         return start_step
 
     def best(self) -> int | None:

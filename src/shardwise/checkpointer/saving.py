@@ -17,6 +17,7 @@ from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.settings import Settings, prepare_root_and_check_memory
 from shardwise.checkpointer.signals import Signals
+from shardwise.checkpointer.starting import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.exchange import exchange
@@ -60,6 +61,8 @@ class Saving:
         snapshots: the snapshots of the run in memory; None if saves go directly to storage.
         damaged: steps that `restore` found to be damaged; a save replaces them.
         comparison: compares the replicas of the ranks.
+        found_steps: the committed steps of the root. Unless a restore comes first, the first save
+            refuses to add to them.
 
     Attributes:
         plan_cache: the plans of earlier saves.
@@ -72,6 +75,7 @@ class Saving:
         snapshots: Snapshots | None,
         damaged: set[int],
         comparison: ReplicaComparison,
+        found_steps: list[int],
     ) -> None:
         self._settings = settings
         self._group = group
@@ -82,6 +86,7 @@ class Saving:
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
         self._has_stepped = False  # whether an optimizer has stepped since that call
+        self._found_steps = found_steps  # empty once this run has restored or saved
         self._mirror: RunMirror | None = None
         if settings.mirror is not None:
             self._mirror = RunMirror(settings, settings.mirror, group, snapshots, damaged)
@@ -108,6 +113,9 @@ class Saving:
             A handle; None if the step was not due, no slot was free for its snapshot, or the save
             failed with `on_failure="warn"`.
         """
+        if not overwrite:
+            refuse_steps_of_another_run(self._settings.root, self._found_steps)
+        self._found_steps = []
         previous, self._unsaved_call = self._unsaved_call, None
         call = _SaveCall(step, state, metrics, overwrite)
         handle = self._save_or_log(call, durable=True) if durable else None
@@ -148,11 +156,12 @@ class Saving:
             if snapshots.take_failure() is None:  # no further failure: the agent is gone
                 return
 
-    def forget_last_call(self) -> None:
+    def begin_restore(self) -> None:
         """Forget the last call of `save`, because `restore` replaces the state.
 
         So `save_last` does not save its step, and its replicas are not compared.
         """
+        self._found_steps = []
         self._unsaved_call = None
         self._comparison.forget()
 
@@ -361,20 +370,21 @@ def open_snapshots(
     comparison: ReplicaComparison,
     *,
     has_start: bool,
-) -> Snapshots | None:
-    """Check the root, and return the snapshots of the run; None if they cannot be used.
+) -> tuple[Snapshots | None, list[int]]:
+    """Check the root. All ranks call this together.
 
-    All ranks call this together.
+    Returns:
+        The snapshots of the run, None if they cannot be used; and the steps that the root has.
 
     Args:
         comparison: compares the replicas of the ranks.
         settings, signals, group, has_start: as for `prepare_root_and_check_memory`, which says
             what this raises.
     """
-    can_use = prepare_root_and_check_memory(settings, signals, group, has_start=has_start)
+    can_use, steps = prepare_root_and_check_memory(settings, signals, group, has_start=has_start)
     if settings.memory is None or not can_use:
-        return None
-    return Snapshots(settings.root, settings.memory, group, comparison)
+        return None, steps
+    return Snapshots(settings.root, settings.memory, group, comparison), steps
 
 
 def _is_storage_failure(error: Exception) -> bool:

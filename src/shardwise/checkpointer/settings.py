@@ -25,7 +25,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.memory.home import Home, find_newest_snapshot
 from shardwise.memory.options import Memory
 from shardwise.opening import refuse_as_root, refuse_file
-from shardwise.retention import Keep
+from shardwise.retention import Keep, committed_steps
 from shardwise.store import Store, can_be_reopened, open_absolute, open_store
 from shardwise.tiers.options import Mirror, MirrorRequest
 from shardwise.tiers.store import TieredStore
@@ -201,7 +201,7 @@ def install_signals(save_on_signals: Iterable[int], after_signal: AfterSignal) -
 
 def prepare_root_and_check_memory(
     settings: Settings, signals: Signals | None, group: Group, *, has_start: bool
-) -> bool:
+) -> tuple[bool, list[int]]:
     """Check the options and the root, and remove leftovers of unfinished saves from the root.
 
     All ranks call this together.
@@ -214,7 +214,8 @@ def prepare_root_and_check_memory(
             refused, because the user may have meant `start_from`.
 
     Returns:
-        Whether snapshots can be used. They need a writable root: a file in it identifies the run.
+        Whether snapshots can be used, and the committed steps of the root. Snapshots need a
+        writable root: a file in it identifies the run.
 
     Raises:
         MismatchError: the options differ between ranks; the message lists the differences.
@@ -241,7 +242,8 @@ def prepare_root_and_check_memory(
         refuse_as_root(root, names, may_be_foreign=has_start)
         steps = [name for name in names if step_of_directory(name) is not None]
         remove_leftovers_below(root, steps)
-        return b"1" if in_memory and root.is_writable() else b""
+        can_use_memory = in_memory and root.is_writable()
+        return msgspec.msgpack.encode((can_use_memory, committed_steps(root) if steps else []))
 
     def check_or_name_snapshot(options: list[bytes]) -> bytes:
         try:
@@ -249,14 +251,15 @@ def prepare_root_and_check_memory(
         except StoreUnavailableError as error:
             raise _with_snapshot_in_memory(error, root, settings.memory) from error
 
-    can_use_memory = bool(exchange(group, "opening a root", encode_options, check_or_name_snapshot))
+    reply = exchange(group, "opening a root", encode_options, check_or_name_snapshot)
+    can_use_memory, steps = msgspec.msgpack.decode(reply, type=tuple[bool, list[int]])
     if in_memory and not can_use_memory and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "
             "memory are ignored",
             root,
         )
-    return can_use_memory
+    return can_use_memory, steps
 
 
 def _with_snapshot_in_memory(

@@ -1,4 +1,4 @@
-"""Start a run that has no checkpoint yet from another one: `Checkpointer(start_from=…)`."""
+"""Start a run: from another one, with `start_from`, and never on top of another one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from shardwise.checkpointer.restoring import START, RestoreReport, bytes_by_orig
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
-from shardwise.errors import StateError, add_note
+from shardwise.errors import CheckpointExistsError, StateError, add_note
 from shardwise.loading import State
+from shardwise.opening import newest_foreign_step
+from shardwise.store import Store
 
 StartFrom = api.Place | Callable[[State], LoadReport]
 """`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""
@@ -51,3 +53,42 @@ def _call_with_note(function: Callable[[State], LoadReport], state: State) -> Lo
     except Exception as error:
         add_note(error, "start_from: raised by this function, which was called with the state")
         raise
+
+
+def refuse_foreign_steps(root: Store, group: Group) -> None:
+    """Refuse to start at step 0 in a root with the checkpoints of another library.
+
+    All ranks call this together, when the root has no checkpoint of shardwise.
+
+    Raises:
+        CheckpointExistsError: the root has such checkpoints. The message names the newest.
+    """
+
+    def check(_: list[bytes]) -> bytes:
+        if found := newest_foreign_step(root):
+            place, formats = found
+            raise CheckpointExistsError(
+                f"{root} has checkpoints of {formats}, but none of shardwise: pass start_from="
+                f"{str(place)!r} to the Checkpointer to continue from that checkpoint, or another "
+                "root to start at step 0"
+            )
+        return b""
+
+    exchange(group, "starting a run", lambda: b"", check)
+
+
+def refuse_steps_of_another_run(root: Store, steps: list[int]) -> None:
+    """Refuse the first save of a run that did not restore if the root had steps when it opened.
+
+    Raises:
+        CheckpointExistsError: the root has steps.
+    """
+    if not steps:
+        return
+    shown = f"steps {steps[0]} … {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    raise CheckpointExistsError(
+        f"{root} has checkpoints ({shown}), but restore was not called before this save, so a "
+        "later restore could mix two trainings. To continue that training, call restore before "
+        f"the first save. To start another, pass a new root; start_from={str(root)!r} then loads "
+        "the newest checkpoint. To replace steps of this root, pass overwrite=True to save"
+    )

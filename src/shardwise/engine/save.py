@@ -311,7 +311,8 @@ def refuse_if_full(store: Store, nbytes: int) -> None:
 
 def _exists_error(store: Store) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"Checkpoint already exists: {store}: pass overwrite=True to replace it, or save elsewhere"
+        f"Checkpoint already exists: {store}: to continue its run, call restore before the first "
+        "save; otherwise save elsewhere, or pass overwrite=True to replace it"
     )
 
 

@@ -10,6 +10,10 @@ from shardwise.store.store import Store
 from shardwise.store.store_url import parse_url, scheme_of
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
+_OTHER_SCHEMES = (
+    *("file", "hdfs", "webhdfs", "s3a", "s3n", "gcs", "abfs", "abfss", "adl", "wasb", "wasbs"),
+    *("memory", "sftp", "ssh", "ftp", "smb", "oci", "oss", "dbfs", "hf", "r2"),
+)
 
 
 def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
@@ -59,6 +63,7 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         ) from error
     if path.startswith("~"):
         raise StoreError(f"{path!r}: only shells expand ~; pass os.path.expanduser({path!r})")
+    _refuse_shortened_url(path)
     scheme = scheme_of(path)
     if scheme is None:
         return LocalStore(path)
@@ -75,6 +80,23 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     from shardwise.store.fsspec_store import open_fsspec
 
     return open_fsspec(path)
+
+
+def _refuse_shortened_url(path: str) -> None:
+    """Refuse `s3:/bucket/run`, which `pathlib.Path("s3://bucket/run")` becomes.
+
+    Raises:
+        StoreError: a known scheme and a colon begin the path, without `//`.
+    """
+    scheme, colon, rest = path.partition(":")
+    if not colon or rest.startswith("//"):
+        return
+    if scheme.lower() in (*OBJECT_SCHEMES, *_OTHER_SCHEMES):
+        url = f"{scheme}://{rest.lstrip('/')}"
+        raise StoreError(
+            f"{path!r} looks like a URL that lost a slash, as in a pathlib.Path: pass the string "
+            f"{url!r}; for a local directory of this name, pass {f'./{path}'!r}"
+        )
 
 
 def _open_file_url(place: str) -> LocalStore:

@@ -259,7 +259,7 @@ def save_and_die(url: str, step: int, at: int | None) -> list[str]:
     fault = Fault(at)
     store = FaultyStore(open_store(url), fault)
     with sw.Checkpointer(store, memory=None) as checkpointer:
-        checkpointer.save(step, state_of(step))
+        checkpointer.save(step, state_of(step), overwrite=step > 1)
     return fault.operations
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 
 from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CheckpointNotFoundError, StateError
+from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, StateError, add_note
 from shardwise.integrations.lightning.plugin import has_only_weights
 from shardwise.integrations.lightning.resumable_data import without_warning_of_lost_position
 from shardwise.integrations.lightning.trainer_values import TrainerValues, validation_follows
@@ -91,10 +91,8 @@ class ShardwiseCheckpoint(Checkpoint):
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, number in (
-            ("every_n_train_steps", every_n_train_steps),
-            ("every_n_epochs", every_n_epochs),
-        ):
+        counts = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
+        for name, number in counts.items():
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(
                     f"ShardwiseCheckpoint({name}={number!r}): expected a whole number, at least 1"
@@ -169,7 +167,11 @@ class ShardwiseCheckpoint(Checkpoint):
             self._refuse_later_steps(trainer, self.checkpointer)
             return
         choice = self._best() if self._resume == "best" else self._resume
-        restored = self.checkpointer.restore(self._state(trainer), step=choice)
+        try:
+            restored = self.checkpointer.restore(self._state(trainer), step=choice)
+        except CheckpointExistsError as error:
+            add_note(error, "with Lightning, pass that path as fit(…, ckpt_path=…) instead")
+            raise
         if restored is not None and not trainer.is_last_batch:
             self._rng_state = RngState().capture()
 
@@ -259,7 +261,7 @@ class ShardwiseCheckpoint(Checkpoint):
             self._has_saved_metric |= not isnan(measured)
             metrics = {self._monitor: measured}
         # A training that went back to an earlier step replaces later checkpoints.
-        went_back = self._resume not in ("newest", None) or trainer.ckpt_path is not None
+        went_back = self._resume != "newest" or trainer.ckpt_path is not None
         self.last_handle = self.checkpointer.save(
             step, self._state(trainer), metrics=metrics, overwrite=went_back
         )

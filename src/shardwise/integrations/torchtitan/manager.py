@@ -247,6 +247,10 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 raise sw.CheckpointNotFoundError(f"checkpoint.load_step={step}: {error}") from error
             self._load_dcp(step)
             return True
+        except sw.CheckpointExistsError:  # the folder has checkpoints, but none of shardwise
+            if newest_of_dcp is None:
+                raise
+            restored = None
         if restored is not None:
             if step == -1 and newest_of_dcp is not None and newest_of_dcp > restored:
                 log.warning(

@@ -205,7 +205,8 @@ def _published_save_id(store: Store) -> str | None:
 
 def _checkpoint_exists(store: Store) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"Checkpoint already exists: {store}: save with overwrite=True to replace it"
+        f"Checkpoint already exists: {store}: to continue its run, call restore before the first "
+        "save; otherwise save elsewhere, or pass overwrite=True to replace it"
     )
 
 
