@@ -213,7 +213,11 @@ def test_all_fits_80_columns(tmp_path: Path) -> None:
             "verify {root}/step-00000100 --json",
             "diff {root} {root}/step-00000100",
         ),
-        *("rm {root} --step 100 --yes", "export {root} {root}-hf --to hf", "agent status"),
+        *(
+            "rm {root} --step 100 --yes",
+            "export {root} {root}-hf --to hf",
+            "agent status --dir {root}-home",
+        ),
         "plan-memory --parameters 7e9",
     ],
 )

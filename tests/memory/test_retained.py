@@ -42,6 +42,14 @@ def checkpointer(root: Path, shm: Path) -> sw.Checkpointer:
     return sw.Checkpointer(root, keep=sw.Keep(last=1), memory=memory)
 
 
+def save_what_cannot_go(place: Path) -> None:
+    """Save a checkpoint of which a data file cannot be deleted: it has become a directory."""
+    sw.save(place, {"t": torch.zeros(1)})
+    (data,) = place.glob("*.safetensors")
+    data.unlink()
+    data.mkdir()
+
+
 def test_old_checkpoints_are_gone_when_the_run_is_closed(tmp_path: Path, shm: Path) -> None:
     root = tmp_path / "root"
     with checkpointer(root, shm) as cp:
@@ -58,7 +66,7 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
 ) -> None:
     root = tmp_path / "root"
     cp = checkpointer(root, shm)
-    (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
+    save_what_cannot_go(root / step_directory(0))
     handle = cp.save(1, {"t": 1})
     assert handle is not None
     handle.result(20.0)
@@ -179,14 +187,14 @@ def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
     tmp_path: Path, shm: Path
 ) -> None:
     root = tmp_path / "root"
-    (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
+    save_what_cannot_go(root / step_directory(0))
     cp = checkpointer(root, shm)
     cp.save(1, {"t": 1}, overwrite=True)
     with pytest.raises(
         StoreError, match=r"step 1: the stage 'retain' of .* failed: IsADirectoryError"
     ):
         cp.close()
-    assert cp.steps() == [0, 1]
+    assert cp.steps() == [1]
     assert not list(shm.glob("**/*.slot"))
 
 
@@ -194,7 +202,7 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
     tmp_path: Path, shm: Path
 ) -> None:
     root = tmp_path / "root"
-    (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
+    save_what_cannot_go(root / step_directory(0))
     memory = sw.Memory(dir=str(shm), wait=10.0, when_full="wait")
     cp = sw.Checkpointer(root, keep=sw.Keep(last=1), save_every=2, memory=memory)
     cp.save(2, {"t": 2}, overwrite=True)
