@@ -65,7 +65,8 @@ LAYERS_OF_FORMATS = (
 )
 LAYERS_OF_CHECKPOINTER = (
     ("checkpointer",),
-    ("saving", "starting"),
+    ("saving",),
+    ("starting",),
     ("mirroring", "restoring"),
     ("settings",),
     ("signals",),
