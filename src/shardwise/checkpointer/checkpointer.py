@@ -130,7 +130,7 @@ class Checkpointer:
             on_failure=on_failure,
             on_divergence=DivergencePolicy.from_option(on_divergence),
         )
-        self._comparison = comparison = ReplicaComparison(settings.on_divergence)
+        self._comparison = compare = ReplicaComparison(settings.on_divergence)
         self._damaged: set[int] = set()
         self._signals = install_signals(save_on_signals, after_signal)
         self._closed = False
@@ -143,7 +143,7 @@ class Checkpointer:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()
             self._snapshots, steps = open_snapshots(
-                settings, self._signals, self._group, comparison, has_start=start_from is not None
+                settings, self._signals, self._group, compare, has_start=start_from is not None
             )
         except BaseException:
             self._release()
@@ -152,9 +152,7 @@ class Checkpointer:
             api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
             group=self._group, on_event=on_event,
         )  # fmt: skip
-        self._saving = Saving(
-            settings, self._group, self._snapshots, self._damaged, comparison, steps
-        )
+        self._saving = Saving(settings, self._group, self._snapshots, self._damaged, compare, steps)
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
     def __enter__(self) -> Checkpointer:
@@ -359,20 +357,19 @@ class Checkpointer:
             return bound(place, state, spec=spec, read_once=read_once)
 
         self._saving.begin_restore()
-        recorder, start_from = Recorder(self._settings.on_event), self._start_from
+        recorder = Recorder(self._settings.on_event)
         tiers, suspect = self._settings.store_to_read(), self._saving.suspect
         restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder, suspect)
         report = restoring.restore(step, self._settings.keep.best, load)
         restored_step = start_step = report.step if report else None
-        if report is None and start_from is not None:
-            report, start_step = starting.load_start_from(start_from, state, load, self._group)
+        if report is None:
+            source = self._start_from, self._root
+            report, start_step = starting.start(*source, state, load, self._group)
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
                 self._snapshots.resume_from(restored_step)
                 self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
-        if report is None:
-            starting.refuse_foreign_steps(self._root, self._group)
         return start_step
 
     def best(self) -> int | None:

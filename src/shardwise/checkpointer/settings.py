@@ -242,8 +242,7 @@ def prepare_root_and_check_memory(
         refuse_as_root(root, names, may_be_foreign=has_start)
         steps = [name for name in names if step_of_directory(name) is not None]
         remove_leftovers_below(root, steps)
-        can_use_memory = in_memory and root.is_writable()
-        return msgspec.msgpack.encode((can_use_memory, committed_steps(root) if steps else []))
+        return msgspec.msgpack.encode((in_memory and root.is_writable(), committed_steps(root)))
 
     def check_or_name_snapshot(options: list[bytes]) -> bytes:
         try:

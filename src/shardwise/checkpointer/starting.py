@@ -19,18 +19,28 @@ StartFrom = api.Place | Callable[[State], LoadReport]
 """`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""
 
 
-def load_start_from(
-    start_from: StartFrom, state: State, load: Callable[[api.Place], LoadReport], group: Group
-) -> tuple[RestoreReport, int | None]:
-    """Load `start_from`. All ranks call this together.
+def start(
+    start_from: StartFrom | None,
+    root: Store,
+    state: State,
+    load: Callable[[api.Place], LoadReport],
+    group: Group,
+) -> tuple[RestoreReport | None, int | None]:
+    """Start a run whose root has no checkpoint of shardwise: load `start_from`, if it is given.
+
+    All ranks call this together.
 
     Returns:
-        The report, and the step to continue from. The step is None if the state has optimizers and
-        none of them was loaded: then the training starts anew.
+        The report, None without `start_from`; and the step to continue from. The step is None if
+        the training starts anew: the state has optimizers, and none of them was loaded.
 
     Raises:
+        CheckpointExistsError: without `start_from`, the root has checkpoints of another library.
         StateError: the function `start_from` did not return the report of `shardwise.load`.
     """
+    if start_from is None:
+        _refuse_foreign_steps(root, group)
+        return None, None
     loaded = _call_with_note(start_from, state) if callable(start_from) else load(start_from)
 
     def keeps_step() -> bytes:
@@ -55,14 +65,8 @@ def _call_with_note(function: Callable[[State], LoadReport], state: State) -> Lo
         raise
 
 
-def refuse_foreign_steps(root: Store, group: Group) -> None:
-    """Refuse to start at step 0 in a root with the checkpoints of another library.
-
-    All ranks call this together, when the root has no checkpoint of shardwise.
-
-    Raises:
-        CheckpointExistsError: the root has such checkpoints. The message names the newest.
-    """
+def _refuse_foreign_steps(root: Store, group: Group) -> None:
+    """Refuse to start at step 0 in a root with checkpoints of another library. Name the newest."""
 
     def check(_: list[bytes]) -> bytes:
         if found := newest_foreign_step(root):
