@@ -133,8 +133,7 @@ class Checkpointer:
         self._comparison = compare = ReplicaComparison(settings.on_divergence)
         self._damaged: set[int] = set()
         self._signals = install_signals(save_on_signals, after_signal)
-        self._closed = False
-        self._process = os.getpid()
+        self._closed, self._process = False, os.getpid()
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
         self._own_group: TorchGroup | None = None
