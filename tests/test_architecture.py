@@ -77,7 +77,7 @@ WITHOUT_TORCH = ("layout", "manifest", "plan")
 TESTS_OF_A_STORE = Path("testing", "store_suite.py")  # tests may use assert
 MAY_PRINT = ("__main__", "cli")
 FORBIDDEN_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
-MOST_LINES_OF_FILE = 410
+MOST_LINES_OF_FILE = 500
 MOST_LINES_OF_FUNCTION = 60
 PUBLIC = [
     "Best",

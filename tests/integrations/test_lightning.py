@@ -360,3 +360,41 @@ def test_files_of_lightning_in_the_root_are_not_passed_over(tmp_path: Path) -> N
     after = trainer(9, ShardwiseCheckpoint(tmp_path / "a", every_n_train_steps=1, memory=None))
     after.fit(Net(), data, data, ckpt_path=first.best_model_path)
     assert committed_steps(LocalStore(tmp_path / "a")) == [9]
+
+
+class FrozenNet(Net):
+    """Its first layer is frozen, and the base of what is trained."""
+
+    strict_loading = False
+    base_seed = 11
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = self.layers[0]
+        generator = torch.Generator().manual_seed(self.base_seed)
+        first.weight.data.copy_(torch.randn(first.weight.shape, generator=generator))
+        first.bias.data.zero_()
+        first.requires_grad_(False)
+
+
+class NetWithAnotherBase(FrozenNet):
+    base_seed = 12
+
+
+def test_trainable_only_saves_and_resumes_without_the_frozen_part(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "net": FrozenNet, "trainable_only": True, "monitor": "val_loss",
+    }  # fmt: skip
+    whole, _ = train_with_callback(tmp_path / "whole", None, 2, **options)
+    train_with_callback(tmp_path / "parts", None, 1, **options)
+    parts, trainer = train_with_callback(tmp_path / "parts", None, 2, **options)
+    assert equal(parts.state_dict(), whole.state_dict())
+    saved = set(sw.open(tmp_path / "parts"))
+    weights = {name for name in saved if name.startswith("model.layers")}
+    assert weights == {"model.layers.3.weight", "model.layers.3.bias"}
+    data = DataLoader(make_dataset(), batch_size=20)
+    best = trainer.validate(FrozenNet(), data, ckpt_path="best", verbose=False)[0]["val_loss"]
+    path = trainer.checkpoint_callback.best_model_path
+    assert best == pytest.approx(sw.open(path).metrics["val_loss"])
+    with pytest.raises(sw.MismatchError, match=r"layers\.0\.weight"):
+        train_with_callback(tmp_path / "parts", None, 3, **{**options, "net": NetWithAnotherBase})

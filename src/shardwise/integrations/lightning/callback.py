@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 
+from shardwise.adapters.trainable import trainable
 from shardwise.checkpointer.checkpointer import Checkpointer
 from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, StateError, add_note
 from shardwise.integrations.lightning.plugin import has_only_weights
@@ -64,6 +65,8 @@ class ShardwiseCheckpoint(Checkpoint):
         resume: what `fit` restores: `"newest"`; `"best"`, by `monitor`; a step; None for nothing.
         data: the `ElasticBatchSampler` or `ElasticStreamLoader` of the training data. The callback
             calls its `advance()` after each batch, and saves its position.
+        trainable_only: save only the parameters that require gradients, and buffers, as
+            `shardwise.trainable` does; for example of a model with adapters.
         extra: further objects and values to save, by name, as in the state of `shardwise.save`.
         options: further options of `shardwise.Checkpointer`, such as `memory=` and `mirror=`.
 
@@ -87,6 +90,7 @@ class ShardwiseCheckpoint(Checkpoint):
         save_top_k: int = 1,
         resume: Choice | Literal["best"] | None = "newest",
         data: TrainedData | None = None,
+        trainable_only: bool = False,
         extra: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -108,7 +112,7 @@ class ShardwiseCheckpoint(Checkpoint):
         self._root = str(root)
         self._every_n_train_steps, self._every_n_epochs = every_n_train_steps, every_n_epochs
         self._monitor, self._mode = monitor, mode
-        self._resume = resume
+        self._resume, self._trainable_only = resume, trainable_only
         self._data, self._extra = data, dict(extra or {})
         self._options = {
             "keep": _rules_of_retention(save_top_k, self._best() if monitor else None),
@@ -337,8 +341,9 @@ class ShardwiseCheckpoint(Checkpoint):
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         is_fsdp1 = isinstance(trainer.strategy, FSDPStrategy)
+        model = trainer.model if is_fsdp1 else trainer.lightning_module
         state: dict[str, Any] = {
-            "model": trainer.model if is_fsdp1 else trainer.lightning_module,
+            "model": trainable(model) if self._trainable_only else model,
             "optimizers": {str(i): each for i, each in enumerate(trainer.optimizers)},
             "trainer": TrainerValues(trainer),
             "random": RngState(),
