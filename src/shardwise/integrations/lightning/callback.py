@@ -341,7 +341,7 @@ class ShardwiseCheckpoint(Checkpoint):
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         is_fsdp1 = isinstance(trainer.strategy, FSDPStrategy)
-        model = trainer.model if is_fsdp1 else trainer.lightning_module
+        model: Any = trainer.model if is_fsdp1 else trainer.lightning_module
         state: dict[str, Any] = {
             "model": trainable(model) if self._trainable_only else model,
             "optimizers": {str(i): each for i, each in enumerate(trainer.optimizers)},
