@@ -30,7 +30,7 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
-from shardwise.store import Store, open_store
+from shardwise.store import LocalStore, Store, open_store
 from shardwise.tiers.record import open_with_mirror
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ def open(  # noqa: A001 - shardwise.open
 
         def get_and_lock_store() -> Store:
             store = choose()
+            if isinstance(store, LocalStore):  # the same checkpoint is often opened again
+                store = store.with_cached_reads()
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
 from shardwise.store import LocalStore, Store, open_store
@@ -81,6 +83,25 @@ def test_files_stay_in_the_page_cache_only_on_request(tmp_path: Path) -> None:
             assert not is_cached(file.fileno(), 0, len(data))
             assert read_file(store, KEY) == data.tobytes()
             assert is_cached(file.fileno(), 0, len(data)) == (name == "cached")
+
+
+def test_what_open_reads_stays_in_the_page_cache_and_what_load_reads_does_not(
+    tmp_path: Path,
+) -> None:
+    saved = torch.arange(1 << 18, dtype=torch.float32)
+    sw.save(tmp_path / "it", {"t": saved})
+    (data,) = (tmp_path / "it").glob("*.safetensors")
+    with data.open("rb") as file:
+        if is_cached(file.fileno(), 0, saved.nbytes):
+            pytest.skip("this file system has no direct I/O, or does not say what is cached")
+        loaded = torch.zeros(1 << 18)
+        sw.load(tmp_path / "it", {"t": loaded})
+        assert torch.equal(loaded, saved)
+        assert not is_cached(file.fileno(), 0, saved.nbytes)
+        tensor = sw.open(tmp_path / "it")["t"]
+        assert isinstance(tensor, sw.SavedTensor)
+        assert torch.equal(tensor[...], saved)
+        assert is_cached(file.fileno(), 0, saved.nbytes)
 
 
 def test_options_of_file_urls_are_checked(tmp_path: Path) -> None:

@@ -47,11 +47,19 @@ class LocalStore:
         path: the directory.
         page_cache: read and write through the page cache instead. The next reader on this node then
             finds the files there.
+        cached_reads: read through the page cache, whatever `page_cache` says.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, page_cache: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        page_cache: bool = False,
+        cached_reads: bool = False,
+    ) -> None:
         self.path = Path(path)
         self._page_cache = page_cache
+        self._cached_reads = cached_reads or page_cache
 
     def __repr__(self) -> str:
         option = ", page_cache=True" if self._page_cache else ""
@@ -83,7 +91,11 @@ class LocalStore:
 
     def at_path(self, path: Path) -> LocalStore:
         """Return the store at another path, with the same options."""
-        return LocalStore(path, page_cache=self._page_cache)
+        return LocalStore(path, page_cache=self._page_cache, cached_reads=self._cached_reads)
+
+    def with_cached_reads(self) -> LocalStore:
+        """Return this store, with reads through the page cache."""
+        return LocalStore(self.path, page_cache=self._page_cache, cached_reads=True)
 
     def exists(self) -> bool:
         """Return whether the path exists. Links are followed."""
@@ -118,7 +130,7 @@ class LocalStore:
     def open_below(self, path: str, size: int | None = None) -> LocalReader:
         """Open a regular file. Links are followed, for example in caches of published models."""
         file = self.path / path
-        return repeat_if_stale(file.parent, lambda: LocalReader(file.resolve(), self._page_cache))
+        return repeat_if_stale(file.parent, lambda: LocalReader(file.resolve(), self._cached_reads))
 
     def create(self, key: str, size: int) -> LocalWriter:
         """Create a file of `size` bytes."""
@@ -135,7 +147,7 @@ class LocalStore:
     def open(self, key: str) -> LocalReader:
         """Open a regular file. Symbolic links are refused."""
         path = self._path_to_read(key)
-        return repeat_if_stale(path.parent, lambda: LocalReader(path, self._page_cache))
+        return repeat_if_stale(path.parent, lambda: LocalReader(path, self._cached_reads))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
