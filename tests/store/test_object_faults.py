@@ -240,16 +240,22 @@ def test_an_upload_that_the_server_has_ended_is_an_error_although_there_is_an_ol
     assert open_store(place.direct(1)).read("weights", limit=size) == new.tobytes()
 
 
-def test_a_listing_that_breaks_off_again_and_again_is_repeated_as_long_as_the_url_says(
-    place: Place,
-) -> None:
-    sw.save(place.direct(1), state_of(1))
-    url, now = parse_object_url(place.faulty(1)), [0.0]
+def store_with_own_clock(place: Place, retry: int = 10) -> tuple[ObjectStore, list[float]]:
+    """Return a store behind the proxy, and its time, which only pauses between attempts change."""
+    now = [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    store = ObjectStore(url, Client(url, clock=lambda: now[0], sleep=sleep))
+    url = parse_object_url(place.faulty(1, timeout=30).replace("retry=10", f"retry={retry}"))
+    return ObjectStore(url, Client(url, clock=lambda: now[0], sleep=sleep)), now
+
+
+def test_a_listing_that_breaks_off_again_and_again_is_repeated_as_long_as_the_url_says(
+    place: Place,
+) -> None:
+    sw.save(place.direct(1), state_of(1))
+    store, now = store_with_own_clock(place)
     place.proxy.inject(HttpFault(FaultKind.CUT_BODY, count=5, path="list-type"))
     assert "manifest.json" in store.list()
     assert 1 < now[0] < 10
@@ -274,7 +280,7 @@ def test_a_bulk_delete_that_the_server_denies_is_not_repeated(place: Place) -> N
     with pytest.raises(PermissionError, match="AccessDenied"):
         store.delete("manifest.json")
     assert len([each for each in place.proxy.requests if each.method == "POST"]) == 1
-    place.proxy.inject(answer("SlowDown"))
+    place.proxy.inject(answer("SlowDown"), replace(answer(""), index=1, status=404))
     store.delete("manifest.json")
     assert "manifest.json" not in open_store(place.direct(1)).list()
 

@@ -17,6 +17,14 @@ UPLOAD_ID = "shardwiseupload"
 """The metadata of an object with the random number of its upload. Azure allows no hyphens."""
 
 
+class _UploadEndedError(Exception):
+    """An upload that failed after it has begun, so that it cannot be repeated."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def put_parts(
     client: Client,
     path: str,
@@ -55,7 +63,7 @@ def put_parts(
         yield from chunks
         is_complete = True
 
-    def put(store: ObjectStore) -> Exception | None:
+    def put(store: ObjectStore) -> None:
         try:
             obstore.put(
                 store,
@@ -68,14 +76,15 @@ def put_parts(
         except Exception as error:
             if not has_begun:
                 raise
-            return error
-        return None
+            raise _UploadEndedError(error) from error
 
-    failure = client.request("write", place, put)
-    if failure is None or (is_complete and _find_upload(client, path, place) == upload_id):
-        return
-    with translate_errors("write", place):
-        raise failure
+    try:
+        client.request("write", place, put)
+    except _UploadEndedError as ended:
+        if is_complete and _find_upload(client, path, place) == upload_id:
+            return
+        with translate_errors("write", place):
+            raise ended.error from None
 
 
 def _find_upload(client: Client, path: str, place: str) -> str | None:

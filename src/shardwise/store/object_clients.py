@@ -18,6 +18,7 @@ from shardwise.deadline import Deadline
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.object_errors import translate_errors
 from shardwise.store.outages import WARNING_SECONDS, OutageWatch
+from shardwise.store.recent_writes import RecentWrites
 from shardwise.store.store_url import StoreUrl
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Client:
         self._lock = threading.Lock()
         self._opened: tuple[int, ObjectStore] | None = None
         self._boto3: tuple[int, Any] | None = None
+        self._written = RecentWrites(clock)
         self._watch = OutageWatch(_retry_seconds(url), self._probe, warning_seconds)
         self.obeys_conditions = False  # whether a probe has shown that the server obeys them
 
@@ -107,9 +109,12 @@ class Client:
         """Send a request, and repeat it while the server does not answer.
 
         obstore repeats most requests itself, but no bulk delete, and none whose answer breaks off.
+        The status 404 for an object that this client has just written, or for a listing then, is
+        repeated too.
 
         Args:
-            action, place: as for `translate_errors`.
+            action, place: as for `translate_errors`. The actions `write`, `delete` and `list` are
+                for these requests only.
             send: sends the request. It must be right to send the request again, although the first
                 one may have been executed.
 
@@ -118,14 +123,23 @@ class Client:
         """
         with translate_errors(action, place):
             store = self.open()
+        if action == "delete":
+            self._written.discard(place)
         with self._watch.watch_request():
-            failure = StoreUnavailableError(f"{place}: cannot {action}")
+            failure: OSError = StoreUnavailableError(f"{place}: cannot {action}")
             for _ in self.attempts():
                 try:
                     with translate_errors(action, place):
-                        return send(store)
-                except StoreUnavailableError as error:  # noqa: PERF203 - one request each
+                        result = send(store)
+                except (StoreError, FileNotFoundError) as error:  # noqa: PERF203 - one request each
+                    is_late = self._written.explain(error, action, place)
+                    if not is_late and not isinstance(error, StoreUnavailableError):
+                        raise
                     failure = error
+                else:
+                    if action == "write":
+                        self._written.add(place)
+                    return result
             raise failure
 
     def attempts(self) -> Iterator[None]:

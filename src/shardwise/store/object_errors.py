@@ -15,6 +15,7 @@ _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTo
 _BUCKETS = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
 """The noun for messages, by the error code of the server."""
 _DENIED = (401, 403)
+NOT_FOUND = 404
 _UNAVAILABLE = (408, 429, 500, 502, 503, 504)
 _LONGEST_REASON = 300
 
@@ -34,7 +35,7 @@ def translate_errors(action: str, place: str) -> Iterator[None]:
         place: the URL of the object.
 
     Raises:
-        FileNotFoundError: the object does not exist.
+        FileNotFoundError: the object to read or delete does not exist.
         FileExistsError: the object exists, or a condition of the request does not hold.
         PermissionError: the credentials are missing or expired, or do not allow the request.
         StoreUnavailableError: the server does not answer, or says that it is overloaded.
@@ -53,6 +54,9 @@ def translate_errors(action: str, place: str) -> Iterator[None]:
                 "because an answer was lost, a rule of the bucket removed it, or somebody aborted "
                 "it; save again"
             ) from error
+        if action == "write" or (action == "delete" and place.startswith("s3:")):
+            # Neither request needs an object: S3 deletes an absent one with success.
+            raise _store_error(action, place, error) from error
         raise FileNotFoundError(errno.ENOENT, "no such object", place) from error
     except Exception as error:
         if not type(error).__module__.startswith("obstore") and not isinstance(error, OSError):
@@ -106,6 +110,12 @@ def _store_error(action: str, place: str, error: Exception) -> StoreError:
     elif status is None or status in _UNAVAILABLE:
         error_class = StoreUnavailableError
         advice = "the server does not answer now: check the endpoint and the network"
+    elif status == NOT_FOUND and action in ("write", "delete"):
+        error_class = StoreUnavailableError
+        advice = (
+            "the server says that it does not find what this request is for, although the request "
+            "needs only the bucket: check the endpoint, and proxies on the way to it"
+        )
     else:
         advice = "the server refused the request, also when it was repeated"
     return error_class(f"{place}: cannot {action}: {advice} ({_reason(text)})")
