@@ -36,6 +36,7 @@ from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import Failing
 from shardwise.tiers.options import MirrorRequest
+from tests.memory.test_client import dripping
 from tests.memory.test_server import TOKEN, serve
 from tests.memory.test_snapshots import shm, signal_agents
 
@@ -202,3 +203,17 @@ def test_a_wait_ends_if_an_agent_fails_to_work_on_the_save(
                     watch.check(None)
             else:
                 watch.check(None)
+
+
+def test_an_agent_that_is_slow_is_not_lost_though_the_patience_is_short(tmp_path: Path) -> None:
+    """On a busy machine, an agent may be unable to answer for a second."""
+    now = [0.0]
+    with dripping(b"HTTP/1.1 2") as slow:
+        agents = SaveAgents(Home(tmp_path), slow, None, 0.3)
+        run = Home(tmp_path).run("0" * 16)
+        watch = AgentWatch(agents, SnapshotDirectory(run, 1), SAVE, lambda: now[0])
+        now[0] = 1.0
+        watch.check(0.2)
+        now[0] = 6.0
+        with pytest.raises(StoreError, match=r"has not answered for 6 s"):
+            watch.check(0.2)

@@ -21,6 +21,7 @@ GONE_TIMEOUT = 10.0
 REQUEST_PERIOD = 5.0
 REQUEST_TIMEOUT = 5.0
 SHORTEST_TIMEOUT = 0.1
+SHORTEST_SILENCE = 5.0  # of an agent that counts as lost: on a busy machine, answers take seconds
 LONGEST_COPY = 600.0
 
 
@@ -32,7 +33,8 @@ class SaveAgents:
         home: the directories of this node. The node's agent may be replaced by another.
         leader: the agent of the node that leads the save; None if this node leads.
         tls: certificates for connections to other nodes.
-        patience: seconds until an agent that does not answer counts as lost.
+        patience: seconds until an agent that does not answer, or fails to work on the save, ends
+            the wait. An agent may be silent for at least `SHORTEST_SILENCE`.
     """
 
     home: Home
@@ -94,7 +96,7 @@ class AgentWatch:
                 f"work (its log: {home.log_path})"
             )
         if now - self._last_request > self._request_period:
-            timeout = min(REQUEST_TIMEOUT, self._agents.patience)
+            timeout = REQUEST_TIMEOUT
             if seconds_left is not None:
                 timeout = max(SHORTEST_TIMEOUT, min(timeout, seconds_left / 2))
             self._check_answers(timeout)
@@ -113,7 +115,7 @@ class AgentWatch:
             if isinstance(health, Health):
                 self._last_answers[info.node] = now
                 self._check_progress(info, health)
-            elif now - last_answer > agents.patience:
+            elif now - last_answer > max(agents.patience, SHORTEST_SILENCE):
                 raise StoreError(
                     f"the agent of node {info.node} (process {info.process} of {info.host}) has "
                     f"not answered for {now - last_answer:.0f} s: {health}. If it is stopped, "

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from errno import EINPROGRESS
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,8 +28,12 @@ from shardwise.errors import LostRankError
 from shardwise.memory.identity import served_address
 from shardwise.memory.trainer.agents import Membership
 
-CHECK_PERIOD, CONNECT_TIMEOUT = 0.3, 0.8  # seconds
+CHECK_PERIOD = 0.3  # seconds
+# Until a node is asked again, and until it counts as lost then. The second time is long enough for
+# the system to send a lost packet again.
+FIRST_TIMEOUT, SECOND_TIMEOUT = 0.3, 1.2  # seconds
 CONNECTIONS_AT_ONCE = 128
+K = TypeVar("K")
 
 
 class NodeWatch:
@@ -60,7 +65,7 @@ class NodeWatch:
         known = msgspec.msgpack.decode(reply, type=dict[str, Address])
         others = {node: address for node, address in known.items() if node != own_node}
         # A node that cannot be reached now, for example through a firewall, cannot be watched.
-        unreachable = _why_unreachable(others)
+        unreachable = _why_unreachable(others, SECOND_TIMEOUT)
         self._first_ranks = {n: address for n, address in others.items() if n not in unreachable}
 
     def _listen(self, own_node: str) -> Address | None:
@@ -103,17 +108,22 @@ class NodeWatch:
         Raises:
             LostRankError: names the lost nodes and their ranks.
         """
-        silent = _why_unreachable(self._first_ranks)
+        silent = _why_unreachable(self._first_ranks, FIRST_TIMEOUT)
+        if not silent:
+            return
         urls = {info.node: urlsplit(info.url) for info in self._membership.nodes}
-        lost = _why_unreachable(
-            {node: (urls[node].hostname or "", urls[node].port or 0) for node in silent}
-        )
+        asked = {(node, "first rank"): self._first_ranks[node] for node in silent}
+        for node in silent:
+            asked[node, "agent"] = urls[node].hostname or "", urls[node].port or 0
+        reasons = _why_unreachable(asked, SECOND_TIMEOUT)
+        lost = [node for node in silent if {(node, "first rank"), (node, "agent")} <= set(reasons)]
         if lost:
             raise LostRankError(
                 "waiting for other nodes",
                 {
                     rank: f"its node {node} is lost: its first rank does not answer "
-                    f"({silent[node]}), nor does its agent ({lost[node]}); restart the training"
+                    f"({reasons[node, 'first rank']}), nor does its agent "
+                    f"({reasons[node, 'agent']}); restart the training"
                     for rank, node in enumerate(self._membership.node_of)
                     if node in lost
                 },
@@ -142,34 +152,37 @@ def _stop(listener: socket.socket) -> None:
         listener.shutdown(socket.SHUT_RDWR)  # ends `accept` in the other thread
 
 
-def _why_unreachable(addresses: Mapping[str, Address]) -> dict[str, str]:
-    """Return the nodes whose address accepts no connection, each with the reason."""
-    found: dict[str, str] = {}
-    names = list(addresses)
-    for low in range(0, len(names), CONNECTIONS_AT_ONCE):
-        found |= _connect_to_all(names[low : low + CONNECTIONS_AT_ONCE], addresses)
+def _why_unreachable(addresses: Mapping[K, Address], timeout: float) -> dict[K, str]:
+    """Return the keys whose address accepts no connection in time, each with the reason."""
+    found: dict[K, str] = {}
+    keys = list(addresses)
+    for low in range(0, len(keys), CONNECTIONS_AT_ONCE):
+        found |= _connect_to_all(keys[low : low + CONNECTIONS_AT_ONCE], addresses, timeout)
     return found
 
 
-def _connect_to_all(names: Sequence[str], addresses: Mapping[str, Address]) -> dict[str, str]:
-    failed: dict[str, str] = {}
-    deadline = Deadline(CONNECT_TIMEOUT)
+def _connect_to_all(
+    keys: Sequence[K], addresses: Mapping[K, Address], timeout: float
+) -> dict[K, str]:
+    failed: dict[K, str] = {}
+    deadline = Deadline(timeout)
     with ExitStack() as cleanup, selectors.DefaultSelector() as pending:
-        for name in names:
-            family = socket.AF_INET6 if ":" in addresses[name][0] else socket.AF_INET
+        for key in keys:
+            family = socket.AF_INET6 if ":" in addresses[key][0] else socket.AF_INET
             sock = cleanup.enter_context(socket.socket(family))
             sock.setblocking(False)
-            code = sock.connect_ex(addresses[name])
+            code = sock.connect_ex(addresses[key])
             if code in (0, EINPROGRESS):
-                pending.register(sock, selectors.EVENT_WRITE, (name, sock))
+                pending.register(sock, selectors.EVENT_WRITE, (key, sock))
             else:
-                failed[name] = os.strerror(code)
-        while pending.get_map() and not deadline.has_passed():
-            for key, _ in pending.select(deadline.seconds_left()):
-                name, sock = key.data
+                failed[key] = os.strerror(code)
+        # Answers that came while this process did not run count, though the time has passed.
+        while pending.get_map() and (events := pending.select(deadline.seconds_left())):
+            for event, _ in events:
+                key, sock = event.data
                 pending.unregister(sock)
                 if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    failed[name] = os.strerror(code)
-        for key in pending.get_map().values():
-            failed[key.data[0]] = f"no connection within {CONNECT_TIMEOUT:g} s"
+                    failed[key] = os.strerror(code)
+        for event in pending.get_map().values():
+            failed[event.data[0]] = f"no connection within {timeout:g} s"
     return failed
