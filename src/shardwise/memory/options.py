@@ -99,8 +99,8 @@ class Memory:
             limit.
         when_full: the reaction if all slots are taken: "skip" the snapshot, or "wait" for a slot. A
             save to the root always waits, and fails if no slot becomes free.
-        wait: the seconds to wait for a slot, and for a node that does not answer. While a rank waits
-            for a save, an agent always has at least five seconds to answer.
+        wait: the seconds to wait for a slot, and for a node that does not answer. While a rank
+            waits for a save, an agent always has at least five seconds to answer.
 
     Raises:
         TypeError: a number is not an integer.
