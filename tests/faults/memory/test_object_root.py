@@ -128,6 +128,20 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
     assert_restores(url, 2)
 
 
+@pytest.mark.parametrize(("method", "path"), [("PUT", "partNumber="), ("POST", "uploadId=")])
+def test_an_upload_that_the_server_does_not_find_is_sent_again(
+    proxy: FaultProxy, url: str, shm: Path, method: str, path: str
+) -> None:
+    fault = HttpFault(FaultKind.ANSWER, status=404, methods=(method,), path=path)
+    proxy.inject(fault)
+    with opened(url, shm) as checkpointer:
+        handle = checkpointer.save(1, state_of(1))
+        assert handle is not None
+        handle.result(SECONDS)
+    assert any(each.fault is fault for each in proxy.requests)
+    assert_restores(url, 1)
+
+
 def test_a_step_that_cannot_be_read_in_an_outage_is_not_taken_for_damaged(
     proxy: FaultProxy, url: str
 ) -> None:
