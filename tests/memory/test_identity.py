@@ -88,13 +88,23 @@ def test_who_an_agent_is_lasts_as_long_as_its_home(tmp_path: Path) -> None:
         assert stat.S_IMODE((home.path / name).stat().st_mode) == 0o600
 
 
-def test_a_file_that_was_never_written_whole_is_made_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_never_written_whole_or_is_damaged_is_made_anew(tmp_path: Path) -> None:
     home = Home(tmp_path)
     for name in ("agent.secret", "agent.port", "node", ".agent.secret.new"):
         (home.path / name).touch()
     assert previous_port(home) == 0
     assert len(read_or_create_secret(home, None)) >= 32
     assert read_or_create_node_name(home)
+    for damage in (b"\xff-1", b"a/b", b"a\nb"):
+        for name in ("agent.secret", "agent.port", "node"):
+            (home.path / name).write_bytes(damage)
+        assert previous_port(home) == 0
+        assert (
+            read_or_create_node_name(home)
+            == (home.path / "node").read_text()
+            != damage.decode(errors="replace")
+        )
+        assert len(read_or_create_secret(home, None)) >= 32
     (home.path / "agent.port").write_text("70000")
     assert previous_port(home) == 0
 

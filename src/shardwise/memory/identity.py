@@ -26,6 +26,7 @@ from shardwise.store.local import LocalStore
 
 SHORTEST_SECRET, LONGEST_SECRET = 16, 512
 _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
+_READABLE = re.compile(r"[!-.0-~]+")  # without spaces and slashes
 _PORT_FILE = "agent.port"
 LOOPBACK = "127.0.0.1"
 GLOBAL_SCOPE = "00"
@@ -85,10 +86,11 @@ def record_port(home: Home, port: int) -> None:
 
 
 def _read_or_create(path: Path, new: str) -> str:
-    """Return the content of a file; if the file is missing or empty, write `new` first."""
+    """Return the content of a file; if the file is missing, empty or damaged, write `new` first."""
     with suppress(FileNotFoundError):
-        if content := LocalStore(path.parent).read(path.name, limit=LONGEST_SECRET).decode():
-            return content
+        content = LocalStore(path.parent).read(path.name, limit=LONGEST_SECRET)
+        if _READABLE.fullmatch(text := content.decode(errors="replace")):
+            return text
     write_record(path, new.encode())
     return new
 
