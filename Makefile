@@ -26,8 +26,12 @@ help: ## list the targets
 test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips tests that start processes
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(READY) azurite ## run all tests with more random examples, then `make soak` for ten minutes
+# Those that need root are missing, because most machines of CI give none.
+VARIATIONS := rounding ascii locale one-core tmpfs user
+
+test-all: $(READY) azurite ## run all tests, more random examples, variations, ten minutes of soak
 	$(RUN) -m pytest $(PARALLEL) -m "" --hypothesis-profile=long $(ARGS)
+	NAMES="$(VARIATIONS)" $(MAKE) variations ARGS=
 	$(RUN) -m tests.soak.soak --minutes 10
 
 # The server of Azure's blob storage. Without npm, its tests are skipped.

@@ -57,7 +57,7 @@ def test_a_run_that_switches_in_place_names_start_from(
 
 def test_other_files_and_directories_do_not_stop_a_run(tmp_path: Path) -> None:
     (tmp_path / "logs_2026").mkdir()
-    (tmp_path / "logs_2026" / "events.out").write_text("…")
+    (tmp_path / "logs_2026" / "events.out").write_text("…", encoding="utf-8")
     (tmp_path / "config_1.yaml").write_text("a: 1")
     torch.save([1], tmp_path / "vocabulary.pt")
     with sw.Checkpointer(tmp_path, memory=None) as checkpointer:

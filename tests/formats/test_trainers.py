@@ -7,6 +7,7 @@ when the tests were written, and of transformers 5.23 and torchtitan 0.3, by the
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def lightning_state(module: nn.Module, rest: Trained) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["last.ckpt", "epoch=0-step=10.ckpt", "run 1, Länge.ckpt"])
 def test_a_file_of_lightning(tmp_path: Path, name: str) -> None:
     """Its default name has equals signs."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        pytest.skip(f"files cannot have this name here: {error}")
     saved = trained()
     torch.save(lightning_state(saved[0], saved), tmp_path / name)
     assert_loads(tmp_path / name, saved)

@@ -115,7 +115,7 @@ def test_a_secret_that_is_given(tmp_path: Path) -> None:
     assert read_or_create_secret(home, given) == "0123456789abcdef"
     assert not (home.path / "agent.secret").exists()
     for wrong in ("", "short", "with a space in it", "x" * 513, "tökèn" * 5, "two-lines\n" * 3):
-        given.write_text(wrong)
+        given.write_text(wrong, encoding="utf-8")
         with pytest.raises(sw.StoreError, match="does not contain a secret of 16 to 512"):
             read_or_create_secret(home, given)
     with pytest.raises(sw.StoreError, match="cannot read the secret"):

@@ -52,7 +52,7 @@ def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -
     assert not found.unreachable
     for path in (tmp_path / NODES_DIRECTORY).iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
-        assert TOKEN not in path.read_text()
+        assert TOKEN.encode() not in path.read_bytes()
     assert NodeRegistry(LocalStore(tmp_path), "f" * 16).read().infos == [], "that is another run"
     assert [info.node for info in registry.read({HERE.node}).infos] == [THERE.node]
     registry.remove_entry(THERE.node)
