@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -111,7 +112,7 @@ def test_a_full_backlog_waits_for_bytes_that_another_thread_writes(
         waiting = [
             pool.submit(file.write_at, low, CONTENT[low : low + 1000]) for low in (4000, 5000)
         ]
-        with pytest.raises(TimeoutError):
+        with pytest.raises(futures.TimeoutError):  # until Python 3.11, not the built-in one
             waiting[1].result(0.1)
         stream.go.set()
         first.result(60)
