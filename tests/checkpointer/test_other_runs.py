@@ -99,6 +99,34 @@ def test_a_restore_or_an_explicit_overwrite_goes_on(tmp_path: Path) -> None:
         assert checkpointer.steps() == [5, 10, 15, 20]
 
 
+def test_a_failed_restore_does_not_let_a_run_begin_on_top(tmp_path: Path) -> None:
+    _fill(tmp_path, 5, 10)
+    with sw.Checkpointer(tmp_path, memory=None, save_at_end=False) as checkpointer:
+        with pytest.raises(sw.MismatchError):
+            checkpointer.restore({"model": {"weight": torch.zeros(5)}})
+        with pytest.raises(sw.CheckpointNotFoundError):
+            checkpointer.restore(_state(0), step=7)
+        with pytest.raises(sw.CheckpointExistsError, match="none was restored"):
+            checkpointer.save(1, _state(-1))
+        assert checkpointer.steps() == [5, 10]
+        assert checkpointer.restore(_state(0)) == 10
+        checkpointer.save(11, _state(11))
+
+
+def test_a_run_begins_again_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    _fill(tmp_path, 5, 10)
+    for path in tmp_path.glob("step-*/*.safetensors"):
+        path.write_bytes(b"")
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        with pytest.raises(sw.CorruptionError):
+            checkpointer.restore(_state(0))
+        checkpointer.save(1, _state(-1))
+    state = _state(0)
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        assert checkpointer.restore(state, step=1) == 1
+    assert state["model"]["weight"].tolist() == [-1.0] * 4
+
+
 def test_a_collision_names_restore_before_overwrite(tmp_path: Path) -> None:
     _fill(tmp_path, 5)
     with sw.Checkpointer(tmp_path, memory=None) as checkpointer:

@@ -364,6 +364,7 @@ class Checkpointer:
         if report is None:
             source = self._start_from, self._root
             report, start_step = starting.start(*source, state, load, self._group)
+        self._saving.end_restore()
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
                 self._snapshots.resume_from(restored_step)

@@ -61,8 +61,8 @@ class Saving:
         snapshots: the snapshots of the run in memory; None if saves go directly to storage.
         damaged: steps that `restore` found to be damaged; a save replaces them.
         comparison: compares the replicas of the ranks.
-        found_steps: the committed steps of the root. Unless a restore comes first, the first save
-            refuses to add to them.
+        found_steps: the committed steps of the root. Unless a restore succeeds first, the first
+            save refuses to add to them.
 
     Attributes:
         plan_cache: the plans of earlier saves.
@@ -114,7 +114,8 @@ class Saving:
             failed with `on_failure="warn"`.
         """
         if not overwrite:
-            refuse_steps_of_another_run(self._settings.root, self._found_steps)
+            intact = [each for each in self._found_steps if each not in self._damaged]
+            refuse_steps_of_another_run(self._settings.root, intact)
         self._found_steps = []
         previous, self._unsaved_call = self._unsaved_call, None
         call = _SaveCall(step, state, metrics, overwrite)
@@ -161,9 +162,12 @@ class Saving:
 
         So `save_last` does not save its step, and its replicas are not compared.
         """
-        self._found_steps = []
         self._unsaved_call = None
         self._comparison.forget()
+
+    def end_restore(self) -> None:
+        """Accept that saves add to the steps of the root, because the state continues from them."""
+        self._found_steps = []
 
     def compare_last_replicas(self) -> None:
         """Compare the replicas of the last save, because no save follows.

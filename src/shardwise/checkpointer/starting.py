@@ -91,8 +91,8 @@ def refuse_steps_of_another_run(root: Store, steps: list[int]) -> None:
         return
     shown = f"steps {steps[0]} … {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     raise CheckpointExistsError(
-        f"{root} has checkpoints ({shown}), but restore was not called before this save, so a "
-        "later restore could mix two trainings. To continue that training, call restore before "
-        f"the first save. To start another, pass a new root; start_from={str(root)!r} then loads "
+        f"{root} has checkpoints ({shown}), but none was restored before this save, so a later "
+        "restore could mix two trainings. To continue that training, call restore before the "
+        f"first save. To start another, pass a new root; start_from={str(root)!r} then loads "
         "the newest checkpoint. To replace steps of this root, pass overwrite=True to save"
     )
