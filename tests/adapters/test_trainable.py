@@ -172,8 +172,12 @@ def test_a_base_without_values_is_refused(tmp_path: Path) -> None:
 def test_other_values_are_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(sw.StateError, match=r"model: sw\.trainable got a \w+: pass a module"):
         sw.save(tmp_path, {"model": sw.trainable(value)})
-    with pytest.raises(sw.StateError, match=r"also='x'\): expected a list"):
-        sw.trainable(Net(), also="x")
+    wrong: list[Any] = ["x", None]
+    for also in wrong:
+        with pytest.raises(sw.StateError, match=f"also={also!r}.: expected a list"):
+            sw.trainable(Net(), also=also)
+    with pytest.raises(sw.StateError, match=r"model: a list of sw\.trainable.*into a dict"):
+        sw.save(tmp_path, {"model": [sw.trainable(Net()), sw.trainable(Net())]})
 
 
 def test_dtypes_and_shapes_of_frozen_parameters(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_a_collision_names_restore_before_overwrite(tmp_path: Path) -> None:
         ("gs:/bucket/run", "gs://bucket/run"),
         ("S3:bucket/run", "S3://bucket/run"),
         ("abfs:/container/run", "abfs://container/run"),
+        (pathlib.Path("file:///data/run"), "file:///data/run"),
     ],
 )
 def test_a_url_that_lost_a_slash_is_refused(
@@ -154,8 +155,9 @@ def test_a_url_that_lost_a_slash_is_refused(
     with pytest.raises(sw.StoreError) as caught:
         sw.save(place, _state(0))
     assert repr(spelled) in str(caught.value)
-    with pytest.raises(sw.StoreError):
-        sw.Checkpointer(place)
+    for wrong in ({"root": place}, {"root": "new", "memory": sw.Memory(dir=place)}):
+        with pytest.raises(sw.StoreError):
+            sw.Checkpointer(**wrong)
     assert not list(tmp_path.iterdir())
 
 

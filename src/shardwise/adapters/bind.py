@@ -159,6 +159,11 @@ def _bind_dict(
                 f"{name}: sw.trainable got a {type(spec.module).__name__}: pass a module, a list "
                 "of the parts of a model, or a DeepSpeed engine"
             )
+        elif any(isinstance(part, Trainable) for part in parts):
+            raise StateError(
+                f"{name}: a list of sw.trainable(…): pass sw.trainable([…]) with the parts of one "
+                "model, or put several models into a dict, each under a separate key"
+            )
         else:
             yield from _bind_value(container, key, name, bound, allow_pickle)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -64,7 +64,8 @@ def trainable(
     Raises:
         StateError: `also` is not a list of patterns.
     """
-    if isinstance(also, str) or not all(isinstance(each, str) for each in also):
+    is_list = isinstance(also, Iterable) and not isinstance(also, str)
+    if not is_list or not all(isinstance(each, str) for each in also):
         raise StateError(
             f"sw.trainable(also={also!r}): expected a list of patterns, for example ['*lora_*']"
         )

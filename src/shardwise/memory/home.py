@@ -34,6 +34,7 @@ from shardwise.memory.files import lock_directory, read_record, ring_bell, try_l
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.store.local import LocalStore
 from shardwise.store.local_files import open_regular
+from shardwise.store.url import open_store
 
 BELL_FILE = "agent.bell"
 FREE_DIRECTORY = "free"
@@ -53,11 +54,17 @@ class Home:
         directory: the option `Memory(dir=…)`.
 
     Raises:
-        StoreError: the directory cannot be created, or belongs to another user.
+        StoreError: the directory cannot be created, is a URL, or belongs to another user.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory).absolute() / f"shardwise-{os.getuid()}"
+        store = open_store(directory)
+        if not isinstance(store, LocalStore):
+            raise StoreError(
+                f"Memory(dir={str(directory)!r}): snapshots need a directory of this node, such as "
+                "'/dev/shm'; to save to this URL, pass it as the root of the Checkpointer"
+            )
+        self.path = store.path.absolute() / f"shardwise-{os.getuid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             found = os.lstat(self.path)

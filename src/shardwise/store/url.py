@@ -92,7 +92,8 @@ def _refuse_shortened_url(path: str) -> None:
     if not colon or rest.startswith("//"):
         return
     if scheme.lower() in (*OBJECT_SCHEMES, *_OTHER_SCHEMES):
-        url = f"{scheme}://{rest.lstrip('/')}"
+        slashes = "///" if scheme.lower() == "file" else "//"
+        url = f"{scheme}:{slashes}{rest.lstrip('/')}"
         raise StoreError(
             f"{path!r} looks like a URL that lost a slash, as in a pathlib.Path: pass the string "
             f"{url!r}; for a local directory of this name, pass {f'./{path}'!r}"
