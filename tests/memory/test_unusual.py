@@ -216,8 +216,11 @@ def test_a_forked_child_waits_for_no_copy_and_keeps_no_lock(tmp_path: Path) -> N
 
 def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, shm: Path) -> None:
     first = sw.Checkpointer(tmp_path / "root", memory=memory(shm))
-    first.save(1, {"t": 1})
+    handle = first.save(1, {"t": 1})
+    assert handle is not None
+    handle.result(20.0)
     with sw.Checkpointer(tmp_path / "root", memory=memory(shm)) as second:
+        assert second.restore({"t": 0}) == 1
         with pytest.raises(StoreError, match="another Checkpointer of the same root"):
             first.save(2, {"t": 2})
         first.close()
