@@ -101,6 +101,8 @@ def train_past_a_stopped_agent(cluster: Cluster) -> tuple[list[str], list[str]]:
             handle = cp.save(step, state, force=step <= SLOTS)
         except sw.ShardwiseError as error:
             raised.append(f"{step}: {error}")
+        if step == 1 and handle is not None:  # an agent that is stopped while it works fails
+            handle.result(SECONDS)
     assert handle is not None
     handle.result(20.0)
     assert begin(cp, cluster.columns, "rows")[2].step == 10
@@ -110,7 +112,7 @@ def train_past_a_stopped_agent(cluster: Cluster) -> tuple[list[str], list[str]]:
 
 def test_a_training_outlives_an_agent_that_is_stopped(gang: Gang, root: Path, shm: Path) -> None:
     """What finds no slot is left out, which is warned of; but not what is to be persisted."""
-    cluster = Cluster(root=root, shm=shm, every=7, options={"wait": 0.3})
+    cluster = Cluster(root=root, shm=shm, every=7, options={"wait": 1.0})
     for raised, logged in gang.run(train_past_a_stopped_agent, cluster, world=2):
         assert [each[:3] for each in raised] == ["8: "], raised
         assert "staging step 7: no slot became free" in raised[0]
