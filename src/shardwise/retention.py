@@ -302,7 +302,7 @@ def apply_retention(
 
 
 def _remove_if_ours(store: Store) -> bool:
-    """Remove a checkpoint as `remove_checkpoint` does, unless its manifest is no regular file."""
+    """Do as `remove_checkpoint`, but keep a checkpoint whose manifest is not a regular file."""
     try:
         return remove_checkpoint(store)
     except NotRegularFileError as error:

@@ -258,7 +258,10 @@ class ModuleWeights:
         """Do nothing: the modules hold their own weights."""
 
     def made_names(self) -> set[str]:
-        """Return the names of what `state_dict` made, after a call of `contents` or `targets`."""
+        """Return the names of what `state_dict` returned beyond the module's own tensors.
+
+        Call `contents` or `targets` first.
+        """
         return {name for made in self._made for name in made.path_by_name}
 
     def _state_dict_entries(self, index: int, module_name: str) -> Iterator[tuple[str, object]]:

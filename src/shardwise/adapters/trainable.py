@@ -215,13 +215,17 @@ class _Fingerprint:
         return found
 
     def base_keys(self, saved: SavedNames) -> list[str]:
-        """Return the name of the value that has the name of the checkpoint's base, if any."""
+        """Return the key of the base's name in the checkpoint, if there is one."""
         return [self._base_key] if saved.has_object(self._base_key) else []
 
     def differences(
         self, leaves: Sequence[TensorLeaf], saved: SavedNames, selection: Selection
     ) -> list[str]:
-        """Return a line for each tensor that differs from the checkpoint's, after a summary."""
+        """Compare tensors with the checkpoint.
+
+        Returns:
+            A summary, and a line for each tensor that differs; nothing if none does.
+        """
         values, expected = self.values_of(leaves), self.saved_values(saved)
         problems: dict[str, str] = {}
         for key, value in values.items():
@@ -248,7 +252,7 @@ class _Fingerprint:
             bases = f" ({saved_base} at the save, {self.base} now)"
         return (
             f"{self.module_name}: its frozen parameters are not those with which the checkpoint "
-            f"was trained{bases}: load the same base model before. To accept another one, pass "
+            f"was trained{bases}: load the same base model first. To accept another one, pass "
             f"skip=['{self.module_name}.{FROZEN}.*']"
         )
 
@@ -283,7 +287,7 @@ def _element_of(leaf: TensorLeaf, position: int) -> torch.Tensor | None:
             if fragment.data.is_meta:
                 raise StateError(
                     f"{leaf.name}: this frozen parameter is on the meta device and has no values: "
-                    "load the base model before"
+                    "load the base model first"
                 )
             return view_for_numpy(fragment.data)[local]
     return None

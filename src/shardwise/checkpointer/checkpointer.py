@@ -286,7 +286,8 @@ class Checkpointer:
             TypeError: `step` and `state` are swapped.
             StateError: `step` is not a non-negative integer or differs between ranks, or
                 `metrics` lacks the metric of `Keep(best=…)`.
-            CheckpointExistsError: the root has this step; or others, and nothing was restored.
+            CheckpointExistsError: the root has this step; or other steps, and this is the first
+                save, without a `restore` before it.
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()

@@ -160,7 +160,8 @@ class Saving:
     def begin_restore(self) -> None:
         """Forget the last call of `save`, because `restore` replaces the state.
 
-        So `save_last` does not save its step, and its replicas are not compared.
+        So `save_last` does not save its step, and its replicas are not compared. Saves may add to
+        the steps that the root had when it was opened.
         """
         self._unsaved_call = None
         self._comparison.forget()

@@ -1,4 +1,4 @@
-"""Start a run: from another one, with `start_from`, and never on top of another one."""
+"""Start a run: load `start_from`, or refuse to begin in a root that has other checkpoints."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MEASURED_BYTES = 8 << 20
 """The bytes that each rank sends to measure the network."""
 DISCARDED_AT_ONCE = 256 << 10
 HELLO_TIMEOUT = 5.0
-"""The seconds in which a rank that has connected says which one it is."""
+"""The seconds in which a rank that has connected has to send its number."""
 BACKLOG = 4096
 """Connections that may wait until this rank accepts them; the kernel may allow fewer."""
 _SIZE = 8

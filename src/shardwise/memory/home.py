@@ -122,7 +122,7 @@ class Home:
         """Open a lock file that the processes of the node share; return its file descriptor.
 
         Raises:
-            StoreError: the home was removed, or the name is taken by something else.
+            StoreError: the home was removed, or the path exists and is not a regular file.
         """
         try:
             return open_regular(self.path / name, os.O_RDWR | os.O_CREAT, 0o600)

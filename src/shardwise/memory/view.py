@@ -193,7 +193,7 @@ class RunView:
 
 @prepare_decoding
 class Failing(msgspec.Struct, frozen=True):
-    """What an agent has tried again and again, without success.
+    """A save or run on which an agent has failed to work, again and again.
 
     Attributes:
         run: the id of the run.

@@ -42,7 +42,7 @@ def create_object(client: Client, path: str, data: bytes, place: str) -> None:
         if found is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", place) from failure
         if isinstance(failure, StoreUnavailableError):
-            raise failure  # it has been repeated, and there is no object
+            raise failure  # `Client.request` gave up, and there is no object
     raise StoreUnavailableError(
         f"{place}: cannot tell whether the object was written: the server says that it exists, and "
         "does not find it; check the storage, and try again"
@@ -114,8 +114,8 @@ def _try_to_create(
     """Put an object if there is none.
 
     Returns:
-        None if the put succeeded; the error if the put has failed, or may have succeeded before it
-        was repeated.
+        None if the put succeeded. The error if the put failed, or if an earlier attempt may have
+        succeeded, but its answer was lost.
     """
     import obstore
 

@@ -242,7 +242,7 @@ class LocalStore:
         """Lock a file with `flock`, and yield whether this succeeded.
 
         Raises:
-            NotRegularFileError: without `shared`, the name is taken by something else.
+            NotRegularFileError: without `shared`, the path exists and is not a regular file.
         """
         if shared:
             flags = os.O_RDONLY

@@ -1,4 +1,4 @@
-"""Upload an object in parts, and find out what became of it if the last answer is lost."""
+"""Upload an object in parts. If the last answer is lost, find out whether the upload succeeded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 UPLOAD_ID = "shardwiseupload"
-"""The metadata of an object with the random number of its upload. Azure allows no hyphens."""
+"""The key of the metadata that has the random number of an upload. Azure allows no hyphens."""
 
 
 class _UploadEndedError(Exception):
@@ -36,10 +36,10 @@ def put_parts(
 ) -> None:
     """Upload the chunks that an iterator yields as one object.
 
-    The chunks cannot be uploaded again, because their memory is free by then. But a request that
-    begins an upload is repeated, and the requests for the parts are by obstore. If the upload fails
-    after the last chunk, it may be that only an answer was lost. Then the object says whether it
-    comes from this upload.
+    The request that begins the upload is repeated, and obstore repeats the requests for the parts.
+    The whole upload is not repeated, because the caller reuses the memory of the chunks. If it
+    fails after the last chunk, perhaps only an answer was lost. The metadata of the object then
+    says whether the object comes from this upload.
 
     Args:
         client: the client of the bucket.

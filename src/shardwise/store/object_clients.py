@@ -49,7 +49,7 @@ RETRY_SECONDS = 180.0
 MOST_RETRIES = 1000  # never reached: the time is the limit
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0  # seconds
 CREDENTIALS_LIFETIME = timedelta(minutes=10)
 DEFAULT_REGION = "us-east-1"
 
@@ -115,8 +115,8 @@ class Client:
         Args:
             action, place: as for `translate_errors`. The actions `write`, `delete` and `list` are
                 for these requests only.
-            send: sends the request. It must be right to send the request again, although the first
-                one may have been executed.
+            send: sends the request. It must be safe to call this again, even if the server has
+                executed the first request.
 
         Raises:
             OSError: as for `translate_errors`.

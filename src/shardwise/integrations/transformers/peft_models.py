@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT: what of them is saved."""
+"""Choose what to save of models with adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def without_base(saved: Any, model: Any) -> Any:
     # Adapters that are not trained at present are saved, too, as `save_pretrained` does.
     also = [pattern for name in configs for pattern in (f"*.{name}", f"*.{name}.*")]
     # Quantized models may have their weights in buffers.
-    has_buffers = not getattr(model, "is_quantized", False)
-    return trainable(saved, also=also, buffers=has_buffers, base=_name_of_base(model))
+    save_buffers = not getattr(model, "is_quantized", False)
+    return trainable(saved, also=also, buffers=save_buffers, base=_name_of_base(model))
 
 
 def _name_of_base(model: Any) -> str:

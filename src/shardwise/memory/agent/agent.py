@@ -195,7 +195,11 @@ class _Worker:
         self.thread.start()
 
     def set_queue(self, actions: Sequence[Action]) -> bool:
-        """Replace the queued actions, except the action in progress; return False if it ended."""
+        """Replace the queue. The action in progress is not queued again.
+
+        Returns:
+            Whether this worker still runs; if not, it performs none of the actions.
+        """
         with self._changed:
             self._queue = [each for each in actions if each != self._running]
             self._changed.notify()
@@ -251,8 +255,9 @@ class _Attempts:
 class Retries:
     """Decides when to retry each action, and which failures to log. Threads may share it.
 
-    `decide` may return an action again that has succeeded. Such an action is delayed like a failed
-    action. Failures with the same cause are logged ever more rarely, the first with its traceback.
+    `decide_run` may return an action again that has succeeded. Such an action is delayed like a
+    failed action. Failures with the same cause are logged ever more rarely, the first with its
+    traceback.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -278,7 +283,7 @@ class Retries:
             attempts.failure = ""
 
     def record_failure(self, action: Action | Run, error: Exception) -> None:
-        """Count a failure of an action, or to observe a run, and log it."""
+        """Count and log a failure to perform an action, or to observe a run."""
         with self._lock:
             attempts = self._actions.setdefault(action, _Attempts())
             attempts.add(self._clock())
@@ -310,7 +315,7 @@ class Retries:
             ]
 
     def forget_all_except(self, actions: Collection[Action | Run]) -> None:
-        """Forget all except these actions, which are due, and these runs, which failed."""
+        """Forget the attempts at all other actions, and to observe all other runs."""
         with self._lock:
             for action in self._actions.keys() - set(actions):
                 del self._actions[action]

@@ -1,6 +1,7 @@
-"""HTTP requests with one time limit. The timeout of a socket limits each of its operations only.
+"""HTTP requests, each with one time limit.
 
-Without this, a node that sends one byte at a time would delay a restore for ever.
+The timeout of a socket limits only each of its operations, so a node that sends one byte at a time
+could delay a restore forever.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwise.deadline import Deadline
 
 SLOWEST_RATE = 1 << 20
 """Bytes per second. Each byte that is sent or received extends the time limit accordingly."""
-_PART = 1 << 14  # the size of a TLS record: a longer send would wait for each of its records anew
+_PART = 1 << 14  # the size of a TLS record: a timeout applies to each record of a longer send
 
 
 def send_request(
@@ -27,9 +28,10 @@ def send_request(
     body: bytes | None,
     deadline: Deadline,
 ) -> HTTPResponse:
-    """Send a request, and return the response. Its body is not read yet, and has the same deadline.
+    """Send a request, and receive the headers of the response.
 
-    If this fails, the connection is closed.
+    The caller reads the body, which has the same deadline. If this function fails, it closes the
+    connection.
 
     Raises:
         TimeoutError: the deadline has passed.

@@ -69,9 +69,10 @@ class NodeWatch:
         self._first_ranks = {n: address for n, address in others.items() if n not in unreachable}
 
     def _listen(self, own_node: str) -> Address | None:
-        """Accept connections from now on, where the agent of this node does; return the address.
+        """Listen at the host address of this node's agent, and accept connections from now on.
 
-        Return None if the agent's address is not of this host, but of another container.
+        Returns:
+            The address; None if the agent's host address belongs to another container.
         """
         infos = self._membership.nodes
         host = next(served_address(info) for info in infos if info.node == own_node)
@@ -88,9 +89,9 @@ class NodeWatch:
         return host, listener.getsockname()[1]
 
     def begin_wait(self) -> Callable[[], None]:
-        """Return a function that a wait calls often, and that raises `LostRankError`, as `check`.
+        """Return a function for a wait to call often.
 
-        Its first call and most others do nothing.
+        The function calls `check` once every `CHECK_PERIOD` seconds, and not before that time.
         """
         next_check = Deadline(CHECK_PERIOD)
 
