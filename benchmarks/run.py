@@ -48,6 +48,7 @@ RUNS = [
     *(Run("overhead", processes) for processes in (1, 2)),
     *(Run("read_once", processes) for processes in (4, 8)),
     Run("data_loader", 1),
+    Run("adapters", 1),
     Run("object_store"),
     Run("stall"),
     Run("rebuild", 3),
