@@ -13,10 +13,6 @@ from rich.console import Console
 from shardwise.cli.agent_tables import show_status, show_stored_runs
 from shardwise.manifest.manifest import (
     FileEntry,
-    Manifest,
-    PieceEntry,
-    TensorEntry,
-    encode_manifest,
 )
 from shardwise.memory import records
 from shardwise.memory.agent.status import describe_run, read_status
@@ -25,7 +21,6 @@ from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import (
     AgentInfo,
-    PendingManifest,
     ProtectRequest,
     ReplicaDifference,
     Retry,
@@ -185,114 +180,9 @@ def test_a_node_that_keeps_nothing(run: Run, tmp_path: Path) -> None:
     assert "no agent runs here" in run("agent", "status", "--dir", tmp_path).out
 
 
-def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> None:
-    """Step 3, with two tensors: one on two nodes, and one that is tied to one on the first."""
-    place = home.run(home.runs()[0]).step_path(3)
-    files = tuple(
-        FileEntry(f"r{rank:05d}-{SAVE}.safetensors", rank, 44, 8, 40, 40, 0) for rank in range(3)
-    )
-    halves = tuple(PieceEntry(rank, 0, (2 * rank,), (2,)) for rank in range(2))
-    whole = (PieceEntry(0, 8, (0,), (4,)),)
-    manifest = Manifest(
-        save_id=SAVE,
-        step=3,
-        created="",
-        world_size=3,
-        files=files,
-        objects=(),
-        tensors=(
-            TensorEntry("model.w", "float32", (4,), halves),
-            TensorEntry("model.whole", "float32", (4,), whole),
-            TensorEntry("model.tied", "float32", (4,), (), "model.whole"),
-        ),
-    )
-    write_record(place / "manifest.json", encode_manifest(manifest))
-    nodes = ["here-1", "there-2", "there-3"]
-    pending = PendingManifest(
-        save_id=SAVE,
-        step=3,
-        manifest="",
-        files=[(file.name, node) for file, node in zip(files, nodes, strict=True)],
-        nodes=[],
-        leader="there-2",
-        root="",
-    )
-    write_record(place / records.pending_copy_record(SAVE), pending)
-    members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
-    request = ProtectRequest(
-        save_id=SAVE, protection=form_groups(members, SAVE, **protection), nodes=[], wait=1
-    )
-    write_record(place / records.request_record("protect", SAVE), request)
-    if done:
-        ended = StageOutcome(save_id=SAVE, stage="protect")
-        write_record(place / records.cluster_outcome_record("protect", SAVE), ended)
-
-
-def tensors(
-    run: Run, home: Home, pattern: str = "*"
-) -> dict[str, tuple[list[str], int, list[str]]]:
-    """Of each tensor, where it lies, how many nodes may be lost, and where its guards lie."""
-    ran = run("agent", "status", "--dir", home.path.parent, "--json", "--tensors", pattern)
-    (one,) = ran.document["runs"]
-    assert one["tensors"]["step"] == 3
-    return {
-        each["name"]: (
-            each["nodes"],
-            each["survives"],
-            [" ".join([guard["kind"], *guard["nodes"]]) for guard in each["protections"]],
-        )
-        for each in one["tensors"]["tensors"]
-    }
-
-
-def test_each_tensor_is_told_of_by_what_it_is_protected(run: Run, home: Home) -> None:
-    protected(home, protection={"copies": 1})
-    alone = (["here-1"], 1, ["copies here-1 there-2"])
-    assert tensors(run, home) == {
-        "model.w": (
-            ["here-1", "there-2"],
-            1,
-            ["copies here-1 there-2", "copies there-2 there-3"],
-        ),
-        "model.whole": alone,
-        "model.tied": alone,
-    }
-    assert list(tensors(run, home, "*.w")) == ["model.w"]
-    protected(home, protection={"parity": 1})
-    assert tensors(run, home)["model.w"] == (
-        ["here-1", "there-2"],
-        1,
-        ["parity here-1 there-2 there-3"],
-    )
-    none = run("agent", "status", "--dir", home.path.parent, "--tensors", "modle.*").out
-    assert "no tensor of step 3 matches the pattern" in none
-    shown = run("agent", "status", "--dir", home.path.parent, "--tensors", "model.t*").out
-    assert "against the loss of 1 node: parity on here-1, there-2, there-3" in shown
-    assert "model.w" not in shown
-
-
-@pytest.mark.parametrize(("copies", "done"), [(1, False), (0, True)])
-def test_a_tensor_that_is_not_protected_is_said_to_be_so(
-    run: Run, home: Home, copies: int, done: bool
-) -> None:
-    protected(home, protection={"copies": copies}, done=done)
-    assert tensors(run, home)["model.w"] == (["here-1", "there-2"], 0, [])
-    shown = run("agent", "status", "--dir", home.path.parent, "--tensors", "*").out
-    assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["no"] * 3
-
-
-def test_a_manifest_that_cannot_be_trusted_is_an_error(run: Run, home: Home) -> None:
-    protected(home, protection={"copies": 1})
-    (manifest,) = home.path.rglob("manifest.json")
-    manifest.write_bytes(manifest.read_bytes().replace(b"model.w", b"model.v"))
-    ran = run("agent", "status", "--dir", home.path.parent, "--tensors", "*")
-    assert ran.status == 1
-    assert "step-00000003: the manifest was altered" in ran.err
-
-
 def test_tables_fit_80_columns(home: Home) -> None:
     console = Console(file=io.StringIO(), width=80, markup=False)
-    show_status(read_status(home, None, None), console)
+    show_status(read_status(home), console)
     kept = [describe_run(home.run(name)) for name in home.runs()]
     show_stored_runs(str(home), kept, False, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]

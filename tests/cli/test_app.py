@@ -18,10 +18,7 @@ import shardwise as sw
 from tests.cli.conftest import Run
 from tests.cli.states import save_steps
 
-COMMANDS = (
-    *("ls", "inspect", "verify", "diff", "export", "rm"),
-    "plan-memory",
-)
+COMMANDS = ("ls", "inspect", "verify", "diff", "export", "rm")
 PROBE = """
 import sys
 from shardwise.cli import main
@@ -218,7 +215,6 @@ def test_all_fits_80_columns(tmp_path: Path) -> None:
             "export {root} {root}-hf --to hf",
             "agent status --dir {root}-home",
         ),
-        "plan-memory --parameters 7e9",
     ],
 )
 def test_a_closed_pipe_is_no_finding(root: Path, command: str) -> None:

@@ -50,7 +50,6 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
         "diff": [(two, tmp_path / "three")],
         "export": [(two, tmp_path / "published")],
         "rm": [(root, "--step", "200", "--yes")],
-        "plan-memory": [("--parameters", "8.03e9", "--nodes", "4", "--parity", "1")],
     }
     page = described()
     assert page.keys() == commands.keys()

@@ -305,26 +305,24 @@ def test_the_page_of_memory_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(node.rglob("*.safetensors"))
 
 
-def test_the_page_of_the_size_of_memory_has_the_numbers_of_the_command(
+def test_the_page_of_the_size_of_memory_follows_its_formula(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = "howto/memory-size.md"
-    shown = next(block.text for block in blocks_of(page) if block.text.startswith("$ "))
-    command, _, printed = shown.partition("\n")
-    lines = [line.rstrip() for line in run_shardwise(command[2:].split()).splitlines()]
-    assert lines == printed.splitlines()
     rows = re.findall(
-        r"^\| `.*\| (.*?) \| (\S+ GiB|–) \| (\S+ GiB) \|$",
+        r"^\| (.*?) \| (\S+ GiB|–) \| (\S+ GiB) \|$",
         (DOCS / page).read_text(encoding="utf-8"),
         re.M,
     )
-    assert len(rows) == 4
-    for options, *sizes in rows:
-        for nodes, size in zip(("1", "4"), sizes, strict=True):
-            command = f"shardwise plan-memory --parameters 8030261248 --nodes {nodes} "
-            output = run_shardwise((command + options.strip("`")).split())
-            assert size == "–" or re.search(rf"^each node needs +{size} *$", output, re.M), command
+    slots_and_protection = [(0, 0), (1, 0), (2, 0), (2, 1 / (4 - 1)), (2, 1)]
+    assert len(rows) == len(slots_and_protection)
+    state = 8_030_261_248 * 12 / 2**30
+    for (name, *sizes), (slots, protection) in zip(rows, slots_and_protection, strict=True):
+        for nodes, size in zip((1, 4), sizes, strict=True):
+            node = state / nodes
+            needed = (slots + 1) * node + slots * node * protection if slots else node / 8
+            assert size == "–" or float(size.split()[0]) == pytest.approx(needed, rel=0.005), name
     for block in blocks_of(page):
         if block.language == "python":
             text = block.text.replace("Memory(", f"Memory(dir={str(tmp_path)!r}, ")

@@ -110,10 +110,6 @@ def run(
 @agent.command()
 def status(
     directory: Directory = Path(DEFAULT_DIRECTORY),
-    tensors: Annotated[
-        str | None,
-        typer.Option(metavar="PATTERN", help="Show how matching tensors are protected: 'model.*'."),
-    ] = None,
     as_json: AsJson = False,
     tls_cert: Certificate = None,
     tls_key: Key = None,
@@ -125,7 +121,7 @@ def status(
     nodes and to persist it to storage. For each of these stages, also shows how many steps it is
     behind the newest snapshot.
     """
-    node = read_status(Home(directory), _tls_from_options(tls_cert, tls_key, tls_ca), tensors)
+    node = read_status(Home(directory), _tls_from_options(tls_cert, tls_key, tls_ca))
     if as_json:
         print_json(node)
     else:

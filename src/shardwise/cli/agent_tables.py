@@ -10,7 +10,6 @@ from rich.text import Text
 from shardwise.cli import formatting as fmt
 from shardwise.cli import mirrors
 from shardwise.cli.terminal import table
-from shardwise.memory.agent.protection_report import TensorsStatus, TensorStatus
 from shardwise.memory.agent.status import (
     SHOWN_STAGES,
     NodeStatus,
@@ -111,35 +110,6 @@ def _show_run(run: RunStatus, console: Console) -> None:
     console.print(shown)
     for line in _failure_lines(run):
         console.print(line)
-    if run.tensors is not None:
-        _show_tensors(run.tensors, console)
-
-
-def _show_tensors(tensors_status: TensorsStatus, console: Console) -> None:
-    step = f"step {tensors_status.step}"
-    if not tensors_status.tensors:
-        console.print(f"\nno tensor of {step} matches the pattern")
-        return
-    console.print(f"\ntensors of {step}")
-    shown = table()
-    shown.add_column("tensor", overflow="fold", style="bold")
-    shown.add_column("size", justify="right", no_wrap=True)
-    shown.add_column("nodes", overflow="fold")
-    shown.add_column("protected", overflow="fold")
-    for each in tensors_status.tensors:
-        name, size = fmt.printable(each.name), fmt.format_bytes(each.bytes)
-        shown.add_row(name, size, fmt.names(each.nodes), _protection_text(each))
-    console.print(shown)
-
-
-def _protection_text(tensor: TensorStatus) -> Text:
-    """Return how many lost nodes a tensor survives, and where its copies or parity are."""
-    protections = "; ".join(
-        f"{each.kind} on {fmt.names(each.nodes)}" for each in tensor.protections
-    )
-    if not tensor.survives:
-        return Text(f"partly: {protections}" if protections else "no", "bold red")
-    return Text(f"against the loss of {fmt.count(tensor.survives, 'node')}: {protections}", "green")
 
 
 def _lag_text(stage: str, lag: StageLag) -> Text:

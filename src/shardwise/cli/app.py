@@ -18,7 +18,6 @@ from shardwise.cli.diff import diff
 from shardwise.cli.export import export
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
-from shardwise.cli.plan_memory import plan_memory
 from shardwise.cli.rm import rm
 from shardwise.cli.terminal import print_error
 from shardwise.cli.verify import verify
@@ -83,7 +82,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, export, rm, plan_memory):
+for command in (ls, inspect, verify, diff, export, rm):
     app.command()(command)
 app.add_typer(agent, name="agent")
 
@@ -97,7 +96,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """List, inspect, verify, compare, export, combine and remove checkpoints.
+    """List, inspect, verify, compare, export and remove checkpoints.
 
     Reads checkpoints of shardwise, PyTorch DCP, DeepSpeed, Megatron, Hugging Face, Lightning and
     others (see docs/formats.md). Run `shardwise COMMAND --help` for help on a command.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.agent.protection_report import TensorsStatus, report_tensors
 from shardwise.memory.files import read_record
 from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory
 from shardwise.memory.mirror_tasks import read_mirror_task, runs_with_mirrors
@@ -100,7 +99,6 @@ class RunStatus:
         bytes_free: the bytes of the free slots.
         lag: how far each stage lags behind the newest staged snapshot.
         snapshots: the snapshots, by ascending step.
-        tensors: the protection of the requested tensors; None if none were requested.
     """
 
     run: str
@@ -109,7 +107,6 @@ class RunStatus:
     bytes_free: int
     lag: dict[str, StageLag]
     snapshots: list[SnapshotStatus]
-    tensors: TensorsStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,16 +206,8 @@ def describe_run(run: Run) -> StoredRun:
     )
 
 
-def read_status(home: Home, tls: Tls | None = None, tensors: str | None = None) -> NodeStatus:
-    """Return the status of a node, without asking other nodes.
-
-    Args:
-        tensors: a pattern of the names of tensors whose protection to report, for example
-            "model.*"; None for no tensors.
-
-    Raises:
-        ShardwiseError: tensors were requested, and their snapshot is damaged.
-    """
+def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
+    """Return the status of a node, without asking other nodes."""
     info = last_info = running_agent(home)
     with suppress(StoreError):
         last_info = info or read_record(home.info_path, AgentInfo)
@@ -236,8 +225,7 @@ def read_status(home: Home, tls: Tls | None = None, tensors: str | None = None) 
         bytes=sum(_file_size(path) for path in home.path.rglob("*") if path.is_file()),
         bytes_left=file_system.f_bavail * file_system.f_frsize,
         runs=[
-            _run_status(home.run(name), last_info.node if last_info else "", tensors)
-            for name in home.runs()
+            _run_status(home.run(name), last_info.node if last_info else "") for name in home.runs()
         ],
         mirrors=list(_mirror_statuses(home)),
     )
@@ -267,7 +255,7 @@ def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
         )
 
 
-def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:
+def _run_status(run: Run, node: str) -> RunStatus:
     now = time.time()
     views = read_snapshots(run, cache=RecordCache(logs=False))
     snapshots = [_snapshot_status(each, node, now) for each in views]
@@ -279,7 +267,6 @@ def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:
         bytes_free=sum(free),
         lag={stage: _lag_of_stage(snapshots, stage) for stage in SHOWN_STAGES},
         snapshots=snapshots,
-        tensors=None if tensors is None else report_tensors(run, tensors),
     )
 
 
