@@ -34,6 +34,7 @@ LAYERS = (
     ("plan",),
     ("manifest", "state"),
     ("layout", "store"),
+    ("plugins",),
     ("deadline", "decoding", "errors", "events"),
 )
 # The same within large packages.
