@@ -22,7 +22,6 @@ from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import (
     AgentInfo,
     ProtectRequest,
-    ReplicaDifference,
     Retry,
     StagedFile,
     StageOutcome,
@@ -33,7 +32,6 @@ from tests.cli.conftest import Run
 SAVE = "0123456789abcdef"
 OWN, OTHER = f"r00000-{SAVE}.safetensors", f"r00001-{SAVE}.safetensors"
 STAGES = ("commit", "protect", "persist")
-DIFFERENCE = ReplicaDifference(ranks=(3, 1), blocks=[["a", "b"], ["b", "c", "d"]])
 
 
 def written(path: Path, note: object, ago: float) -> None:
@@ -63,8 +61,7 @@ def home(tmp_path: Path) -> Home:
         (2, "commit", ""),
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
-        differing = [DIFFERENCE] if stage == "protect" else []
-        done = StageOutcome(save_id=SAVE, stage=stage, failure=failure, differences=differing)
+        done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
         written(run.step_path(step) / records.cluster_outcome_record(stage, SAVE), done, 35.0)
     (run.step_path(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
@@ -111,11 +108,6 @@ def test_all_that_is_known_is_told(run: Run, home: Home) -> None:
     assert retried.startswith("failed 4 times in 3")
     assert retried.endswith(" s, the agent tries again: no answer")
     assert third["age"] == pytest.approx(10, abs=5)
-    assert [each["differences"] for each in one["snapshots"]] == [
-        [{"ranks": [3, 1], "blocks": [["a", "b"], ["b", "c", "d"]]}],
-        [],
-        [],
-    ]
 
 
 def test_it_tells_what_would_be_lost(run: Run, home: Home) -> None:
@@ -141,11 +133,6 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
     assert "committed 2 (1 step, 30 s behind)" in ran.out
     assert "step 3: persist: failed 4 times" in ran.out
     assert "there-2" in ran.out
-    (line,) = (each for each in ran.out.splitlines() if "replica" in each)
-    assert line.split() == f"step 1: {DIFFERENCE}".split()
-    assert line.rstrip().endswith(
-        "of rank 1 differs from the file of rank 3, in blocks of a, b, c and 1 more"
-    )
     assert "3 slots used, 1 free (500 B)" in ran.out
 
 

@@ -7,20 +7,14 @@ import numpy as np
 import pytest
 
 from shardwise.engine.divergence import (
-    DifferingBlock,
     Divergence,
     DivergencePolicy,
-    OnDivergence,
     SampleDetails,
     SampleDigests,
     find_differing_sets,
     find_divergences,
     group_ranks,
 )
-from shardwise.engine.group import SoloGroup
-from shardwise.engine.replica_comparison import ReplicaComparison
-from shardwise.errors import MismatchError
-from shardwise.events import Event, Recorder
 from shardwise.layout import Box
 
 
@@ -115,44 +109,3 @@ def test_the_first_pattern_that_matches_decides() -> None:
 def test_unknown_reactions_are_refused(option: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="on_divergence="):
         DivergencePolicy.from_option(option)
-
-
-@pytest.mark.parametrize(
-    ("on_divergence", "tensors", "raised", "logged"),
-    [
-        ("warn", ["a"], 0, 1),
-        ("raise", ["a", "b"], 1, 0),
-        ({"a": "raise"}, ["a"], 1, 0),
-        ({"a": "raise"}, ["a", "b"], 0, 1),
-        ({"b": "ignore", "*": "raise"}, ["a", "b"], 0, 0),
-    ],
-)
-def test_a_block_of_several_tensors_is_raised_only_if_each_of_them_is(
-    caplog: pytest.LogCaptureFixture,
-    on_divergence: OnDivergence,
-    tensors: list[str],
-    raised: int,
-    logged: int,
-) -> None:
-    """Agents find blocks that differ; which of their tensors differ is unknown."""
-    comparison = ReplicaComparison(DivergencePolicy.from_option(on_divergence))
-    events: list[Event] = []
-
-    def error_at(step: int) -> str:
-        comparison.note_blocks([DifferingBlock(step, (2, 5), tuple(tensors))] * 2)
-        try:
-            comparison.conclude({}, comparison.noted_blocks, SoloGroup(), Recorder(events.append))
-        except MismatchError as error:
-            return str(error)
-        finally:
-            assert [each.step for each in comparison.found] == [step] * bool(raised or logged)
-            assert comparison.noted_blocks == []
-        return ""
-
-    errors = [said for said in map(error_at, (7, 8)) if said]
-    assert (len(errors), len(caplog.records)) == (2 * raised, logged), "once in a round"
-    for said in [*errors[:1], *(each.getMessage() for each in caplog.records)]:
-        assert "replicas differ at step 7" in said
-        name = tensors[0] if len(tensors) == 1 else "one of a, b"
-        assert f"- {name}: rank 2 and rank 5 differ" in said
-    assert [each.stage for each in events] == ["divergence"] * (2 * bool(raised or logged))

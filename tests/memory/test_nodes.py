@@ -17,7 +17,7 @@ from shardwise.memory import records
 from shardwise.memory.files import encode_record, listen_to_bell
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import AgentInfo, StageOutcome
-from shardwise.memory.redundancy.parity import write_parity
+from shardwise.memory.redundancy.parity import encode_parity
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from tests.memory.test_server import RUN, TOKEN, Served, served
@@ -105,7 +105,7 @@ def test_work_on_a_file_that_another_node_has_discarded_is_not_repeated(
     with closing(Nodes(place, infos, "here", 60.0)) as nodes:
         started = time.monotonic()
         with pytest.raises(sw.StoreError, match=r"cannot compute parity: cannot read r00001.*not"):
-            nodes.retry(lambda: write_parity(SAVE, group, 0, nodes.read_range, lambda *_: None))
+            nodes.retry(lambda: encode_parity(group, 0, 0, nodes.read_range, lambda *_: None))
         assert time.monotonic() - started < 30
 
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 from contextlib import closing
 from itertools import combinations
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -17,7 +16,12 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.redundancy.parity import ReadRange, bytes_per_read, write_parity
+from shardwise.memory.redundancy.parity import (
+    ReadRange,
+    add_checksums,
+    bytes_per_read,
+    encode_parity,
+)
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
@@ -27,7 +31,6 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
 )
 from shardwise.memory.redundancy.rebuild import Rebuilder, find_unreadable_files
-from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
 from tests.breadth import examples
 
@@ -81,13 +84,14 @@ class Cluster:
         self.data = {(node, name): data for node in self.files for name, data in self.of(node)}
         for node in self.files:
             made = {name: np.zeros(size, np.uint8) for name, size in self.parity_of(node)}
+            ((group, at),) = groups_of_node(self.protection, node)
+            for number, file in enumerate(made.values()):
 
-            def write(name: str, offset: int, data: Buffer, made: dict[str, Buffer] = made) -> None:
-                assert offset % 4096 == len(data) % 4096 == 0
-                made[name][offset : offset + len(data)] = data
+                def write(low: int, data: Buffer, file: Buffer = file) -> None:
+                    file[low : low + len(data)] = data
 
-            for group, at in groups_of_node(self.protection, node):
-                write_parity(SAVE, group, at, self.read, write, threads=threads)
+                encode_parity(group, at, number, self.read, write, threads=threads)
+                add_checksums(file, group.chunk)
             self.files[node].update(made)
 
     def of(self, node: str) -> list[tuple[str, Buffer]]:
@@ -299,31 +303,19 @@ def test_parity_cannot_be_made_without_all_data() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     cluster.lost = {"n2"}
     with pytest.raises(StoreError, match=r"node n0 cannot compute parity: .*n2 does not answer"):
-        write_parity(
-            SAVE,
+        encode_parity(
             *groups_of_node(cluster.protection, "n0")[0],
+            0,
             cluster.read,
             lambda *_: None,
             threads=2,
         )
 
 
-def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
+def test_parity_ends_with_its_checksums() -> None:
     cluster = Cluster([[500_000, 1], [77], [400_000]], 1)
-    store = LocalStore(tmp_path)
-    ((name, size),) = cluster.parity_of("n1")
-    file = store.create(name, size)
-    write_parity(
-        SAVE,
-        *groups_of_node(cluster.protection, "n1")[0],
-        cluster.read,
-        lambda _, offset, data: file.write_at(offset, data),
-        threads=2,
-    )
-    file.commit()
-    file.close()
-    found = np.fromfile(tmp_path / name, np.uint8)
-    assert np.array_equal(found, cluster.files["n1"][name])
+    ((name, _),) = cluster.parity_of("n1")
+    found = cluster.files["n1"][name]
     chunk = cluster.protection.groups[0].chunk
     table = found[chunk:].view("<u4")
     sums = [crc32(found[at : min(at + BLOCK, chunk)]) for at in range(0, chunk, BLOCK)]

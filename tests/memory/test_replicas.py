@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.agent.ring_files import claim_ring_file
+from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.trainer.rings import form_rings, ranks_to_protect
@@ -123,48 +121,6 @@ def test_replicas_that_differ_are_not_taken_for_copies(
     assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
 
 
-def save_unequal(
-    root: str, shm: str, options: dict[str, Any], saves: int
-) -> tuple[str, tuple[sw.Divergence, ...]]:
-    """Save, and close; rank 1 holds another element of row 2 than rank 3; error and divergences.
-
-    Trainers compare nothing, because the comparison of samples would find the element, too.
-    """
-    memory = memory_of(shm, dist.get_world_size(), **options)
-    cp = sw.Checkpointer(root, save_every=100, memory=memory, on_divergence="raise")
-    assert cp._snapshots is not None
-    cp._snapshots._comparison.begin = mock.Mock(return_value=None)  # type: ignore[method-assign]
-    try:
-        for step in range(1, saves + 1):
-            state = hybrid(step, dist.get_rank() % 2) | {"small": torch.full((9,), 1.0 * step)}
-            if dist.get_rank() == 1:
-                state["t"].fragments[0].data[2, 30_000] += 1
-            handle = cp.save(step, state)
-            assert handle is not None
-            handle.protected(20.0)
-        cp.close()
-    except sw.MismatchError as error:
-        cp.close(wait=False)
-        return str(error), cp.divergences
-    return "", ()
-
-
-@pytest.mark.parametrize(
-    ("options", "saves"),
-    mostly_long([({"copies": 1}, 2), ({"parity": 1}, 1), ({"parity": 1}, 2)], [({"parity": 1}, 2)]),
-)
-def test_differences_that_agents_find_are_raised_at_the_next_save_or_at_the_end(
-    gang: Gang, tmp_path: Path, shm: Path, options: dict[str, int], saves: int
-) -> None:
-    found = gang.run(save_unequal, str(tmp_path), str(shm), options, saves, world=4)
-    assert found == [found[0]] * 4
-    error, divergences = found[0]
-    assert "replicas differ at step 1: " in error
-    assert re.search(r"- t: rank [13] and rank [13] differ", error)
-    assert {(each.step, each.tensor) for each in divergences} == {(1, "t")}
-    assert {rank for each in divergences for (rank,) in each.groups} == {1, 3}
-
-
 def test_what_was_begun_to_be_completed_is_not_completed_again(
     gang: Gang, tmp_path: Path, shm: Path
 ) -> None:
@@ -177,16 +133,16 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (kept,) = place.ring_files()
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
-    assert claim_ring_file(place, note, kept.file[1:], kept.ring) is None
+    assert claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is None
     made = records.ring_file_name(note)
     (place.path / kept.file[1:]).rename(place.path / made)
     assert (
-        claim_ring_file(place, note, kept.file[1:], kept.ring) is not None
+        claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is not None
     )  # it was killed in between
     write_record(place.path / note, msgspec.structs.replace(kept, file=made))
     place.temporary_path(kept.file[1:]).rename(place.path / made)
-    assert claim_ring_file(place, note, kept.file[1:], kept.ring) is not None
-    assert claim_ring_file(place, note, kept.file[1:], kept.ring) is None
+    assert claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is not None
+    assert claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is None
 
 
 @given(

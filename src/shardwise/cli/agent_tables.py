@@ -154,5 +154,3 @@ def _failure_lines(run: RunStatus) -> Iterator[Text]:
             if (status := getattr(each, stage)).failure:
                 style = "red" if status.state == "failed" else "yellow"
                 yield Text(f"step {each.step}: {stage}: {fmt.printable(status.failure)}", style)
-        for found in each.differences:
-            yield Text(f"step {each.step}: {fmt.printable(str(found))}", "red")

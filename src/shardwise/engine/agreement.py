@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.divergence import DifferingBlock, find_differing_sets
+from shardwise.engine.divergence import find_differing_sets
 from shardwise.engine.exchange import require_equal
-from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.plan.save import ManifestPlan
 
 ChoosePeers = Callable[[Sequence[bytes]], list[list[int]]]
@@ -55,7 +54,6 @@ class Agreement(msgspec.Struct, array_like=True):
         peers: on rank 0, the peers of each rank; empty on other ranks.
         differing: the sets of replicas that differed at the last save, as `find_differing_sets`
             returns them.
-        blocks: the blocks of replicas that agents found to differ.
     """
 
     save_id: str
@@ -65,7 +63,6 @@ class Agreement(msgspec.Struct, array_like=True):
     gather_values: bool
     peers: list[list[int]] = []
     differing: dict[int, int] = {}
-    blocks: list[DifferingBlock] = []
 
 
 @prepare_decoding
@@ -89,7 +86,6 @@ def agree_on_plan(
     encoded: Sequence[bytes],
     admit: Callable[[list[bytes]], str],
     choose_peers: ChoosePeers | None,
-    comparison: ReplicaComparison | None,
 ) -> list[Agreement]:
     """Make rank 0's reply to each rank.
 
@@ -97,7 +93,7 @@ def agree_on_plan(
 
     Args:
         encoded: the encoded `PlanMessage` of each rank.
-        admit, choose_peers, comparison: as for `planning.plan_together`.
+        admit, choose_peers: as for `planning.plan_together`.
 
     Raises:
         MismatchError: ranks do not save the same checkpoint.
@@ -116,7 +112,6 @@ def agree_on_plan(
     senders = set(first_rank_of.values())
     gather = len(senders) > 1
     differing = find_differing_sets([each.digests for each in messages])
-    blocks = [] if comparison is None else comparison.noted_blocks
     return [
         Agreement(
             save_id,
@@ -126,7 +121,6 @@ def agree_on_plan(
             gather,
             [] if rank else peers,
             differing,
-            blocks,
         )
         for rank in range(len(messages))
     ]

@@ -26,9 +26,8 @@ class Divergence:
         step: the step of the save at which the boxes differed.
         equal_at: the step of the last save at which the boxes were equal; None if they were not
             compared before.
-        tensor: the name of the tensor. If an agent found a block of several tensors, any of which
-            may differ, "one of a, b".
-        boxes: the boxes that differ; empty if an agent found the difference.
+        tensor: the name of the tensor.
+        boxes: the boxes that differ.
         groups: the ranks that hold the boxes, grouped by equal bytes; large groups first.
     """
 
@@ -110,21 +109,6 @@ class DivergencePolicy:
 
 
 @prepare_decoding
-class DifferingBlock(msgspec.Struct, array_like=True, frozen=True):
-    """A block of a rank's file that differs from another rank's replica, as an agent found.
-
-    Attributes:
-        step: the step of the save.
-        ranks: the rank of the file, and the rank of the replica.
-        tensors: the tensors of the block. Any of them may differ.
-    """
-
-    step: int
-    ranks: tuple[int, int]
-    tensors: tuple[str, ...]
-
-
-@prepare_decoding
 class SampleDigests(msgspec.Struct, array_like=True):
     """A rank's message about its last sample: a digest of the checksums of each set, by number.
 
@@ -158,36 +142,6 @@ class FoundDivergences(msgspec.Struct, array_like=True):
     """Rank 0's message to all ranks about the sets that differ."""
 
     found: tuple[Divergence, ...]
-
-
-def judge_blocks(
-    blocks: Sequence[DifferingBlock], policy: DivergencePolicy
-) -> list[tuple[Divergence, Reaction]]:
-    """Return the differences in blocks, each once, with the reaction to it.
-
-    Any tensor of a block may differ. So a block is left out if the reaction to one of its tensors
-    is to ignore it, and the reaction is to raise only if it is to raise for all of them.
-    """
-    judged: dict[tuple[int, str, tuple[int, int]], tuple[Divergence, Reaction]] = {}
-    for block in blocks:
-        reactions = {policy.reaction_to(tensor) for tensor in block.tensors}
-        if "ignore" in reactions:
-            continue
-        name, groups = _name_any(block.tensors), tuple((rank,) for rank in block.ranks)
-        found = Divergence(step=block.step, equal_at=None, tensor=name, boxes=(), groups=groups)
-        judged[block.step, name, block.ranks] = (
-            found,
-            "raise" if reactions == {"raise"} else "warn",
-        )
-    return [*judged.values()]
-
-
-def _name_any(tensors: Sequence[str]) -> str:
-    """Return a text that says that any of these tensors may differ."""
-    if not tensors:
-        return "bytes between the tensors"
-    shown, more = ", ".join(tensors[:MOST_NAMES_SHOWN]), len(tensors) - MOST_NAMES_SHOWN
-    return tensors[0] if len(tensors) == 1 else f"one of {shown}" + f" and {more} more" * (more > 0)
 
 
 def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:

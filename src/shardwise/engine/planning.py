@@ -199,7 +199,7 @@ def plan_together(
             return local, local.encode_message(plan_cache.fingerprints(group.rank), digests)
 
     def make_reply(local: _DescribedSave, messages: list[bytes]) -> list[bytes]:
-        agreements = agree_on_plan(messages, partial(admit, local.save), choose_peers, comparison)
+        agreements = agree_on_plan(messages, partial(admit, local.save), choose_peers)
         cached = plan_cache.get(agreements[0].plan, 0) if agreements[0].is_cached else None
         if cached is not None and cached.manifest is not None and check_room is not None:
             check_room(local.save, cached.manifest.bytes_stored)
@@ -208,7 +208,7 @@ def plan_together(
     local, reply = exchange_with_local_value(group, "agreeing on a save", make_message, make_reply)
     agreement = msgspec.msgpack.decode(reply, type=Agreement)
     if comparison is not None:
-        comparison.conclude(agreement.differing, agreement.blocks, group, recorder)
+        comparison.conclude(agreement.differing, group, recorder)
     if not agreement.save_id:
         return None
     with recorder.stage("plan"):

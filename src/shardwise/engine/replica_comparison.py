@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,16 +21,13 @@ import numpy.typing as npt
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.divergence import (
-    DifferingBlock,
     Divergence,
     DivergencePolicy,
     FoundDivergences,
-    Reaction,
     SampleDetails,
     SampleDigests,
     find_differing_sets,
     find_divergences,
-    judge_blocks,
 )
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
@@ -183,7 +180,6 @@ class ReplicaComparison:
 
     Attributes:
         found: the differences that the last comparison found.
-        noted_blocks: on rank 0, the blocks that agents found to differ since that comparison.
     """
 
     def __init__(self, policy: DivergencePolicy) -> None:
@@ -196,7 +192,6 @@ class ReplicaComparison:
         self._sample: ReplicaSample | None = None
         self._equal_at: dict[tuple[int, int], int] = {}  # by set, and position in its round
         self._logged_at: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
-        self.noted_blocks: list[DifferingBlock] = []
 
     def begin(
         self,
@@ -253,14 +248,9 @@ class ReplicaComparison:
         sample = self._sample
         return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
 
-    def note_blocks(self, blocks: Iterable[DifferingBlock]) -> None:
-        """Keep blocks that agents found to differ, for the next `conclude`. Rank 0 calls this."""
-        self.noted_blocks += blocks
-
     def conclude(
         self,
         differing: Mapping[int, int],
-        blocks: Sequence[DifferingBlock],
         group: Group,
         recorder: Recorder,
     ) -> None:
@@ -268,7 +258,6 @@ class ReplicaComparison:
 
         Args:
             differing: the result of `find_differing_sets`, the same on all ranks.
-            blocks: the blocks that rank 0 has noted, the same on all ranks.
             group: the ranks.
             recorder: gets an event `divergence` if replicas differ.
 
@@ -276,20 +265,17 @@ class ReplicaComparison:
             MismatchError: on all ranks: replicas differ, and the policy is to raise.
         """
         sample, self._sample = self._sample, None
-        self.noted_blocks = []
-        judged = judge_blocks(blocks, self._policy)
-        if judged or differing:
+        self.found = ()
+        if differing:
             with recorder.stage("divergence"):
-                located = self._locate(sample, differing, group) if differing else ()
-            judged += [(each, self._policy.reaction_to(each.tensor)) for each in located]
-        self.found = tuple(each for each, _ in judged)
+                self.found = self._locate(sample, differing, group)
         if sample is not None and sample.has_checksums:
             for each in sample.sets:
                 if each.number in differing:
                     self._equal_at.pop(sample.key_of(each), None)
                 else:
                     self._equal_at[sample.key_of(each)] = sample.step
-        self._react(judged, group)
+        self._react(group)
 
     def compare_last(self, group: Group, recorder: Recorder) -> None:
         """Compare the last sample now, because no save follows. All ranks call this together.
@@ -301,12 +287,11 @@ class ReplicaComparison:
             return
 
         def make_reply(messages: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode((find_differing_sets(messages), self.noted_blocks))
+            return msgspec.msgpack.encode(find_differing_sets(messages))
 
         reply = exchange(group, "comparing replicas", self.encode_message, make_reply)
-        reply_type = tuple[dict[int, int], list[DifferingBlock]]
-        differing, blocks = msgspec.msgpack.decode(reply, type=reply_type)
-        self.conclude(differing, blocks, group, recorder)
+        differing = msgspec.msgpack.decode(reply, type=dict[int, int])
+        self.conclude(differing, group, recorder)
 
     def forget(self) -> None:
         """Forget the last sample, because the state was replaced."""
@@ -351,11 +336,11 @@ class ReplicaComparison:
         )
         return msgspec.msgpack.decode(reply, type=FoundDivergences).found
 
-    def _react(self, judged: Sequence[tuple[Divergence, Reaction]], group: Group) -> None:
-        raised = [each for each, reaction in judged if reaction == "raise"]
+    def _react(self, group: Group) -> None:
+        raised = [each for each in self.found if self._policy.reaction_to(each.tensor) == "raise"]
         if raised:
             raise MismatchError(_summarize(raised), [str(each) for each in raised])
-        new = [each for each, _ in judged if self._is_new(each)]
+        new = [each for each in self.found if self._is_new(each)]
         if new and group.rank == 0:
             log.warning("%s", MismatchError(_summarize(new), [str(each) for each in new]))
 

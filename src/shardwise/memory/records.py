@@ -28,7 +28,6 @@ REMOVE_OLD = "retain"
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
 STAGED_SUFFIX = ".staged.json"
-MOST_NAMES_SHOWN = 3
 _COPYING_SUFFIX = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
@@ -85,7 +84,7 @@ class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slot
 class RingFile(
     msgspec.Struct,
     frozen=True,
-    rename={"parity_index": "block", "ranges": "of", "checksums": "sums"},
+    rename={"ranges": "of", "checksums": "sums"},
 ):
     """A copy or parity that a rank has made for other nodes from its replicas.
 
@@ -96,7 +95,6 @@ class RingFile(
         ring: the ranks that protect each other, with their data files.
         file: the name of the copy or parity, in the same directory.
         slot: the name that the file has while it is a free slot.
-        parity_index: the index of the parity chunk in its stripe; None for a copy.
         ranges: for each data file, the byte range that this copy or parity includes. It consists
             of whole blocks.
         checksums: for parity, the checksums of these blocks as this rank read them, 4 bytes each.
@@ -105,7 +103,6 @@ class RingFile(
     ring: ProtectionGroup
     file: MadeName
     slot: PlainName
-    parity_index: Count | None
     ranges: dict[str, tuple[Count, Count]]
     checksums: dict[str, bytes] = {}
 
@@ -242,26 +239,6 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @prepare_decoding
-class ReplicaDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's replica that differs from the file of another rank that it should protect.
-
-    Attributes:
-        ranks: the rank of the file, and the rank of the replica.
-        blocks: the names of the tensors in each block that differs, for the first blocks.
-    """
-
-    ranks: tuple[int, int]
-    blocks: list[list[str]]
-
-    def __str__(self) -> str:
-        file, replica = self.ranks
-        names = sorted({name for tensors in self.blocks for name in tensors})
-        shown, more = ", ".join(names[:MOST_NAMES_SHOWN]), len(names) - MOST_NAMES_SHOWN
-        differs = f"the replica of rank {replica} differs from the file of rank {file}"
-        return f"{differs}, in blocks of {shown}" + f" and {more} more" * (more > 0)
-
-
-@prepare_decoding
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a stage ended, on one node or for the cluster.
 
@@ -272,7 +249,6 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
         node: the name of the node that wrote the record.
         bytes_held, bytes_total: as in `PendingManifest`.
         files: the number of files of the snapshot.
-        differences: replicas that differ, which were found while copies or parity were made.
     """
 
     save_id: SaveId
@@ -284,7 +260,6 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes_held: Count = 0
     bytes_total: Count = 0
     files: Count = 0
-    differences: list[ReplicaDifference] = []
 
 
 @cache

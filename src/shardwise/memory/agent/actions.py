@@ -41,7 +41,6 @@ from shardwise.memory.records import (
     PersistRequest,
     ProtectRequest,
     RemoveOldRequest,
-    ReplicaDifference,
     StagedFile,
     StageOutcome,
 )
@@ -105,19 +104,14 @@ class Follower:
     def protect_others(self, action: ProtectOthers) -> None:
         """Make the copies or parity that this node stores for others."""
         place = action.place
-        differences: list[ReplicaDifference] = []
 
         def make_copies_or_parity(request: ProtectRequest) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
-                nbytes, found = nodes.retry(
+                return nodes.retry(
                     lambda: protect_others(place, request, nodes, self.node, self.mapped_files)
                 )
-            differences.extend(found)
-            return nbytes
 
-        self._answer_request(
-            action, "protect", ProtectRequest, make_copies_or_parity, differences=differences
-        )
+        self._answer_request(action, "protect", ProtectRequest, make_copies_or_parity)
 
     def remove_old(self, action: decide.RemoveOld) -> None:
         """Remove old checkpoints from storage. Stop if the request is withdrawn."""
@@ -194,7 +188,6 @@ class Follower:
         record_type: type[Record],
         work: Callable[[Record], int],
         outcome_name: Callable[[str, str], str] = records.node_outcome_record,
-        differences: list[ReplicaDifference] | None = None,
     ) -> None:
         """Read a leader's request, do the work, and record the result.
 
@@ -202,7 +195,6 @@ class Follower:
             record_type: the type of the request.
             work: takes the request, and returns the number of bytes processed.
             outcome_name: returns the name of the record with the result.
-            differences: the list to which `work` adds what the result records as differences.
         """
         place, save_id = action.place, action.save_id
         path = place.path / records.request_record(stage, save_id)
@@ -217,7 +209,6 @@ class Follower:
             bytes=nbytes,
             failure=failure,
             node=self.node,
-            differences=differences or [],
         )
         write_record(place.path / outcome_name(stage, save_id), done)
 

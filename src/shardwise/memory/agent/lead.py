@@ -33,7 +33,6 @@ from shardwise.memory.records import (
     PendingManifest,
     PersistRequest,
     ProtectRequest,
-    ReplicaDifference,
     Retry,
     StageOutcome,
 )
@@ -104,7 +103,6 @@ class Leader:
                 bytes_held=pending.bytes_held,
                 bytes_total=pending.bytes_total,
                 files=len(pending.files),
-                differences=save.differences,
             )
             nodes.write_to_all(records.cluster_outcome_record(stage, pending.save_id), done)
 
@@ -130,14 +128,12 @@ class _LeaderSave:
 
     Attributes:
         nodes: connections to the nodes of the save.
-        differences: the replicas that differ, which the nodes found; `protect` adds them.
     """
 
     place: SnapshotDirectory
     pending: PendingManifest
     nodes: Nodes
     leader: Leader
-    differences: list[ReplicaDifference] = field(default_factory=list)
 
     def commit(self) -> int:
         """Collect the entries of all files, and write the manifest to all nodes."""
@@ -182,8 +178,6 @@ class _LeaderSave:
             [info.node for info in self.pending.nodes],
             lambda node: self._wait_for_node("protect", node),
         )
-        for outcome in outcome_of.values():
-            self.differences.extend(outcome.differences)
         return _total_bytes(outcome_of)
 
     def persist(self) -> int:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
+import msgspec
 import numpy as np
 
 from shardwise.deadline import Deadline
 from shardwise.engine.buffers import allocate_pages
-from shardwise.errors import CorruptionError, StoreError
+from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.agent.ring_files import (
-    ReplicaDifferences,
-    claim_ring_file,
-    complete_copy,
-    complete_parity,
-    is_ring_file_made,
-)
+from shardwise.memory.files import read_record, write_record
 from shardwise.memory.free_files import reuse_spare
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_locks import is_rank_alive
-from shardwise.memory.records import (
-    AgentInfo,
-    PendingManifest,
-    ProtectRequest,
-    ReplicaDifference,
-    RingFile,
-)
-from shardwise.memory.redundancy.parity import write_parity
+from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
+from shardwise.memory.redundancy.parity import add_checksums, encode_parity, parity_stripe
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
@@ -52,6 +41,9 @@ from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
 POLL_PAUSE = 0.002
+Range = tuple[int, int]
+NOTHING: Range = (0, 0)
+log = logging.getLogger("shardwise.agent")
 
 
 def plan_protection(pending: PendingManifest, files: list[FileEntry]) -> Protection:
@@ -103,15 +95,12 @@ def protect_others(
     nodes: Nodes,
     node: str,
     mapped_files: MappedFiles,
-) -> tuple[int, list[ReplicaDifference]]:
-    """Make the copies and parity that a node stores for others.
+) -> int:
+    """Make the copies and parity that a node stores for others; return their bytes.
 
     Args:
         node: the name of this node.
         mapped_files: the mappings of this node's files.
-
-    Returns:
-        Their bytes, and the replicas of this node that differ from what they should protect.
 
     Raises:
         StoreError: a node does not answer, and its data is needed.
@@ -119,18 +108,16 @@ def protect_others(
     """
     manifest = decode_manifest(place.read_file(MANIFEST))
     entries = {entry.name: entry for entry in manifest.files}
-    differences = ReplicaDifferences(manifest)
-    files = _ProtectionFiles(place, request, nodes, entries, mapped_files, differences)
-    groups = groups_of_node(request.protection, node)
-    return sum(files.make_files(group, index) for group, index in groups), differences.found
+    files = _ProtectionFiles(place, request, nodes, entries, mapped_files)
+    return sum(files.make(*each) for each in groups_of_node(request.protection, node))
 
 
 class _ProtectionFiles:
     """Makes the copies and parity of one snapshot that this node stores for others.
 
-    A group is protected in one of two ways. In a ring, a rank of this node has made the copy or
-    parity from its replicas, and the agent adds the missing bytes. In other groups, or if the file
-    of the rank is missing or wrong, the agent reads the data from the other nodes.
+    The data comes from two sources. In a ring, a rank of this node has put most of it into the file
+    already, from its replica. The agent reads the rest from the other nodes. It reads everything
+    from there if the group is not a ring, or if the replica differs from what was sealed.
     """
 
     def __init__(
@@ -140,7 +127,6 @@ class _ProtectionFiles:
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
         mapped_files: MappedFiles,
-        differences: ReplicaDifferences,
     ) -> None:
         self._place = place
         self._save_id = request.save_id
@@ -149,88 +135,137 @@ class _ProtectionFiles:
         self._nodes = nodes
         self._entries = entries
         self._mappings = mapped_files
-        self._differences = differences
 
-    def make_files(self, group: ProtectionGroup, index: int) -> int:
+    def make(self, group: ProtectionGroup, index: int) -> int:
         """Make the copies and parity of one group; return their bytes.
 
         Args:
             index: the index of this node in the group.
         """
-        total = 0
-        for number, (owner, name, size) in enumerate(files_to_copy(group, index)):
+        copies = files_to_copy(group, index)
+        for number, (owner, name, size) in enumerate(copies):
             if not self._place.has(name):
-                ring_file = self._claim_ring_file(group, index, number, name)
-                self._make_copy(owner.node, name, ring_file, index)
-            total += size
-        names = [parity_file_name(self._save_id, group, block) for block in range(group.parity)]
-        if not all(map(self._place.has, names)):
-            self._make_parity(group, index, names)
-        return total + len(names) * parity_file_size(group.chunk)
+                data, ring_file = self._begin(group, index, number, name, size)
+                self._fill_copy(data, ring_file, self._entries[name], owner.node)
+                self._place.temporary_path(name).rename(self._place.path / name)
+        nbytes = parity_file_size(group.chunk)
+        for number in range(group.parity):
+            name = parity_file_name(self._save_id, group, number)
+            if not self._place.has(name):
+                data, ring_file = self._begin(group, index, number, name, nbytes)
+                self._fill_parity(data, ring_file, group, index, number)
+                self._place.temporary_path(name).rename(self._place.path / name)
+        return sum(size for _, _, size in copies) + group.parity * nbytes
 
-    def _make_copy(self, owner: str, name: str, ring_file: RingFile | None, index: int) -> None:
-        entry, is_equal = self._entries[name], False
-        if ring_file is not None:
-            data = self._map(name, entry.size)
-            differing = complete_copy(data, ring_file, entry, owner, self._nodes)
-            is_equal = differing == []
-            if differing:
-                self._differences.add(entry, self._rank_of(ring_file, index), differing)
-        if not is_equal:
-            self._fetch_file(owner, entry)
-        self._rename_to_final(name)
+    def _begin(
+        self, group: ProtectionGroup, index: int, number: int, name: str, size: int
+    ) -> tuple[Buffer, RingFile | None]:
+        """Return the memory of an incomplete file, and the record of the rank that began it."""
+        ring_file = self._claim_ring_file(group, index, number, name)
+        if ring_file is None:
+            self._create_temporary(name, size)
+        return self._mappings.map(self._place.temporary_path(name), size), ring_file
 
-    def _fetch_file(self, owner: str, entry: FileEntry) -> None:
-        """Copy a file over the network: the checksums first, then the data, which is verified."""
-        os.close(self._create_temporary(entry.name, entry.size))
-        data = self._map(entry.name, entry.size)
-        encoded = data[entry.checksums_at :]
-        self._nodes.read_range(owner, entry.name, entry.checksums_at, encoded)
-        intact = crc32(encoded) == entry.checksums_crc32
-        table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
+    def _fill_copy(
+        self, data: Buffer, ring_file: RingFile | None, entry: FileEntry, owner: str
+    ) -> None:
+        """Read the bytes of a copy that it lacks, and those that differ; verify all of them."""
+        known = NOTHING if ring_file is None else ring_file.ranges[entry.name]
+        encoded = self._read_table(entry, owner)
+        data[entry.checksums_at :] = encoded
+        table = BlockTable(encoded.view("<u4"))
         for low in range(0, entry.checksums_at, CHUNK):
             chunk = data[low : min(low + CHUNK, entry.checksums_at)]
-            self._nodes.read_range(owner, entry.name, low, chunk)
-            intact = intact and not table.find_damaged(low // BLOCK, chunk)
-        if not intact:
-            raise CorruptionError(
-                f"step {self._place.step}: cannot copy {entry.name} from node {owner}: its bytes "
-                "have changed since the node sealed them; save a newer step"
+            for first, last in _missing_ranges(known, low, low + len(chunk)):
+                self._nodes.read_range(owner, entry.name, first, data[first:last])
+            damaged = table.find_damaged(low // BLOCK, chunk)
+            if damaged and known != NOTHING:
+                self._log_difference(entry)
+                known = NOTHING
+                self._nodes.read_range(owner, entry.name, low, chunk)
+                damaged = table.find_damaged(low // BLOCK, chunk)
+            if damaged:
+                raise CorruptionError(
+                    f"step {self._place.step}: cannot copy {entry.name} from node {owner}: its "
+                    "bytes have changed since the node sealed them; save a newer step"
+                )
+
+    def _fill_parity(
+        self,
+        data: Buffer,
+        ring_file: RingFile | None,
+        group: ProtectionGroup,
+        index: int,
+        number: int,
+    ) -> None:
+        """Add the data that a parity chunk lacks, and its checksums."""
+        node_of = {file: each.node for each in group.members for file, _ in each.files}
+        known: Mapping[str, Range] = {}
+        if ring_file is not None and all(
+            self._is_equal(ring_file, self._entries[file], node_of[file]) for file in node_of
+        ):
+            known = ring_file.ranges
+        else:
+            data[:] = 0
+
+        def missing(file: str, low: int, high: int) -> Iterator[Range]:
+            return _missing_ranges(known.get(file, NOTHING), low, high)
+
+        def read(node: str, file: str, offset: int, out: Buffer) -> Buffer:
+            if file in known:
+                out[:] = 0
+            for first, last in missing(file, offset, offset + len(out)):
+                self._nodes.read_range(node, file, first, out[first - offset : last - offset])
+            return out
+
+        def is_incomplete(low: int, high: int) -> bool:
+            extents = (
+                extent
+                for chunk, member in enumerate(parity_stripe(group, index, number).data)
+                for extent in group.members[member].extents(
+                    chunk * group.chunk + low, chunk * group.chunk + high
+                )
+            )
+            return any(
+                True
+                for each in extents
+                for _ in missing(
+                    each.file,
+                    each.file_offset,
+                    each.file_offset + each.data_stop - each.data_start,
+                )
             )
 
-    def _make_parity(self, group: ProtectionGroup, index: int, names: list[str]) -> None:
-        ring_files = [
-            self._claim_ring_file(group, index, block, name) for block, name in enumerate(names)
-        ]
-        size = parity_file_size(group.chunk)
-        is_complete = True
-        for ring_file, name in zip(ring_files, names, strict=True):
-            if ring_file is None:
-                is_complete = False
-                continue
-            data = self._map(name, size)
-            differing = complete_parity(data, ring_file, index, self._entries, self._nodes)
-            for file, blocks in differing.items():
-                self._differences.add(self._entries[file], self._rank_of(ring_file, index), blocks)
-            is_complete &= not differing
-        if not is_complete:
-            self._encode_parity(group, index, names)
-        for name in names:
-            self._rename_to_final(name)
+        def add(low: int, part: Buffer) -> None:
+            data[low : low + len(part)] ^= part
 
-    def _encode_parity(self, group: ProtectionGroup, index: int, names: list[str]) -> None:
-        """Compute parity from data that is read over the network."""
-        size = parity_file_size(group.chunk)
-        fds = {name: self._create_temporary(name, size) for name in names}
+        encode_parity(group, index, number, read, add, is_needed=is_incomplete)
+        add_checksums(data, group.chunk)
 
-        def write(name: str, offset: int, data: Buffer) -> None:
-            _write_all(fds[name], offset, data, self._place.temporary_path(name))
+    def _is_equal(self, ring_file: RingFile, entry: FileEntry, owner: str) -> bool:
+        """Return whether the blocks that a rank read from its replica are those of a file."""
+        if entry.name not in ring_file.ranges:  # a file of this node, or not of this stripe
+            return True
+        low, high = ring_file.ranges[entry.name]
+        sealed = self._read_table(entry, owner).view("<u4")[low // BLOCK : high // BLOCK]
+        is_equal = sealed.tobytes() == ring_file.checksums[entry.name]
+        if not is_equal:
+            self._log_difference(entry)
+        return is_equal
 
-        try:
-            write_parity(self._save_id, group, index, self._nodes.read_range, write)
-        finally:
-            for fd in fds.values():
-                os.close(fd)
+    def _read_table(self, entry: FileEntry, owner: str) -> Buffer:
+        """Read the checksums of a file from its owner."""
+        table = np.empty(entry.size - entry.checksums_at, np.uint8)
+        self._nodes.read_range(owner, entry.name, entry.checksums_at, table)
+        if crc32(table) != entry.checksums_crc32:
+            raise CorruptionError(
+                f"{entry.name} on node {owner} is damaged: its table of checksums has changed "
+                "since the node sealed it; save a newer step"
+            )
+        return table
+
+    def _log_difference(self, entry: FileEntry) -> None:
+        log.warning("%s differs from the replica on this node; reading it again", entry.name)
 
     def _claim_ring_file(
         self, group: ProtectionGroup, index: int, number: int, name: str
@@ -251,43 +286,51 @@ class _ProtectionFiles:
         for _ in self._deadline.attempts(pause=POLL_PAUSE):
             # Look for the process first: if the rank then ends, it has already written the record.
             is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)
-            if is_ring_file_made(self._place, record):
-                return claim_ring_file(self._place, record, name, group)
+            ring_file = read_record(self._place.path / record, RingFile)
+            if ring_file and (ring_file.file.startswith(".") or self._place.has(ring_file.file)):
+                return claim_ring_file(self._place, record, ring_file, name, group)
             if not is_alive:
                 break
             self._place.refuse_abandoned()
         return None
 
-    def _rank_of(self, ring_file: RingFile, index: int) -> int:
-        """Return the rank of this node that made a file of a ring."""
-        ((file, _),) = ring_file.ring.members[index].files
-        return self._entries[file].rank
-
-    def _create_temporary(self, name: str, size: int) -> int:
-        """Open a temporary file with all pages allocated; reuse a spare file if there is one."""
+    def _create_temporary(self, name: str, size: int) -> None:
+        """Create a temporary file with all pages allocated; reuse a spare file if there is one."""
         temporary = self._place.temporary_path(name)
         reuse_spare(self._place.run, size, temporary)
         fd = open_regular(temporary, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(fd, size)
             allocate_pages(fd, size)
-        except BaseException:
+        finally:
             os.close(fd)
-            raise
-        return fd
-
-    def _map(self, name: str, size: int) -> Buffer:
-        return self._mappings.map(self._place.temporary_path(name), size)
-
-    def _rename_to_final(self, name: str) -> None:
-        self._place.temporary_path(name).rename(self._place.path / name)
 
 
-def _write_all(fd: int, offset: int, data: Buffer, path: Path) -> None:
-    view = data.data
-    while view:
-        written = os.pwrite(fd, view, offset)
-        if not written:
-            raise StoreError(f"{path}: cannot write at byte {offset}: free some memory")
-        offset += written
-        view = view[written:]
+def claim_ring_file(
+    place: SnapshotDirectory, record: str, ring_file: RingFile, name: str, group: ProtectionGroup
+) -> RingFile | None:
+    """Claim the copy or parity that a rank has begun, and return its record.
+
+    The file is renamed to the temporary name of `name`, and its record is updated. Return None if
+    the file is missing, or the rank made it for another group.
+
+    Args:
+        record: the name of the rank's record.
+        name: the final name of the file.
+        group: the group that the file protects, according to the request.
+    """
+    is_same_group = msgspec.structs.replace(ring_file.ring, name=group.name) == group
+    unclaimed = records.ring_file_name(record)
+    if not is_same_group or not place.has(unclaimed):
+        return None
+    temporary = place.temporary_path(name)
+    write_record(place.path / record, msgspec.structs.replace(ring_file, file=temporary.name))
+    (place.path / unclaimed).rename(temporary)
+    return ring_file
+
+
+def _missing_ranges(known: Range, low: int, high: int) -> Iterator[Range]:
+    """Yield the parts of the range `low:high` that are outside of the known range."""
+    for first, last in ((low, min(high, known[0])), (max(low, known[1]), high)):
+        if first < last:
+            yield first, last

@@ -18,7 +18,7 @@ from shardwise.memory.observe import read_snapshots
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
 from shardwise.memory.record_cache import RecordCache
-from shardwise.memory.records import AgentInfo, ProtectRequest, ReplicaDifference
+from shardwise.memory.records import AgentInfo, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import running_agent
@@ -56,7 +56,6 @@ class SnapshotStatus:
         age: seconds since a rank of this node last staged a file; None if no rank has staged one.
         protect: not requested if neither copies nor parity of this node's files exist elsewhere.
         protected_by: the nodes that store, or will store, copies or parity for this node.
-        differences: the replicas that differ, which agents found while they made copies or parity.
     """
 
     step: int
@@ -67,7 +66,6 @@ class SnapshotStatus:
     protect: StageStatus
     persist: StageStatus
     protected_by: list[str]
-    differences: list[ReplicaDifference]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +283,6 @@ def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatu
         bytes_for_others=sum(size for name, size in data.items() if name not in own),
         age=_seconds_between(view.staged_at, now),
         protected_by=protectors,
-        differences=_differences(view),
         commit=_stage_status(view, "commit", now),
         protect=protect,
         persist=_stage_status(view, "persist", now),
@@ -309,12 +306,6 @@ def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
         seconds=_seconds_between(view.staged_at, last.ended_at),
         failure=last.outcome.failure if last.outcome else "",
     )
-
-
-def _differences(view: SnapshotView) -> list[ReplicaDifference]:
-    """Return the replicas that differ, from the outcomes of the stage `protect`."""
-    outcomes = [save.stages["protect"].outcome for save in view.saves.values()]
-    return [each for outcome in outcomes if outcome is not None for each in outcome.differences]
 
 
 def _why_retrying(view: SnapshotView, stage: str, now: float) -> str:

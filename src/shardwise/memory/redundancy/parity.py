@@ -13,14 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, block_checksums
-from shardwise.memory.redundancy.placement import (
-    ProtectionGroup,
-    parity_file_name,
-    parity_file_size,
-)
+from shardwise.memory.redundancy.placement import ProtectionGroup
 from shardwise.memory.redundancy.stripes import Stripe, index_of_parity_stripe, make_erasure_code
 from shardwise.store.store import Buffer
 
@@ -36,12 +34,6 @@ ReadRange = Callable[[str, str, int, Buffer], Buffer]
 The bytes are in `out`, or the result is a view of the memory that already contains them. Several
 threads may call the function at once. The function has a time limit. It raises `OSError` or
 `CorruptionError` if the bytes cannot be read.
-"""
-
-WriteRange = Callable[[str, int, Buffer], None]
-"""`write_range(file, offset, data)` writes `data` at an offset of a file.
-
-Offsets are multiples of 4096, and the memory of `data` is aligned to 4096 bytes.
 """
 
 Item = TypeVar("Item")
@@ -67,74 +59,22 @@ class UnreadableFileError(Exception):
         self.error = error
 
 
-def write_parity(
-    save_id: str,
-    group: ProtectionGroup,
-    index: int,
-    read_range: ReadRange,
-    write_range: WriteRange,
-    *,
-    threads: int = 1,
-) -> None:
-    """Write the parity files that a member stores. They are incomplete until this returns.
-
-    A file is a parity chunk of the group's `chunk` bytes, and a table with a checksum of 4 bytes
-    for each 64 KiB of the chunk.
-
-    Args:
-        save_id: the id of the protected save.
-        group: the group.
-        index: the index of the member in the group.
-        read_range: reads the data files of the other members.
-        write_range: writes to the files, which `placement.parity_file_name` names.
-        threads: the number of threads that work at the same time.
-
-    Raises:
-        StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
-    """
-    table_size = parity_file_size(group.chunk) - group.chunk
-    tables = [aligned_buffer(table_size) for _ in range(group.parity)]
-    for table in tables:
-        table[:] = 0
-
-    def write_section(parity_index: int, low: int, section: Buffer) -> None:
-        checksums = block_checksums(section)
-        tables[parity_index].view("<u4")[low // BLOCK : low // BLOCK + len(checksums)] = checksums
-        write_range(parity_file_name(save_id, group, parity_index), low, section)
-
-    size = bytes_per_read(len(group.members) - group.parity, group.parity)
-    sections = (
-        (parity_index, low)
-        for parity_index in range(group.parity)
-        for low in range(0, group.chunk, size)
-    )
-    encode_parity(
-        group, index, sections, read_range, write_section, section_size=size, threads=threads
-    )
-    for parity_index, table in enumerate(tables):
-        write_range(parity_file_name(save_id, group, parity_index), group.chunk, table)
-
-
-def parity_stripes(group: ProtectionGroup, index: int) -> list[Stripe]:
-    """Return the stripe of each parity chunk that a member stores, by the chunk's index."""
-    stripes = group.stripes()
-    return [
-        stripes[index_of_parity_stripe(index, parity_index, len(stripes))]
-        for parity_index in range(group.parity)
-    ]
+def parity_stripe(group: ProtectionGroup, index: int, number: int) -> Stripe:
+    """Return the stripe of the parity chunk `number` that a member stores."""
+    return group.stripes()[index_of_parity_stripe(index, number, len(group.members))]
 
 
 def encode_parity(
     group: ProtectionGroup,
     index: int,
-    sections: Iterable[tuple[int, int]],
+    number: int,
     read_range: ReadRange,
-    write_section: Callable[[int, int, Buffer], None],
+    write_section: Callable[[int, Buffer], None],
     *,
-    section_size: int = SECTION,
+    is_needed: Callable[[int, int], bool] = lambda low, high: True,
     threads: int = 1,
 ) -> None:
-    """Compute sections of the parity chunks that a member stores.
+    """Compute a parity chunk that a member stores, section by section.
 
     Parity is linear, so it can be computed in two passes. Each pass reads part of the data, and
     takes zeros for the rest. The XOR of both results is the parity.
@@ -142,45 +82,51 @@ def encode_parity(
     Args:
         group: the group.
         index: the index of the member in the group.
-        sections: for each section, the index of the parity chunk in its stripe, and the offset of
-            the section in the chunk, in bytes.
+        number: the index of the parity chunk in its stripe.
         read_range: reads the data files of the other members.
-        write_section: receives the index of the chunk, the offset of the section, and its bytes.
-        section_size: size of a section in bytes; a multiple of `SECTION`.
+        write_section: receives the offset of each section in the chunk, and its bytes.
+        is_needed: returns whether the section between two offsets is computed.
         threads: the number of threads that work at the same time.
 
     Raises:
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
     """
-    if not group.parity:
-        return
     k = len(group.members) - group.parity
-    stripes = parity_stripes(group, index)
+    stripe, size = parity_stripe(group, index, number), bytes_per_read(k, group.parity)
 
-    def encode(section: tuple[int, int], buffers: list[Buffer]) -> None:
-        parity_index, low = section
-        high = min(low + section_size, group.chunk)
+    def encode(low: int, buffers: list[Buffer]) -> None:
+        high = min(low + size, group.chunk)
         *inputs, parity = (buffer[: high - low] for buffer in buffers)
 
         def data_chunks() -> Iterator[tuple[int, Buffer]]:
-            for f, member in enumerate(stripes[parity_index].data):
+            for f, member in enumerate(stripe.data):
                 out = inputs[f % code.window]
                 yield f, read_member_data(read_range, group, member, f * group.chunk + low, out)
 
-        code.recover(data_chunks(), {k + parity_index: parity})
-        write_section(parity_index, low, parity)
+        code.recover(data_chunks(), {k + number: parity})
+        write_section(low, parity)
 
     def lend_buffers() -> AbstractContextManager[list[Buffer]]:
-        return nullcontext(make_buffers(section_size, code.window + 1))
+        return nullcontext(make_buffers(size, code.window + 1))
 
+    lows = range(0, group.chunk, size)
+    needed = (low for low in lows if is_needed(low, min(low + size, group.chunk)))
     code = make_erasure_code(k, group.parity)
     try:
-        for_each_in_threads(sections, encode, lend_buffers, threads)
+        for_each_in_threads(needed, encode, lend_buffers, threads)
     except UnreadableFileError as error:
         node = group.members[index].node
         raise StoreError(f"node {node} cannot compute parity: cannot read {error}") from error.error
     finally:
         code.close()
+
+
+def add_checksums(parity: Buffer, chunk: int) -> None:
+    """Fill the end of a parity file, after a chunk of `chunk` bytes, with its checksums."""
+    table = parity[chunk:]
+    table[:] = 0
+    sums = block_checksums(parity[:chunk]).astype("<u4").view(np.uint8)
+    table[: len(sums)] = sums
 
 
 def bytes_per_read(k: int, m: int) -> int:

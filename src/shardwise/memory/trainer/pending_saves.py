@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.engine.divergence import DifferingBlock
-from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.records import StageOutcome
@@ -17,29 +15,13 @@ class PendingSaves:
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
-        self._reported: set[str] = set()
 
     def add(self, save: PendingSave) -> None:
         """Add a save, and forget the saves that have succeeded."""
         self._saves = [
-            *(each for each in self._saves if not each.has_succeeded() or self._is_new(each)),
+            *(each for each in self._saves if not each.has_succeeded()),
             save,
         ]
-
-    def note_differences(self, comparison: ReplicaComparison) -> None:
-        """Note the replicas that agents found to differ since the last call. Rank 0 calls this."""
-        for save in filter(self._is_new, self._saves):
-            self._reported.add(save.save_id)
-            for each in save.differences():
-                comparison.note_blocks(
-                    DifferingBlock(save.place.step, each.ranks, tuple(tensors))
-                    for tensors in each.blocks
-                )
-
-    def _is_new(self, save: PendingSave) -> bool:
-        """Return whether agents found differences at a save that this rank must still report."""
-        is_reported = save.save_id in self._reported or not save.logs_failures
-        return not is_reported and bool(save.differences())
 
     def raise_failure(self) -> None:
         """Raise the first failure that was not raised yet.

@@ -29,7 +29,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Memory
 from shardwise.memory.records import RingFile
-from shardwise.memory.redundancy.parity import SECTION, encode_parity, parity_stripes
+from shardwise.memory.redundancy.parity import encode_parity, parity_stripe
 from shardwise.memory.redundancy.placement import (
     Member,
     ProtectionGroup,
@@ -275,7 +275,7 @@ class RingProtection:
             slot = self.take_slot(owner.file.size, ())
             low, high = range_in_replica(owner.file)
             copy_range(self._fill_of(owner), low, high, slot.buffer, self.pool)
-            self._add_file(number, slot, None, {owner.file.name: (low, high)}, {})
+            self._add_file(number, slot, {owner.file.name: (low, high)}, {})
 
     def _fill_of(self, owner: RingMember) -> Fill:
         """Return a function that copies ranges of a rank's file, by offsets in the file."""
@@ -283,10 +283,7 @@ class RingProtection:
         return lambda low, high, out: fill(low - start, high - start, out)
 
     def _make_parity(self, group: ProtectionGroup) -> None:
-        slots: list[Slot] = []
-        for _ in range(group.parity):
-            taken = [slot.name for slot in slots]
-            slots.append(self.take_slot(parity_file_size(group.chunk), taken))
+        index = self.ring.index
         readers = {
             each.file.name: _ReplicaReader(each, self._fill_of(each)) for each in self.ring.others
         }
@@ -295,33 +292,28 @@ class RingProtection:
             readers[file].read(offset, out)
             return out
 
-        def write_section(parity_index: int, low: int, section: Buffer) -> None:
-            slots[parity_index].buffer[low : low + len(section)] = section
+        taken: list[str] = []
+        for number in range(group.parity):
+            slot = self.take_slot(parity_file_size(group.chunk), taken)
+            taken.append(slot.name)
 
-        sections = (
-            (parity_index, low)
-            for parity_index in range(group.parity)
-            for low in range(0, group.chunk, SECTION)
-        )
-        index = self.ring.index
-        encode_parity(group, index, sections, read_range, write_section, threads=self.threads)
-        for parity_index, (slot, stripe) in enumerate(
-            zip(slots, parity_stripes(group, index), strict=True)
-        ):
+            def write(low: int, section: Buffer, out: Buffer = slot.buffer) -> None:
+                out[low : low + len(section)] = section
+
+            encode_parity(group, index, number, read_range, write, threads=self.threads)
             ranges = {}
             checksums = {}
-            for f, member in enumerate(stripe.data):
+            for f, member in enumerate(parity_stripe(group, index, number).data):
                 reader = readers[self.ring.members[member].file.name]
                 low, high = reader.available_part(f * group.chunk, (f + 1) * group.chunk)
                 ranges[reader.name] = low, high
                 checksums[reader.name] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
-            self._add_file(parity_index, slot, parity_index, ranges, checksums)
+            self._add_file(number, slot, ranges, checksums)
 
     def _add_file(
         self,
         number: int,
         slot: Slot,
-        parity_index: int | None,
         ranges: dict[str, tuple[int, int]],
         checksums: dict[str, bytes],
     ) -> None:
@@ -330,13 +322,12 @@ class RingProtection:
         Args:
             number: the number of the file among the files that this rank makes.
             slot: the filled slot.
-            parity_index: the number of the parity chunk; None for a copy.
             ranges: the byte range of each data file that is included.
             checksums: for parity, the checksums of the included blocks of each data file.
         """
         record = records.ring_record(self.ring.own_member.file.name, number)
         file = records.ring_file_name(record)
-        ring_file = RingFile(self.ring.group, file, slot.name, parity_index, ranges, checksums)
+        ring_file = RingFile(self.ring.group, file, slot.name, ranges, checksums)
         write_record(self.place.path / record, ring_file)  # the record comes first, as in `Staging`
         slot.path.rename(self.place.path / file)
 

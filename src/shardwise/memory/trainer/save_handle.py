@@ -15,7 +15,7 @@ from shardwise.memory import records
 from shardwise.memory.files import read_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.observe import read_outcome
-from shardwise.memory.records import ReplicaDifference, StageOutcome
+from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.node_watch import NodeWatch
@@ -38,8 +38,7 @@ class PendingSave:
         place: the snapshot on this node.
         save_id: the id of the save.
         stages: the stages to wait for, in order.
-        logs_failures: whether this rank logs the failure of a snapshot that is for memory only, and
-            notes the replicas that agents found to differ.
+        logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
         deletes_older: whether this rank waits until older checkpoints are deleted from storage,
             which happens after the last stage. True only on rank 0.
         copying: the copy of this rank's part.
@@ -133,11 +132,6 @@ class PendingSave:
         if failure:
             raise StoreError(f"{self._describe_failure(stage)}: {failure}")
         return done
-
-    def differences(self) -> list[ReplicaDifference]:
-        """Return the replicas that differ, which agents found at this save, as far as known."""
-        done = self._outcomes.get("protect")
-        return [] if done is None else done.differences
 
     def _describe_failure(self, stage: str) -> str:
         return f"step {self.place.step}: the stage {stage!r} of {self.place.path} failed"

@@ -154,7 +154,6 @@ class Snapshots:
             return replace(save, place=place, message=msgspec.msgpack.encode((has_slot, info)))
 
         def admit(save: SaveRequest, requests: list[bytes]) -> str:
-            self._pending.note_differences(self._comparison)
             if policy.durable:
                 refuse_existing(save, self._steps_to_look_for)
             message_type = tuple[bool, AgentInfo]
@@ -279,7 +278,6 @@ class Snapshots:
             return msgspec.msgpack.encode((is_replaced, has_steps, self._pending.is_last_durable()))
 
         def can_delete_all(encoded: list[bytes]) -> bytes:
-            self._pending.note_differences(self._comparison)
             states = [msgspec.msgpack.decode(each, type=list[bool]) for each in encoded]
             is_replaced, has_steps, is_durable = zip(*states, strict=True)
             is_in_storage = all(is_durable) or not any(has_steps)
