@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
     from shardwise.convert.write import ConversionReport as ConversionReport
+    from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.divergence import Divergence as Divergence
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
+    from shardwise.engine.verify import Damage as Damage
     from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
     from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -35,9 +37,18 @@ if TYPE_CHECKING:
     from shardwise.errors import SpecError as SpecError
     from shardwise.errors import StateError as StateError
     from shardwise.errors import StoreError as StoreError
+    from shardwise.events import Event as Event
     from shardwise.exporting import export as export
     from shardwise.formats.specification import spec as spec
     from shardwise.layout import Box as Box
+    from shardwise.listing import ListedCheckpoint as ListedCheckpoint
+    from shardwise.listing import Listing as Listing
+    from shardwise.listing import list_checkpoints as list_checkpoints
+    from shardwise.listing import remove as remove
+    from shardwise.memory.agent.node_agent import NodeAgent as NodeAgent
+    from shardwise.memory.agent.status import NodeStatus as NodeStatus
+    from shardwise.memory.agent.status import RunStatus as RunStatus
+    from shardwise.memory.agent.status import SnapshotStatus as SnapshotStatus
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
     from shardwise.memory.trainer.save_handle import SaveHandle as SaveHandle
@@ -56,19 +67,27 @@ _MODULE_OF_NAME = {
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
     "Checkpointer": "checkpointer.checkpointer",
+    "Comparison": "engine.compare",
     "ConversionReport": "convert.write",
     "CorruptionError": "errors",
+    "Damage": "engine.verify",
     "Divergence": "engine.divergence",
+    "Event": "events",
     "FormatError": "errors",
     "Keep": "retention",
     "LayoutError": "errors",
+    "ListedCheckpoint": "listing",
+    "Listing": "listing",
     "LoadReport": "engine.load",
     "LostRankError": "errors",
     "MismatchError": "errors",
+    "NodeAgent": "memory.agent.node_agent",
+    "NodeStatus": "memory.agent.status",
     "PerRank": "state.per_rank",
     "RankError": "errors",
     "RestoreReport": "checkpointer.restoring",
     "RngState": "state.rng",
+    "RunStatus": "memory.agent.status",
     "SaveHandle": "memory.trainer.save_handle",
     "Memory": "memory.options",
     "Mirror": "tiers.options",
@@ -76,14 +95,17 @@ _MODULE_OF_NAME = {
     "SavedTensor": "saved_tensor",
     "Shards": "state.leaves",
     "ShardwiseError": "errors",
+    "SnapshotStatus": "memory.agent.status",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
     "Tls": "memory.options",
     "VerifyReport": "engine.verify",
     "export": "exporting",
+    "list_checkpoints": "listing",
     "load": "api",
     "open": "api",
+    "remove": "listing",
     "save": "api",
     "spec": "formats.specification",
     "trainable": "adapters.trainable",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ import torch
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
+from shardwise.engine.compare import Comparison, compare
+from shardwise.engine.group import SoloGroup
 from shardwise.engine.load import fill_alone, plan_reads
-from shardwise.engine.opened import Opened
+from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.replicas import check_sample
-from shardwise.engine.verify import VerifyReport, verify_checkpoint
+from shardwise.engine.verify import VerifyReport, find_damage, refuse_damage
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
@@ -29,6 +32,7 @@ from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.plain_values import decode
 from shardwise.state.selection import Selection
+from shardwise.tiers.store import TieredStore
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -246,21 +250,68 @@ class Checkpoint(Mapping[str, Any]):
         self._read_leaves([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
 
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
-        """Check every byte of every file against its checksum.
+        """Check every byte of every file against its checksum. A mirror is verified by itself.
 
         In foreign checkpoints, only zip archives have checksums (`torch.save` and DCP write such
         archives). The report counts the tensor bytes without checksums. If the checkpoint stores a
         tensor several times, all bytes of the copies are compared.
 
         Args:
-            on_event: called with an `Event` after each file.
+            on_event: called with an `Event` after each file, and within large files.
 
         Raises:
             CorruptionError: a file is missing or truncated, or bytes differ from those that were
                 saved.
             MismatchError: copies of a tensor differ. The message names all such tensors.
         """
-        return verify_checkpoint(self._opened, self._arena, Recorder(on_event))
+        report = self.find_damage(on_event)
+        refuse_damage(self._opened, report)
+        return report
+
+    def find_damage(self, on_event: Sink | None = None) -> VerifyReport:
+        """Check what `verify` checks, but list the damage in the report instead of raising.
+
+        Args:
+            on_event: as for `verify`.
+        """
+        opened = self._opened
+        if isinstance(opened.store, TieredStore):
+            opened = replace(opened, store=opened.store.tier_to_verify())
+        return find_damage(opened, self._arena, Recorder(on_event))
+
+    def compare(self, other: Checkpoint, on_event: Sink | None = None) -> Comparison:
+        """Compare the names, dtypes, shapes, plain values, and every byte of the tensors.
+
+        The checkpoints may be of different formats, and sharded differently. Memory use does not
+        grow with their size.
+
+        Example:
+
+            print(sw.open("runs/a").compare(sw.open("runs/b")).tensors)
+
+        Args:
+            other: the checkpoint B; this one is A.
+            on_event: called with an `Event` after each batch of tensors.
+
+        Raises:
+            CorruptionError: a checkpoint is damaged.
+        """
+        return compare(self._opened, other._opened, self._arena, Recorder(on_event))
+
+    def as_json(self, name: str) -> Any:
+        """Return a plain value in the JSON of the manifest; for a per-rank value, a list of all.
+
+        So values can be seen that only `load` with `allow_pickle=True` restores.
+
+        Raises:
+            KeyError: there is no value of this name. The message suggests similar names.
+            CorruptionError: the values differ from the saved ones.
+        """
+        if name in self.manifest.per_rank:
+            return read_per_rank(self._opened, [name], SoloGroup(), verify=self.verified)[name]
+        if not self._saved.has_object(name):
+            raise self._unknown_name_error(name)
+        return self._saved.object(name)
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read tensors and plain values by name. Tied tensors share memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from shardwise.engine.exchange import exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
@@ -160,6 +161,21 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened
 def foreign_formats(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
     return _formats_at(store, _names_at(store))
+
+
+def raise_for_missing_root(store: Store) -> NoReturn:
+    """Say what is at a place that holds no checkpoints of shardwise.
+
+    Raises:
+        CheckpointNotFoundError: always.
+    """
+    if formats := foreign_formats(store):
+        raise CheckpointNotFoundError(
+            f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
+            "open it with sw.open or `shardwise inspect`"
+        )
+    _read_description(store, DEFAULT_OPTIONS)
+    raise CheckpointNotFoundError(f"{store} holds no checkpoints")  # removed or added meanwhile
 
 
 def newest_foreign_step(root: Store) -> tuple[Store, str] | None:

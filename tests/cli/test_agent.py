@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.cli.agent_tables import show_status, show_stored_runs
+import shardwise as sw
+from shardwise.cli.agent_tables import show_runs, show_status
 from shardwise.manifest.manifest import (
     FileEntry,
 )
 from shardwise.memory import records
-from shardwise.memory.agent.status import describe_run, read_status
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.rank_locks import training_lock
@@ -169,9 +169,9 @@ def test_a_node_that_keeps_nothing(run: Run, tmp_path: Path) -> None:
 
 def test_tables_fit_80_columns(home: Home) -> None:
     console = Console(file=io.StringIO(), width=80, markup=False)
-    show_status(read_status(home), console)
-    kept = [describe_run(home.run(name)) for name in home.runs()]
-    show_stored_runs(str(home), kept, False, console)
+    node = sw.NodeAgent(home.path.parent)
+    show_status(node.status(), console)
+    show_runs(str(home), node.runs(), False, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown.replace("1…3", "")
     assert "[bold" not in shown  # no markup that is not meant to be seen

@@ -73,7 +73,7 @@ def test_of_a_root_the_newest_is_read_or_a_step(run: Run, root: Path) -> None:
         f"shardwise: {root} has no checkpoint of step 7 (newest steps: 100, 200, 300)\n"
     )
     ran = run("inspect", root / "step-00000100", "--step", "100")
-    assert (ran.status, "leave out --step" in ran.err) == (2, True)
+    assert (ran.status, "leave out step=" in ran.err) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff"])
@@ -82,7 +82,7 @@ def test_checkpoints_below_other_names_are_named(
 ) -> None:
     (root / "step-00000300").rename(tmp_path / "final")
     ran = run(command, tmp_path, *([root] if command == "diff" else []))
-    assert f"pass one of them; the newest is {tmp_path / 'final'}\n" in ran.err
+    assert "Open a checkpoint below: final" in ran.err
     assert (ran.out, ran.status) == ("", 2)
 
 
@@ -93,12 +93,12 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
     (root.parent / "train.py").write_text("import torch\n")
     checkpoint = root / "step-00000300"
     for path, hint in [
-        (f"{root.parent}/rum", f"does not exist: did you mean {root}?"),
-        (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
-        (root.parent, f"{root.parent} is not the root of a run: did you mean {root}?"),
-        (f"{root}/step-00000500", "its save is still running, or was interrupted"),
-        (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
-        (f"{root.parent}/train.py", "train.py is a file in no known format"),
+        (f"{root.parent}/rum", f"there is no checkpoint; did you mean {root}?"),
+        (f"{root.parent}/no/where", f"{root.parent}/no does not exist either"),
+        (root.parent, f"Open a checkpoint below: {root.name}"),
+        (f"{root}/step-00000500", "there is no checkpoint, or its save has not finished"),
+        (f"{checkpoint}/manifest.json", f"pass its directory, {checkpoint}"),
+        (f"{root.parent}/train.py", "train.py is not a checkpoint of a known format"),
         ("nonsense://bucket", "unknown scheme nonsense://"),
     ]:
         ran = run(command, path)
@@ -110,7 +110,7 @@ def test_what_the_system_refuses_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").symlink_to(tmp_path / "elsewhere")
     ran = run("inspect", tmp_path)
     assert "symbolic link" in ran.err
-    assert (ran.status, ran.err.count("\n")) == (2, 1)
+    assert (ran.status, ran.err.count("\n")) == (1, 1)
     (tmp_path / "loop").symlink_to("loop")
     ran = run("ls", tmp_path / "loop")
     assert ran.err.startswith(f"shardwise: {tmp_path / 'loop'}")
@@ -123,9 +123,9 @@ def test_the_module_runs(root: Path) -> None:
     assert '"step-00000300"' in done.stdout
 
 
-@pytest.mark.parametrize("args", ["--help", "ls", "inspect", "verify"])
+@pytest.mark.parametrize("args", ["--help", "ls", "rm"])
 def test_it_starts_without_torch(root: Path, args: str) -> None:
-    place = {"ls": [root], "verify": [root], "inspect": [root / "step-00000100"]}.get(args, [])
+    place = {"ls": [root], "rm": [root, "--step=100", "--dry-run"]}.get(args, [])
     done = shell("-c", PROBE, args, *place)
     assert done.stderr == "torch: False"
     assert done.returncode == 0

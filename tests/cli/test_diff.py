@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.cli import differences
-from shardwise.cli.differences import batch_boxes
+from shardwise.engine import compare
+from shardwise.engine.compare import batch_boxes
 from shardwise.layout import boxes_of
 from shardwise.manifest.manifest import TensorEntry
 from tests.cli.conftest import Run
@@ -148,8 +148,8 @@ def test_differences_are_counted_in_elements(
 def test_large_tensors_are_compared_in_parts(
     run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(differences, "MAX_BATCH_BYTES", 64)
-    monkeypatch.setattr(differences, "MAX_CONVERTED_ELEMENTS", 3)
+    monkeypatch.setattr(compare, "MAX_BATCH_BYTES", 64)
+    monkeypatch.setattr(compare, "MAX_CONVERTED_ELEMENTS", 3)
     x = torch.arange(5 * 7 * 6, dtype=torch.float32).reshape(5, 7, 6)
     y = x.clone()
     y[::2, 1:, 3:] += torch.arange(1.0, 4.0)
@@ -177,11 +177,11 @@ def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
 def test_batches_are_bounded_and_hold_everything(lengths: list[int]) -> None:
     tensors = [TensorEntry(str(i), "bfloat16", (n,)) for i, n in enumerate(lengths)]
     found = list(batch_boxes(tensors))
-    assert all(0 < sum(part.nbytes for part in batch) <= 16 << 20 for batch in found)
+    assert all(0 < sum(2 * box.size for _, box in batch) <= 16 << 20 for batch in found)
     sizes = dict.fromkeys(map(str, range(len(lengths))), 0)
     for batch in found:
-        for part in batch:
-            sizes[part.tensor.name] += part.box.size
+        for entry, box in batch:
+            sizes[entry.name] += box.size
     assert list(sizes.values()) == lengths
 
 

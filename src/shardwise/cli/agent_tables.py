@@ -7,40 +7,30 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
+import shardwise as sw
 from shardwise.cli import formatting as fmt
-from shardwise.cli import mirrors
 from shardwise.cli.terminal import table
-from shardwise.memory.agent.status import (
-    SHOWN_STAGES,
-    NodeStatus,
-    RunStatus,
-    SnapshotStatus,
-    StageLag,
-    StoredRun,
-)
 
 PARTICIPLE_OF_STAGE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLE_OF_STATE = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
 
 
-def show_status(node: NodeStatus, console: Console) -> None:
+def show_status(node: sw.NodeStatus, console: Console) -> None:
     """Print the state of a node: its agent, runs, snapshots and mirrors."""
     console.print(_agent_line(node))
     console.print(
-        f"{fmt.format_bytes(node.bytes)} kept in {fmt.printable(node.directory)}, "
-        f"{fmt.format_bytes(node.bytes_left)} left; "
+        f"{fmt.size(node.bytes)} kept in {fmt.printable(node.directory)}, "
+        f"{fmt.size(node.bytes_left)} left; "
         f"{'training runs' if node.training else 'no training runs'} on this node",
         soft_wrap=True,
     )
     for run in node.runs:
         console.print()
         _show_run(run, console)
-    for mirror in node.mirrors:
-        console.print()
-        mirrors.show_mirror_status(mirror, console)
+    _show_mirrors(node, console)
 
 
-def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, console: Console) -> None:
+def show_runs(home: str, runs: Sequence[sw.RunStatus], cleared: bool, console: Console) -> None:
     """Print the runs with snapshots on this node, or the runs that were cleared."""
     if not runs:
         console.print(f"{fmt.printable(home)} keeps no snapshots")
@@ -50,28 +40,26 @@ def show_stored_runs(home: str, runs: Sequence[StoredRun], cleared: bool, consol
     shown.add_column("size", justify="right", no_wrap=True)
     for header in ("steps", "in storage", "training"):
         shown.add_column(header, min_width=len(header))
-    for each in runs:
-        in_storage = Text("–" if each.persisted is None else str(each.persisted))
-        if each.steps and each.persisted != each.steps[-1]:
-            in_storage = Text(f"not {each.steps[-1]}", "bold red")
-        shown.add_row(
-            each.run,
-            fmt.format_bytes(each.bytes),
-            fmt.indices(each.steps) or "–",
-            in_storage,
-            "yes" if each.training else "no",
-        )
+    for run in runs:
+        steps = [each.step for each in run.snapshots]
+        persisted = [each.step for each in run.snapshots if each.persist.state == "done"]
+        in_storage = Text(str(persisted[-1]) if persisted else "–")
+        if steps and steps[-1] not in persisted:
+            in_storage = Text(f"not {steps[-1]}", "bold red")
+        training = "yes" if run.training else "no"
+        shown.add_row(run.run, fmt.size(run.bytes), fmt.indices(steps) or "–", in_storage, training)
     console.print(shown)
-    for each in (run for run in runs if run.root):
-        console.print(f"{each.run} saves to {fmt.printable(each.root or '')}", soft_wrap=True)
-    total = fmt.format_bytes(sum(each.bytes for each in runs))
+    for run in runs:
+        if run.root:
+            console.print(f"{run.run} saves to {fmt.printable(run.root)}", soft_wrap=True)
+    total = fmt.size(sum(run.bytes for run in runs))
     if cleared:
         console.print(f"cleared {fmt.count(len(runs), 'run')}: {total} freed")
     else:
         console.print(f"{total} in total. Nothing was removed: pass --run ID or --all")
 
 
-def _agent_line(node: NodeStatus) -> Text:
+def _agent_line(node: sw.NodeStatus) -> Text:
     if node.node is None:
         return Text.assemble(("no agent runs here", "bold red"))
     text = Text.assemble("agent of ", (fmt.printable(node.node), "bold"))
@@ -87,22 +75,22 @@ def _agent_line(node: NodeStatus) -> Text:
     if node.process is not None:
         text.append(f", process {node.process}")
     if node.agent_bytes is not None:
-        text.append(f", {fmt.format_bytes(node.agent_bytes)}")
+        text.append(f", {fmt.size(node.agent_bytes)}")
     return text
 
 
-def _show_run(run: RunStatus, console: Console) -> None:
-    used, free = fmt.count(run.slots_used, "slot"), fmt.format_bytes(run.bytes_free)
+def _show_run(run: sw.RunStatus, console: Console) -> None:
+    used, free = fmt.count(run.slots_used, "slot"), fmt.size(run.bytes_free)
     slots = f"{used} used, {run.slots_free} free ({free})"
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
         return
-    console.print(Text("   ").join(_lag_text(stage, run.lag[stage]) for stage in SHOWN_STAGES))
+    console.print(Text("   ").join(_lag_text(run, stage) for stage in PARTICIPLE_OF_STAGE))
     shown = table(gap=2)
     shown.add_column("step", justify="right", no_wrap=True, style="bold")
     for header in ("age", "size", "copies"):
         shown.add_column(header, justify="right", no_wrap=True)
-    for stage in SHOWN_STAGES:
+    for stage in PARTICIPLE_OF_STAGE:
         shown.add_column(PARTICIPLE_OF_STAGE[stage], min_width=len(PARTICIPLE_OF_STAGE[stage]))
     shown.add_column("protected by", overflow="fold", min_width=len("protected by"))
     for each in run.snapshots:
@@ -112,8 +100,9 @@ def _show_run(run: RunStatus, console: Console) -> None:
         console.print(line)
 
 
-def _lag_text(stage: str, lag: StageLag) -> Text:
+def _lag_text(run: sw.RunStatus, stage: str) -> Text:
     """Return the newest step of a stage: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
+    lag = run.lag[stage]
     if lag.step is None:
         return Text(f"none {PARTICIPLE_OF_STAGE[stage]}", "dim")
     text = Text(f"{PARTICIPLE_OF_STAGE[stage]} {lag.step}")
@@ -123,11 +112,30 @@ def _lag_text(stage: str, lag: StageLag) -> Text:
     return text
 
 
-def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
+def _show_mirrors(node: sw.NodeStatus, console: Console) -> None:
+    """Print the newest step of each mirror, what waits to be copied, and why it fails."""
+    for mirror in node.mirrors:
+        newest = "nothing" if mirror.newest is None else f"step {mirror.newest}"
+        root, place = fmt.printable(mirror.root), fmt.printable(mirror.mirror)
+        line = Text.assemble(("\nmirror ", "dim"), (place, "bold"), f" of {root}: has {newest}")
+        if mirror.waiting:
+            waiting = fmt.indices(sorted(mirror.waiting))
+            line.append(f"; step {waiting} waits to be copied", "yellow")
+        console.print(line, soft_wrap=True)
+        if mirror.failing is not None:
+            duration = fmt.duration(mirror.failing)
+            text = f"copying has failed for {duration}: {fmt.printable(mirror.failure)}"
+            console.print(Text(text, "bold red"), soft_wrap=True)
+        if mirror.pinned:
+            text = f"step {fmt.indices(mirror.pinned)} stays in the root only until it is copied"
+            console.print(Text(text, "yellow"), soft_wrap=True)
+
+
+def _snapshot_cells(each: sw.SnapshotStatus) -> Iterator[Text]:
     yield Text(str(each.step))
     yield Text(fmt.duration(each.age))
-    yield Text(fmt.format_bytes(each.bytes))
-    yield Text(fmt.format_bytes(each.bytes_for_others) if each.bytes_for_others else "–")
+    yield Text(fmt.size(each.bytes))
+    yield Text(fmt.size(each.bytes_for_others) if each.bytes_for_others else "–")
     for stage in (each.commit, each.protect, each.persist):
         text = stage.state or "–"
         if stage.state == "done":
@@ -138,7 +146,7 @@ def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
     yield _protectors_text(each)
 
 
-def _protectors_text(each: SnapshotStatus) -> Text:
+def _protectors_text(each: sw.SnapshotStatus) -> Text:
     """Return the nodes that protect a snapshot, or what else protects it from the node's loss."""
     if each.protected_by:
         return Text(", ".join(map(fmt.printable, each.protected_by)))
@@ -148,9 +156,9 @@ def _protectors_text(each: SnapshotStatus) -> Text:
     return Text("nothing", "yellow") if is_own else Text("–")
 
 
-def _failure_lines(run: RunStatus) -> Iterator[Text]:
+def _failure_lines(run: sw.RunStatus) -> Iterator[Text]:
     for each in run.snapshots:
-        for stage in SHOWN_STAGES:
+        for stage in PARTICIPLE_OF_STAGE:
             if (status := getattr(each, stage)).failure:
                 style = "red" if status.state == "failed" else "yellow"
                 yield Text(f"step {each.step}: {stage}: {fmt.printable(status.failure)}", style)

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import shardwise
+from shardwise import CorruptionError, ShardwiseError
 from shardwise.cli.agent import agent
 from shardwise.cli.diff import diff
 from shardwise.cli.export import export
@@ -21,7 +22,6 @@ from shardwise.cli.ls import ls
 from shardwise.cli.rm import rm
 from shardwise.cli.terminal import print_error
 from shardwise.cli.verify import verify
-from shardwise.errors import CorruptionError, ShardwiseError
 
 EXIT_DAMAGED = 1
 EXIT_FAILED = 2

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import shardwise as sw
 from shardwise.cli import formatting as fmt
-from shardwise.cli.find_checkpoints import open_checkpoint
-from shardwise.cli.terminal import AsJson, print_json, stdout_console
-from shardwise.manifest.names import MANIFEST
-
-if TYPE_CHECKING:
-    from shardwise.cli.differences import Comparison, Difference, TensorDifference
+from shardwise.cli.terminal import AsJson, print_json, progress, stdout_console
 
 MAX_LISTED = 20
 
@@ -45,13 +40,9 @@ def diff(
 
     Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
-    from shardwise.cli.differences import compare_checkpoints  # imports torch, which takes a second
-
-    first, second = open_checkpoint(a), open_checkpoint(b)
-    with ExitStack() as locks:
-        for checkpoint in (first, second):
-            locks.enter_context(checkpoint.store.hold(MANIFEST, shared=True))
-        comparison = compare_checkpoints(first, second)
+    first, second = sw.open(a, skip_unknown=True), sw.open(b, skip_unknown=True)
+    with progress(sum(each.nbytes for each in first.tensors().values())) as on_event:
+        comparison = first.compare(second, on_event)
     if as_json:
         print_json(comparison)
     else:
@@ -60,7 +51,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _show_comparison(comparison: Comparison, console: Console, max_rows: float) -> None:
+def _show_comparison(comparison: sw.Comparison, console: Console, max_rows: float) -> None:
     compared = fmt.count(comparison.tensors_compared, "tensor")
     if comparison.same:
         console.print(Text.assemble(("✓ ", "green"), f"the same; {compared} compared"))
@@ -69,19 +60,22 @@ def _show_comparison(comparison: Comparison, console: Console, max_rows: float) 
     console.print(Text.assemble(("b  ", "green"), comparison.b))
     _show_section(console, "only in a", [(name, Text()) for name in comparison.only_in_a], max_rows)
     _show_section(console, "only in b", [(name, Text()) for name in comparison.only_in_b], max_rows)
-    sections: tuple[tuple[str, list[Difference], Callable[[Any], str]], ...] = (
+    formats: tuple[tuple[str, list[Any], Callable[[Any], str]], ...] = (
         ("different kinds", comparison.kinds, str),
         ("different dtypes", comparison.dtypes, str),
         ("different shapes", comparison.shapes, fmt.shape),
         ("different values", comparison.values, fmt.value),
     )
-    for title, differences, format_value in sections:
+    for title, differences, format_value in formats:
         rows = [
             (each.name, _change_text(format_value(each.a), format_value(each.b)))
             for each in differences
         ]
         _show_section(console, title, rows, max_rows)
-    rows = [(each.name, _difference_text(each)) for each in comparison.tensors]
+    rows = [
+        (each.name, _difference_text(each.elements, each.differing, each.max_abs_difference))
+        for each in comparison.tensors
+    ]
     _show_section(console, "different data", rows, max_rows)
     console.print()
     total = fmt.count(comparison.differences, "difference")
@@ -111,17 +105,17 @@ def _change_text(a: str, b: str) -> Text:
     return Text.assemble((a, "red"), ("  →  ", "dim"), (b, "green"))
 
 
-def _difference_text(tensor: TensorDifference) -> Text:
+def _difference_text(elements: int, differing: int, max_abs_difference: float | None) -> Text:
     """Return how many elements differ, and by how much. It fits into a line with a usual name."""
-    if tensor.differing == tensor.elements:
-        count = "its only element" if tensor.elements == 1 else f"all {tensor.elements:,} elements"
+    if differing == elements:
+        count = "its only element" if elements == 1 else f"all {elements:,} elements"
         text = Text(count, "cyan")
     else:
-        fraction = tensor.differing / tensor.elements
+        fraction = differing / elements
         percent = f"{fraction * 100:.3g}%" if fraction >= 0.0001 else "< 0.01%"
-        count = f"{tensor.differing:,} of {tensor.elements:,} elements"
+        count = f"{differing:,} of {elements:,} elements"
         text = Text.assemble((count, "cyan"), (f" ({percent})", "dim"))
-    if tensor.max_abs_difference is not None:
-        by = ", by " if tensor.elements == 1 else ", by at most "
-        text.append(by, "dim").append(f"{tensor.max_abs_difference:.4g}")
+    if max_abs_difference is not None:
+        by = ", by " if elements == 1 else ", by at most "
+        text.append(by, "dim").append(f"{max_abs_difference:.4g}")
     return text

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
+import shardwise as sw
 from shardwise.cli import formatting as fmt
-from shardwise.cli.terminal import Advance, AsJson, print_json, progress, stdout_console
-from shardwise.events import Event, Sink
+from shardwise.cli.terminal import AsJson, print_json, progress, stdout_console
 
-if TYPE_CHECKING:
-    from shardwise.convert.write import ConversionReport
-    from shardwise.formats.specification import Specification
-
-FORMATS = ("hf", "dcp", "torch", "deepspeed-universal", "native")
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 UNIT_SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-MIN_MEMORY = 16 << 20
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -105,8 +98,6 @@ def export(
     To share the work among processes:
       torchrun --nproc-per-node 4 -m shardwise export SRC DST
     """
-    _check_choice("--to", to, FORMATS)
-    _check_choice("--dtype", dtype or FLOATS[0], FLOATS)
     options: dict[str, Any] = {
         "to": to,
         "step": "newest" if step is None else step,
@@ -119,27 +110,18 @@ def export(
         "skip_unknown": skip_unknown,
         "format": format,
         "index": index,
-        "max_memory": _parse_size("--max-memory", max_memory, MIN_MEMORY),
-        "max_file": _parse_size("--max-file", max_file, 1),
+        "max_memory": _parse_size("--max-memory", max_memory),
+        "max_file": _parse_size("--max-file", max_file),
     }
-    _run_export(source, target, options, as_json=as_json)
-
-
-def _run_export(source: str, target: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Export together with the other processes of torchrun, if any. Rank 0 prints the report."""
-    from shardwise import exporting
-
-    with _join_process_group() as is_rank_0, _progress_of_events() as on_event:
-        report = exporting.export(
-            source, target, **options, on_event=on_event if is_rank_0 else None
-        )
+    with _join_process_group() as is_rank_0, progress() as on_event:
+        report = sw.export(source, target, **options, on_event=on_event if is_rank_0 else None)
     if is_rank_0 and as_json:
         print_json(report)
     elif is_rank_0:
         _show_report(report)
 
 
-def _show_report(report: ConversionReport) -> None:
+def _show_report(report: sw.ConversionReport) -> None:
     console = stdout_console()
     for line in report.left_out:
         console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
@@ -147,22 +129,6 @@ def _show_report(report: ConversionReport) -> None:
     resumed = f", {report.resumed} written by an earlier run" if report.resumed else ""
     written = Text.assemble(("✓ ", "green"), f"{report.path}  {files}{resumed}")
     console.print(written, soft_wrap=True)
-
-
-@contextmanager
-def _progress_of_events() -> Iterator[Sink]:
-    """Yield an event handler that shows a progress bar, once the number of bytes is known."""
-    with ExitStack() as bars:
-        advance: Advance | None = None
-
-        def on_event(event: Event) -> None:
-            nonlocal advance
-            if event.stage == "plan":
-                advance = bars.enter_context(progress(event.bytes))
-            elif advance is not None:
-                advance(event.stage, event.bytes)
-
-        yield on_event
 
 
 @contextmanager
@@ -180,11 +146,7 @@ def _join_process_group() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _make_specification(
-    spec: str | None, files: str | None, let: list[str]
-) -> Specification | None:
-    from shardwise.formats.specification import spec as specification
-
+def _make_specification(spec: str | None, files: str | None, let: list[str]) -> Any:
     if spec is None:
         if files or let:
             raise typer.BadParameter("--files and --let belong to --spec: pass --spec FILE too")
@@ -195,19 +157,11 @@ def _make_specification(
         if not value.isdecimal():
             raise typer.BadParameter(f"--let {assignment}: expected NAME=N, for example vocab=3")
         values[name] = int(value)
-    return specification(spec, files=files, **values)
+    return sw.spec(spec, files=files, **values)
 
 
-def _check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise typer.BadParameter(f"{option} {value}: choose one of {', '.join(allowed)}")
-
-
-def _parse_size(option: str, text: str, minimum: int) -> int:
+def _parse_size(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"{option} {text}: expected a size, for example 500M or 5G")
-    size = int(float(match.group(1)) * 2 ** UNIT_SHIFTS[match.group(2).upper()])
-    if size < minimum:
-        raise typer.BadParameter(f"{option} {text}: must be at least {fmt.format_bytes(minimum)}")
-    return size
+    return int(float(match.group(1)) * 2 ** UNIT_SHIFTS[match.group(2).upper()])

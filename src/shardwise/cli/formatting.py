@@ -7,14 +7,13 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TypeGuard
 
-from shardwise.events import format_bytes as format_bytes
-from shardwise.events import format_count
+from rich.filesize import pick_unit_and_suffix
 
 MAX_STRING = 40
 MAX_VALUE = 160
 MAX_ITEMS = 4
 MAX_DEPTH = 4
-count = format_count
+UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
 
 # Tags of encoded values, by the type of the encoded content.
 _STRING_TAGS = ("int", "float", "complex", "dtype", "device")
@@ -22,11 +21,32 @@ _MAPPING_TAGS = ("dict", "ordered", "counter")
 _BASE64_TAGS = ("bytes", "bytearray", "pickle", "numpy")
 
 
-def time(created: str) -> str:
-    """Return an ISO 8601 time in UTC, to the second. Return other text unchanged."""
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and its noun: `1 file`, `2,000 files`, `2 boxes`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes in a binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
+    unit, suffix = pick_unit_and_suffix(nbytes, UNITS, 1024)
+    number = nbytes / unit
+    decimals = 0 if unit == 1 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{decimals}f} {suffix}"
+
+
+def parse_time(created: str) -> datetime | None:
+    """Return an ISO 8601 time, in UTC unless it says otherwise; None for other text."""
     try:
         moment = datetime.fromisoformat(created)
     except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+
+
+def time(created: str) -> str:
+    """Return an ISO 8601 time in UTC, to the second. Return other text unchanged."""
+    moment = parse_time(created)
+    if moment is None:
         return printable(created)
     return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
@@ -125,7 +145,7 @@ def _format_tagged(tag: str, encoded: dict[str, object], depth: int) -> str:
         return printable(f"{encoded.get('class')}.{content}")
     if tag in _BASE64_TAGS and isinstance(content, str):
         nbytes = len(content) * 3 // 4 - content[-2:].count("=")
-        return f"{tag} of {format_bytes(nbytes)}"
+        return f"{tag} of {size(nbytes)}"
     return f"{printable(clip_text(tag, MAX_STRING))}({_format_value(content, depth + 1)})"
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Manifest, TensorEntry
 
 MAX_DEPTH = 64
 
@@ -80,7 +78,7 @@ class TreeRow:
         node = self.node
         if not node.nbytes or (node.leaf is not None and not node.leaf.nbytes):
             return ""
-        each = fmt.format_bytes(node.nbytes // node.count)
+        each = fmt.size(node.nbytes // node.count)
         return f"{node.count} × {each}" if node.count > 1 else each
 
 
@@ -90,11 +88,18 @@ class _NodeBuilder:
     children: dict[str, _NodeBuilder] = field(default_factory=dict)
 
 
-def list_leaves(manifest: Manifest) -> list[NameLeaf]:
-    """Return leaves for all names of a manifest: tensors, shared values, and values per rank."""
-    shared = [NameLeaf(entry.name, fmt.value(entry.value)) for entry in manifest.objects]
-    per_rank = [NameLeaf(name, "one value for each rank") for name in manifest.per_rank]
-    return [*map(_tensor_leaf, manifest.tensors), *shared, *per_rank]
+def list_leaves(
+    tensors: Iterable[Mapping[str, Any]], values: Iterable[Any], per_rank: Iterable[str]
+) -> list[NameLeaf]:
+    """Return leaves for the contents of a checkpoint, as `inspect --json` prints them."""
+    leaves = []
+    for tensor in tensors:
+        tied = tensor["same_as"]
+        text = "" if tied is None else f"tied to {fmt.printable(tied)}"
+        nbytes = tensor["bytes"] if tied is None else 0
+        leaves.append(NameLeaf(tensor["name"], text, tensor["dtype"], tensor["shape"], nbytes))
+    leaves += [NameLeaf(entry.name, fmt.value(entry.value)) for entry in values]
+    return [*leaves, *(NameLeaf(name, "one value for each rank") for name in per_rank)]
 
 
 def build_tree(leaves: Iterable[NameLeaf], *, collapse: bool) -> tuple[NameNode, ...]:
@@ -149,18 +154,6 @@ def print_tree(nodes: tuple[NameNode, ...], console: Console) -> None:
         elif row.size:
             line.append(" " * (dtype_width + shape_width) + row.size.rjust(size_width), "dim")
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
-
-
-def tensor_bytes(entry: TensorEntry) -> int:
-    """Return the size of a tensor in bytes, also if it is tied to another one."""
-    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-
-
-def _tensor_leaf(entry: TensorEntry) -> NameLeaf:
-    if entry.same_as is not None:
-        text = f"tied to {fmt.printable(entry.same_as)}"
-        return NameLeaf(entry.name, text, entry.dtype, entry.shape)
-    return NameLeaf(entry.name, "", entry.dtype, entry.shape, tensor_bytes(entry))
 
 
 def _make_node(label: str, builder: _NodeBuilder, *, collapse: bool) -> NameNode:

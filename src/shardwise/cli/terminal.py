@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+import shardwise as sw
 from shardwise.cli import formatting as fmt
 
 WIDTH_WITHOUT_TERMINAL = 100_000
@@ -33,7 +34,6 @@ WIDTH_WITHOUT_TERMINAL = 100_000
 TASK_NAME_WIDTH = 24
 """The most columns of a task's name. With it, the progress bar fits into 80 columns."""
 
-Advance = Callable[[str, int], None]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
 
 
@@ -75,10 +75,10 @@ def print_labelled(lines: Sequence[tuple[str, str]], console: Console) -> None:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Advance]:
+def progress(total: int | None = None) -> Iterator[Callable[[sw.Event], None]]:
     """Show a progress bar over `total` bytes while the block runs, if stderr is a terminal.
 
-    Yield a function to call with the name of the current task and the bytes it has finished.
+    Yield a function to pass as `on_event`. Without `total`, the stage `plan` says it.
     """
     console = stderr_console()
     one_line = Column(no_wrap=True)
@@ -101,10 +101,13 @@ def progress(total: int) -> Iterator[Advance]:
     with bar:
         task = bar.add_task("", total=total)
 
-        def advance(name: str, nbytes: int) -> None:
-            bar.update(task, advance=nbytes, description=fmt.printable(name))
+        def on_event(event: sw.Event) -> None:
+            if total is None and event.stage == "plan":
+                bar.update(task, total=event.bytes)
+            else:
+                bar.update(task, advance=event.bytes, description=fmt.printable(event.stage))
 
-        yield advance
+        yield on_event
 
 
 class _Console(Console):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,6 +240,15 @@ def _describe_missing(store: Store) -> str:
                 "; if this is the id of a model on the Hugging Face Hub, download it and pass the "
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
             )
+        elif parent is not None:
+            near = difflib.get_close_matches(store.name, parent.list(), n=3)
+            if near:
+                hint = f"; did you mean {' or '.join(str(parent.at(name)) for name in near)}?"
+            elif not parent.exists():
+                hint = (
+                    f"; {parent} does not exist either: check the path, and whether its file "
+                    "system is mounted on this machine"
+                )
         return f"{store} does not exist or is empty: there is no checkpoint{hint}"
     if REMOVED in names:
         return f"{store} was removed by retention or `shardwise rm`: load another step"

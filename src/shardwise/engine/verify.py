@@ -16,44 +16,75 @@ from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
 from shardwise.manifest.pieces import Int
+from shardwise.store.store import Buffer
+
+BUFFERS_PER_EVENT = 64
+"""After how many buffers of a large file an event reports the progress."""
+CHANGED_BYTES = "not the bytes that were saved"
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedFile:
-    """The result for one file of a foreign checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Bytes of a checkpoint that differ from the bytes that were saved.
 
     Attributes:
-        bytes_checked: the number of bytes that have a checksum.
-        bytes_unchecked: the number of bytes of tensors that have no checksum.
-        damaged: the ranges that do not match their checksums.
+        file: the name of the file; None if two copies of a tensor differ.
+        start, stop: the range of damaged bytes; None if the whole file is damaged or missing.
+        problem: a description of the damage.
+        tensors: the names of the tensors that have bytes in the range.
     """
 
-    bytes_checked: int
-    bytes_unchecked: int
-    damaged: list[DamagedRange]
+    file: str | None
+    start: int | None = None
+    stop: int | None = None
+    problem: str
+    tensors: list[str]
+
+    def __str__(self) -> str:
+        if self.start is None:
+            return self.problem
+        shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
+        return (
+            f"{self.file}: bytes {self.start}:{self.stop} are {self.problem}"
+            f"{f' ({shown})' if shown else ''}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of a verification that found no damage. Damage raises an error instead.
+    """The result of a verification.
 
     Attributes:
         path: the path of the checkpoint.
-        bytes_checked: the number of bytes that match their checksums.
+        step: the training step of the checkpoint, if it has one.
+        files: the number of files that have checksums.
+        bytes_checked: the number of bytes that were compared with checksums.
         bytes_compared: the number of bytes of the other copies of tensors, which loads do not
-            read. All of them were equal to the copy that loads read.
+            read. They were compared with the copies that loads read.
         bytes_unchecked: the number of bytes of tensors that have no checksum.
+        damage: what is damaged. `Checkpoint.verify` raises an error instead.
         seconds: the duration of each file's check, and `total`, in seconds.
     """
 
     path: str
+    step: int | None
+    files: int
     bytes_checked: int
     bytes_compared: int
     bytes_unchecked: int
+    damage: tuple[Damage, ...]
     seconds: dict[str, float]
 
+    @property
+    def intact(self) -> bool | None:
+        """Whether there is no damage; None if nothing could be checked."""
+        if self.damage:
+            return False
+        return True if self.files or self.bytes_compared else None
+
     def __repr__(self) -> str:
-        return f"<VerifyReport: {format_bytes(self.bytes_checked)} checked>"
+        damaged = f", {len(self.damage)} damaged" if self.damage else ""
+        return f"<VerifyReport: {format_bytes(self.bytes_checked)} checked{damaged}>"
 
     def __str__(self) -> str:
         compared = f", {format_bytes(self.bytes_compared)} of copies compared"
@@ -61,124 +92,152 @@ class VerifyReport:
         return (
             f"verified {self.path}: {format_bytes(self.bytes_checked)} checked"
             f"{compared if self.bytes_compared else ''}{without if self.bytes_unchecked else ''}"
-            f", in {self.seconds['total']:.2f} s"
+            f", in {self.seconds['total']:.2f} s" + "".join(f"\n  {each}" for each in self.damage)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedRange:
-    """A range of a file that does not match its checksum.
-
-    Attributes:
-        file: the name of the file.
-        start, stop: the range, in bytes.
-        tensors: the names of the tensors that have bytes in the range.
-    """
-
-    file: str
-    start: int
-    stop: int
-    tensors: list[str]
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
-        return (
-            f"{self.file}: bytes {self.start}:{self.stop} do not match their checksum"
-            f"{f' ({shown})' if shown else ''}"
-        )
-
-
-def verify_checkpoint(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
-    """Check all checksums, and compare all copies of tensors.
-
-    Args:
-        opened: the checkpoint.
-        arena: the buffers to read through.
-        recorder: gets an event for each file.
+def refuse_damage(opened: Opened, report: VerifyReport) -> None:
+    """Refuse a checkpoint with damage.
 
     Raises:
         CorruptionError: a file is missing or truncated, or bytes do not match their checksum.
         MismatchError: copies of a tensor differ.
     """
-    checked_bytes = unchecked_bytes = 0
-    if opened.foreign is None:
-        checked_bytes = verify_files(opened, arena, recorder)
-    else:
-        for file in verify_foreign_files(opened, arena, recorder):
-            if file.damaged:
-                raise CorruptionError(
-                    f"{opened.store}: {file.damaged[0]}; copy the file again from an intact source"
-                )
-            checked_bytes += file.bytes_checked
-            unchecked_bytes += file.bytes_unchecked
-    compared_bytes, differences = find_differences(opened, arena, recorder)
-    refuse_differences(opened, differences)
-    return VerifyReport(
-        str(opened.store), checked_bytes, compared_bytes, unchecked_bytes, recorder.seconds()
+    in_files = [each for each in report.damage if each.file is not None]
+    if not in_files:
+        refuse_differences(opened, [each.problem for each in report.damage])
+        return
+    first = in_files[0]
+    if first.start is None:
+        raise CorruptionError(first.problem)
+    more = f", and {len(in_files) - 1} more damaged ranges" if len(in_files) > 1 else ""
+    raise CorruptionError(
+        f"{report.path}: {first}{more}; copy the file again from an intact source, or load "
+        "another checkpoint"
     )
 
 
-def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
-    """Check all bytes of every file of a shardwise checkpoint.
+@dataclass(frozen=True, slots=True)
+class _CheckedFile:
+    """The result for one file: its bytes with and without checksums, and what is damaged."""
+
+    checked: int
+    unchecked: int
+    damage: list[Damage]
+
+
+def find_damage(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
+    """Check all checksums, and compare all copies of tensors.
 
     Args:
-        recorder: gets an event for each file, named by the file.
-
-    Returns:
-        The number of checked bytes.
-
-    Raises:
-        CorruptionError: a file is missing or truncated, or bytes do not match their checksum.
+        opened: the checkpoint.
+        arena: the buffers to read through.
+        recorder: gets an event for each file, named by the file; several for a large file.
     """
-    total = 0
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        for entry in opened.manifest.files:
-            with recorder.stage(entry.name, entry.size):
-                reader = DataReader(opened.store, entry)
+        if opened.foreign is None:
+            indices = range(len(opened.manifest.files))
+            files = [_check_file(opened, index, arena, recorder, pool) for index in indices]
+        else:
+            files = list(_check_foreign_files(opened, arena, recorder, pool))
+    compared, differences = find_differences(opened, arena, recorder)
+    damage = [each for file in files for each in file.damage]
+    damage += [Damage(file=None, problem=each, tensors=[]) for each in differences]
+    return VerifyReport(
+        str(opened.store),
+        opened.manifest.step,
+        sum(file.checked > 0 for file in files),
+        sum(file.checked for file in files),
+        compared,
+        sum(file.unchecked for file in files),
+        tuple(damage),
+        recorder.seconds(),
+    )
 
-                def check(
-                    low: int, reader: DataReader = reader, end: int = entry.checksums_at
-                ) -> None:
-                    with arena.buffer() as buffer:
-                        reader.read(low, min(low + arena.buffer_size, end), buffer)
 
-                try:
-                    for _ in pool.map(check, range(0, entry.checksums_at, arena.buffer_size)):
-                        pass
-                finally:
-                    reader.close()
-            total += entry.size
-    return total
+def _check_file(
+    opened: Opened, index: int, arena: Arena, recorder: Recorder, pool: ThreadPoolExecutor
+) -> _CheckedFile:
+    """Check all bytes of a file of a shardwise checkpoint."""
+    entry = opened.manifest.files[index]
+    try:
+        reader = opened.reader(index)
+    except CorruptionError as error:
+        names = opened.tensors_in(index, 0, entry.size)
+        damage = Damage(file=entry.name, problem=str(error), tensors=names)
+        return _CheckedFile(entry.size, 0, [damage])
+
+    def find(start: int) -> list[tuple[int, int]]:
+        stop = min(start + arena.buffer_size, entry.checksums_at)
+        with arena.buffer() as buffer:
+            return list(_damaged_blocks(reader, start, stop, buffer))
+
+    ranges: list[tuple[int, int]] = []
+    size_of_part = arena.buffer_size * BUFFERS_PER_EVENT
+    try:
+        for start in range(0, entry.checksums_at, size_of_part):
+            stop = min(start + size_of_part, entry.checksums_at)
+            end = entry.size if stop == entry.checksums_at else stop
+            with recorder.stage(entry.name, end - start):
+                for found in pool.map(find, range(start, stop, arena.buffer_size)):
+                    ranges += found
+    finally:
+        reader.close()
+    damaged = []
+    for start, stop in _join_adjacent(ranges):
+        parts = ["the header"] if start < entry.data_at else []
+        if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
+            parts.append(f"values of rank {entry.rank}")
+        problem = CHANGED_BYTES + (f" ({', '.join(parts)})" if parts else "")
+        names = opened.tensors_in(index, start, stop)
+        damaged.append(
+            Damage(file=entry.name, start=start, stop=stop, problem=problem, tensors=names)
+        )
+    return _CheckedFile(entry.size, 0, damaged)
 
 
-def verify_foreign_files(
-    opened: Opened, arena: Arena, recorder: Recorder
-) -> Iterator[VerifiedFile]:
-    """Check the files of a foreign checkpoint that have checksums.
+def _damaged_blocks(
+    reader: DataReader, start: int, stop: int, buffer: Buffer
+) -> Iterator[tuple[int, int]]:
+    """Yield the damaged blocks in a range of a file."""
+    try:
+        reader.read(start, stop, buffer)
+    except CorruptionError:
+        if stop - start <= BLOCK:
+            yield start, stop
+            return
+        for block in range(start, stop, BLOCK):
+            yield from _damaged_blocks(reader, block, min(block + BLOCK, stop), buffer)
 
-    Args:
-        recorder: gets an event for each of these files, named by the file.
 
-    Yields:
-        The result for each of these files.
+def _join_adjacent(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join adjacent ranges. The ranges are in ascending order."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
 
-    Raises:
-        CorruptionError: a file is missing or truncated.
-    """
+
+def _check_foreign_files(
+    opened: Opened, arena: Arena, recorder: Recorder, pool: ThreadPoolExecutor
+) -> Iterator[_CheckedFile]:
+    """Check the ranges of a foreign checkpoint's files that have checksums."""
     index_of = {entry.name: index for index, entry in enumerate(opened.manifest.files)}
-    with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        for sums in () if opened.foreign is None else opened.foreign.checksums():
-            index = index_of[sums.file]
-            start, size, _ = sums.ranges.T
-            unchecked = _length_outside(
-                _tensor_ranges(opened, index), np.stack([start, start + size], axis=1)
-            )
-            damaged: list[DamagedRange] = []
-            total = int(size.sum())
-            if total:
-                with recorder.stage(sums.file, total):
-                    damaged = list(_damaged_ranges(opened, index, sums, arena, pool))
-            yield VerifiedFile(total, unchecked, damaged)
+    for sums in () if opened.foreign is None else opened.foreign.checksums():
+        index = index_of[sums.file]
+        start, size, _ = sums.ranges.T
+        unchecked = _length_outside(
+            _tensor_ranges(opened, index), np.stack([start, start + size], axis=1)
+        )
+        damaged: list[Damage] = []
+        total = int(size.sum())
+        if total:
+            with recorder.stage(sums.file, total):
+                damaged = list(_damaged_ranges(opened, index, sums, arena, pool))
+        yield _CheckedFile(total, unchecked, damaged)
 
 
 def _tensor_ranges(opened: Opened, file: int) -> Int:
@@ -212,14 +271,19 @@ def _length_of_union(ranges: Int) -> int:
 
 def _damaged_ranges(
     opened: Opened, index: int, sums: FileChecksums, arena: Arena, pool: ThreadPoolExecutor
-) -> Iterator[DamagedRange]:
-    reader = opened.reader(index)
+) -> Iterator[Damage]:
+    """Yield the ranges of a file of a foreign checkpoint that do not match their checksums."""
+    try:
+        reader = opened.reader(index)
+    except CorruptionError as error:
+        names = opened.tensors_in(index, 0, opened.manifest.files[index].size)
+        yield Damage(file=sums.file, problem=str(error), tensors=names)
+        return
 
     def checksum_of(start: int, size: int) -> int:
         checksum = 0
-        step = (
-            arena.buffer_size - BLOCK
-        )  # a read is rounded up to whole blocks, and must fit the buffer
+        # A read is rounded up to whole blocks, and must fit the buffer.
+        step = arena.buffer_size - BLOCK
         with arena.buffer() as buffer:
             for low in range(start, start + size, step):
                 high = min(low + step, start + size)
@@ -232,7 +296,13 @@ def _damaged_ranges(
             starts, sizes, expected, pool.map(checksum_of, starts, sizes), strict=True
         ):
             if found != wanted:
-                tensors = opened.tensors_in(index, start, start + size)
-                yield DamagedRange(sums.file, start, start + size, tensors)
+                stop = start + size
+                yield Damage(
+                    file=sums.file,
+                    start=start,
+                    stop=stop,
+                    problem=CHANGED_BYTES,
+                    tensors=opened.tensors_in(index, start, stop),
+                )
     finally:
         reader.close()

@@ -23,6 +23,7 @@ from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
 from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
+from shardwise.manifest.names import MANIFEST
 
 MOST_SUGGESTIONS = 8
 """The most directories that a message suggests to open instead."""
@@ -186,6 +187,11 @@ def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
     )
 
 
+def _has_manifest(tree: FileTree) -> bool:
+    """Return whether a tree is a checkpoint of shardwise, or the root of a run."""
+    return any(name.rpartition("/")[2] == MANIFEST for name in tree.sizes)
+
+
 def _suggest_checkpoints_below(tree: FileTree) -> str:
     """Return a sentence that suggests what to open, for example checkpoints one level below."""
     names = (
@@ -194,7 +200,7 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
     subtrees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
-    recognised = [subtree for subtree in subtrees if find_readers(subtree)]
+    recognised = [tree for tree in subtrees if _has_manifest(tree) or find_readers(tree)]
     if not recognised:
         return ". Check the path, or describe the files by a specification (spec=)"
     names = [subtree.store.name for subtree in recognised]

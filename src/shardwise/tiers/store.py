@@ -63,6 +63,10 @@ class TieredStore(ReadOnlyStore):
         """Return the mirror alone."""
         return TieredStore(self._tiers[-1:], [MIRROR])
 
+    def tier_to_verify(self) -> Store:
+        """Return the root alone; the mirror alone if the root does not have the checkpoint."""
+        return self._main if MANIFEST in self._main.list() else self._tiers[-1]
+
     def has_other_save(self) -> bool:
         """Return whether the mirror has another save of this checkpoint than the root.
 

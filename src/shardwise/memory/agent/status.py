@@ -92,6 +92,9 @@ class RunStatus:
 
     Attributes:
         run: the id of the run.
+        root: the root of the run's checkpoints; None if it is unknown.
+        training: whether a trainer of the run is alive on the node.
+        bytes: the bytes of all files, free slots included.
         slots_used: the number of slots that are part of a snapshot.
         slots_free: the number of free slots.
         bytes_free: the bytes of the free slots.
@@ -100,6 +103,9 @@ class RunStatus:
     """
 
     run: str
+    root: str | None
+    training: bool
+    bytes: int
     slots_used: int
     slots_free: int
     bytes_free: int
@@ -167,41 +173,22 @@ class NodeStatus:
     mirrors: list[MirrorStatus]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRun:
-    """What a node stores for a run.
+def read_runs(home: Home, node: str | None = None) -> list[RunStatus]:
+    """Return the status of the runs that have snapshots on a node.
 
-    Attributes:
-        run: the run's id.
-        root: the root of the run's checkpoints; None if it is unknown.
-        bytes: the bytes of all files, free slots included.
-        steps: the steps of the snapshots, ascending.
-        persisted: the newest of `steps` that is also in storage; None if no step is.
-        training: whether a trainer of the run is alive on the node.
+    Args:
+        node: the name of the node; None to read it from the record of its last agent.
     """
-
-    run: str
-    root: str | None
-    bytes: int
-    steps: list[int]
-    persisted: int | None
-    training: bool
-
-
-def describe_run(run: Run) -> StoredRun:
-    """Return what a node stores for a run."""
-    root: str | None = None
-    with suppress(StoreError):
-        root = read_record(run.path / ROOT_RECORD, str)
-    snapshots = read_snapshots(run, cache=RecordCache(logs=False))
-    return StoredRun(
-        run=run.name,
-        root=root,
-        bytes=sum(map(_file_size, run.path.rglob("*"))),
-        steps=[each.step for each in snapshots],
-        persisted=max((each.step for each in snapshots if each.is_done("persist")), default=None),
-        training=has_trainers(run),
-    )
+    if node is None:
+        node = ""
+        with suppress(StoreError):
+            info = read_record(home.info_path, AgentInfo)
+            node = info.node if info is not None else ""
+    runs = []
+    for name in home.runs():
+        with suppress(StoreError):  # the directory is not a run
+            runs.append(_run_status(home.run(name), node))
+    return runs
 
 
 def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
@@ -222,9 +209,7 @@ def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
         directory=str(home),
         bytes=sum(_file_size(path) for path in home.path.rglob("*") if path.is_file()),
         bytes_left=file_system.f_bavail * file_system.f_frsize,
-        runs=[
-            _run_status(home.run(name), last_info.node if last_info else "") for name in home.runs()
-        ],
+        runs=read_runs(home, last_info.node if last_info else ""),
         mirrors=list(_mirror_statuses(home)),
     )
 
@@ -255,11 +240,17 @@ def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
 
 def _run_status(run: Run, node: str) -> RunStatus:
     now = time.time()
+    root: str | None = None
+    with suppress(StoreError):
+        root = read_record(run.path / ROOT_RECORD, str)
     views = read_snapshots(run, cache=RecordCache(logs=False))
     snapshots = [_snapshot_status(each, node, now) for each in views]
     free = [_file_size(path) for path in run.free_directory.glob("*.slot")]
     return RunStatus(
         run=run.name,
+        root=root,
+        training=has_trainers(run),
+        bytes=sum(map(_file_size, run.path.rglob("*"))),
         slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
         slots_free=len(free),
         bytes_free=sum(free),

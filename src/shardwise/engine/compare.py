@@ -1,0 +1,271 @@
+"""Compare two checkpoints: names, plain values, and the bytes of tensors, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.buffers import Arena
+from shardwise.engine.group import SoloGroup
+from shardwise.engine.load import read_boxes
+from shardwise.engine.opened import Opened, read_per_rank
+from shardwise.events import Recorder, format_count
+from shardwise.layout import Box, boxes_of
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import TensorEntry
+
+MAX_BATCH_BYTES = 16 << 20
+"""The most bytes of each checkpoint to compare at a time."""
+MAX_CONVERTED_ELEMENTS = 1 << 20
+"""The most elements to convert to float64 at a time."""
+
+_ABSENT = object()
+_INTEGER_OF_ITEMSIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a name has in checkpoint A and in checkpoint B: a kind, dtype, shape or value.
+
+    Values are encoded as in the manifest.
+    """
+
+    name: str
+    a: object
+    b: object
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor whose bytes differ.
+
+    Attributes:
+        elements: the number of elements.
+        differing: the number of elements whose bytes differ.
+        max_abs_difference: the largest |a - b|. NaN if a or b is NaN in an element that differs.
+            None for dtypes without arithmetic.
+    """
+
+    name: str
+    elements: int
+    differing: int
+    max_abs_difference: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All differences between two checkpoints; see `Checkpoint.compare`.
+
+    Attributes:
+        a, b: the paths of the checkpoints.
+        same: whether there are no differences.
+        tensors_compared: the number of tensors whose bytes were compared.
+        only_in_a, only_in_b: the names in one checkpoint only.
+        kinds: the names of a tensor in one checkpoint and of a plain value in the other.
+        dtypes, shapes: the tensors with other dtypes and shapes.
+        values: the plain values that differ; parts of values have dotted names.
+        tensors: the tensors whose bytes differ.
+    """
+
+    a: str
+    b: str
+    same: bool
+    tensors_compared: int
+    only_in_a: list[str]
+    only_in_b: list[str]
+    kinds: list[Difference]
+    dtypes: list[Difference]
+    shapes: list[Difference]
+    values: list[Difference]
+    tensors: list[TensorDifference]
+
+    @property
+    def differences(self) -> int:
+        """The number of differences."""
+        names = len(self.only_in_a) + len(self.only_in_b) + len(self.kinds)
+        return names + len(self.dtypes) + len(self.shapes) + len(self.values) + len(self.tensors)
+
+    def __str__(self) -> str:
+        found = "the same" if self.same else format_count(self.differences, "difference")
+        return f"{self.a} and {self.b}: {found}"
+
+
+def compare(a: Opened, b: Opened, arena: Arena, recorder: Recorder) -> Comparison:
+    """Compare two checkpoints, including every byte of the tensors that both have.
+
+    Args:
+        recorder: gets an event for each batch of tensors.
+
+    Raises:
+        CorruptionError: one of the checkpoints is damaged.
+    """
+    kinds_a, kinds_b = _kinds_by_name(a), _kinds_by_name(b)
+    common = [name for name in kinds_a if name in kinds_b]
+    kinds = [
+        Difference(name, kinds_a[name], kinds_b[name])
+        for name in common
+        if kinds_a[name] != kinds_b[name]
+    ]
+    tensors_b = {entry.name: entry for entry in b.manifest.tensors}
+    pairs = [(x, tensors_b[x.name]) for x in a.manifest.tensors if x.name in tensors_b]
+    comparable = [(x, y) for x, y in pairs if (x.dtype, x.shape) == (y.dtype, y.shape)]
+    values_a, values_b = _values_of(a), _values_of(b)
+    values = [
+        difference
+        for name in common
+        if name in values_a and kinds_a[name] == kinds_b[name]
+        for difference in _compare_values(values_a[name], values_b[name], name)
+    ]
+    found = Comparison(
+        a=str(a.store),
+        b=str(b.store),
+        same=False,
+        tensors_compared=len(comparable),
+        only_in_a=[
+            *(name for name in kinds_a if name not in kinds_b),
+            *(each.name for each in values if each.b is _ABSENT),
+        ],
+        only_in_b=[
+            *(name for name in kinds_b if name not in kinds_a),
+            *(each.name for each in values if each.a is _ABSENT),
+        ],
+        kinds=kinds,
+        dtypes=[Difference(x.name, x.dtype, y.dtype) for x, y in pairs if x.dtype != y.dtype],
+        shapes=[Difference(x.name, x.shape, y.shape) for x, y in pairs if x.shape != y.shape],
+        values=[each for each in values if each.a is not _ABSENT and each.b is not _ABSENT],
+        tensors=_compare_tensors(a, b, comparable, arena, recorder),
+    )
+    return replace(found, same=not found.differences)
+
+
+def _kinds_by_name(opened: Opened) -> dict[str, str]:
+    return {
+        **{entry.name: "tensor" for entry in opened.manifest.tensors},
+        **{entry.name: "value" for entry in opened.manifest.objects},
+        **dict.fromkeys(opened.manifest.per_rank, "value of each rank"),
+    }
+
+
+def _values_of(opened: Opened) -> dict[str, object]:
+    """Return the encoded values of all ranks, and a list of each value that differs by rank."""
+    manifest = opened.manifest
+    per_rank = read_per_rank(opened, manifest.per_rank, SoloGroup(), verify=True)
+    return {**{entry.name: entry.value for entry in manifest.objects}, **per_rank}
+
+
+def _compare_values(a: object, b: object, name: str) -> Iterator[Difference]:
+    """Compare two encoded values item by item; yield the items that differ, by dotted names."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        if "$" not in a and "$" not in b:
+            for key in (*a, *(key for key in b if key not in a)):
+                if key in a and key in b:
+                    yield from _compare_values(a[key], b[key], f"{name}.{key}")
+                else:
+                    yield Difference(f"{name}.{key}", a.get(key, _ABSENT), b.get(key, _ABSENT))
+            return
+        if a.get("$") == b.get("$") == "tuple":
+            yield from _compare_values(a.get("v"), b.get("v"), name)
+            return
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from _compare_values(x, y, f"{name}.{index}")
+    elif type(a) is not type(b) or a != b:
+        yield Difference(name, a, b)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The number of differing elements of a tensor, and the largest |a - b| in float64."""
+
+    differing: int = 0
+    max_abs_difference: float | None = 0.0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Compare two boxes of the same shape and dtype."""
+        bits_x, bits_y = _as_integers(x), _as_integers(y)
+        differ = (bits_x != bits_y).any(1)
+        count = int(differ.sum())
+        self.differing += count
+        if count:
+            bits_x, bits_y = bits_x[differ], bits_y[differ]
+            for start in range(0, count, MAX_CONVERTED_ELEMENTS):
+                part = slice(start, start + MAX_CONVERTED_ELEMENTS)
+                difference = _max_abs_difference(
+                    bits_x[part].view(x.dtype), bits_y[part].view(x.dtype)
+                )
+                self.max_abs_difference = _larger_or_nan(self.max_abs_difference, difference)
+
+
+def _compare_tensors(
+    a: Opened,
+    b: Opened,
+    pairs: Sequence[tuple[TensorEntry, TensorEntry]],
+    arena: Arena,
+    recorder: Recorder,
+) -> list[TensorDifference]:
+    """Return the tensors whose bytes differ. Tensors that are tied in a and in b are read once."""
+    # The keys are the names under which a and b store the bytes.
+    read = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
+    tallies = {entry.name: _Tally() for entry in read.values()}
+    for batch in batch_boxes(read.values()):
+        nbytes = sum(box.size * DTYPES[entry.dtype].itemsize for entry, box in batch)
+        with recorder.stage("compare", nbytes):
+            data = [read_boxes(batch, opened, arena, verify=True) for opened in (a, b)]
+            for (entry, _), x, y in zip(batch, *data, strict=True):
+                tallies[entry.name].add(x, y)
+    differences = []
+    for x, y in pairs:
+        tally = tallies[read[x.same_as or x.name, y.same_as or y.name].name]
+        if tally.differing:
+            elements = math.prod(x.shape)
+            differences.append(
+                TensorDifference(x.name, elements, tally.differing, tally.max_abs_difference)
+            )
+    return differences
+
+
+def batch_boxes(tensors: Iterable[TensorEntry]) -> Iterator[list[tuple[TensorEntry, Box]]]:
+    """Cut tensors into boxes, and yield lists of boxes of at most `MAX_BATCH_BYTES` in all."""
+    batch: list[tuple[TensorEntry, Box]] = []
+    remaining_bytes = MAX_BATCH_BYTES
+    for entry in tensors:
+        itemsize = DTYPES[entry.dtype].itemsize
+        for box in boxes_of(entry.shape, MAX_BATCH_BYTES // itemsize):
+            if box.size * itemsize > remaining_bytes:
+                yield batch
+                batch, remaining_bytes = [], MAX_BATCH_BYTES
+            batch.append((entry, box))
+            remaining_bytes -= box.size * itemsize
+    if batch:
+        yield batch
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return a tensor's bits as integers, with one row for each element."""
+    itemsize = tensor.dtype.itemsize
+    integers = tensor.reshape(-1).view(_INTEGER_OF_ITEMSIZE[itemsize])
+    return integers.reshape(-1, 2 if itemsize == 16 else 1)
+
+
+def _max_abs_difference(x: Tensor, y: Tensor) -> float | None:
+    wide_dtype = torch.complex128 if x.dtype.is_complex else torch.float64
+    try:
+        return float((x.to(wide_dtype) - y.to(wide_dtype)).abs().max())
+    except (RuntimeError, NotImplementedError):
+        return None  # torch has no arithmetic for this dtype
+
+
+def _larger_or_nan(a: float | None, b: float | None) -> float | None:
+    if a is None or b is None:
+        return None
+    return max(a, b) if a == a and b == b else math.nan

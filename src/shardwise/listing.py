@@ -1,0 +1,201 @@
+"""List the checkpoints of a run, and remove them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
+from shardwise.events import format_count
+from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
+from shardwise.manifest.names import MANIFEST, REMOVED, is_file_of_save, step_of_directory
+from shardwise.retention import remove_checkpoint
+from shardwise.store import Store, open_store
+from shardwise.tiers.record import MirrorRecord, read_mirror_record
+
+MAX_FILES = 2**20
+MAX_LISTED_PROBLEMS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedCheckpoint:
+    """A directory below a root. If its manifest is missing or damaged, many fields are None.
+
+    Attributes:
+        path: the path or URL of the directory.
+        directory: the name of the directory.
+        step: the training step, if the checkpoint has one.
+        state: `"committed"`: the save finished, and all files have the right sizes. `"damaged"`:
+            the manifest cannot be read, or a file is missing or has another size. `"unfinished"`:
+            the save is running, or was interrupted. `"removed"`: the checkpoint was removed from a
+            store without locks, and its files stay for processes that read them.
+        problem: a description of the damage; None unless the checkpoint is damaged.
+        saved_at: the time of the save: ISO 8601, in UTC.
+        tensors: the number of tensors.
+        bytes: the size of all data files.
+        files: the number of data files.
+        world_size: the number of ranks that saved.
+        metrics: the metrics that were saved with the checkpoint.
+        mirrored: whether the mirror of the root has this checkpoint; None if there is no mirror.
+    """
+
+    path: str
+    directory: str
+    step: int | None
+    state: Literal["committed", "damaged", "unfinished", "removed"]
+    problem: str | None = None
+    saved_at: str | None = None
+    tensors: int | None = None
+    bytes: int | None = None
+    files: int | None = None
+    world_size: int | None = None
+    metrics: dict[str, float | None] | None = None
+    mirrored: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The checkpoints below a root.
+
+    Attributes:
+        root: the path or URL of the root.
+        checkpoints: the checkpoints and unfinished saves, by ascending step.
+        mirror: what the mirror has, what it waits for, and why it fails; None if the root has no
+            mirror.
+    """
+
+    root: str
+    checkpoints: list[ListedCheckpoint]
+    mirror: MirrorRecord | None = None
+
+
+def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
+    """List the checkpoints below a root. Only the sizes of data files are compared.
+
+    Example:
+
+        for each in sw.list_checkpoints("runs/a").checkpoints:
+            print(each.step, each.state, each.metrics)
+
+    Raises:
+        CheckpointNotFoundError: the path is a checkpoint, or holds no checkpoints of shardwise. The
+            message says what is there.
+    """
+    store = open_store(root)
+    names = _names_at(store)
+    if MANIFEST in names:
+        raise CheckpointNotFoundError(
+            f"{store} is a checkpoint, not a directory of checkpoints: open it with sw.open or "
+            "`shardwise inspect`, or list the directory above"
+        )
+    mirror = None
+    with suppress(OSError):  # list the checkpoints even if the record is unreadable
+        mirror = read_mirror_record(store)
+    found = map_in_threads(partial(_examine, store, mirror), names)
+    checkpoints = [each for each in found if each is not None]
+    if not checkpoints:
+        from shardwise.opening import raise_for_missing_root  # imports torch, which takes a second
+
+        raise_for_missing_root(store)
+    checkpoints.sort(key=lambda each: (-1 if each.step is None else each.step, each.directory))
+    return Listing(str(root), checkpoints, mirror)
+
+
+def remove(place: str | os.PathLike[str] | Store) -> list[str]:
+    """Remove a checkpoint, or the files of an unfinished save. Files of other programs stay.
+
+    In a store without locks, such as an object store, the checkpoint is removed at once, but its
+    files stay for processes that read them. A later save of the run, or a second call after the
+    store's `reading_grace`, deletes these files.
+
+    Returns:
+        The names of the files that stay; nothing if the directory is gone, or did not exist.
+
+    Raises:
+        StoreError: the checkpoint is being read or saved, or the directory has only files of other
+            programs. Nothing was removed.
+    """
+    store = open_store(place)
+    names = _names_at(store)
+    if MANIFEST in names:
+        if not remove_checkpoint(store):
+            raise StoreError(f"{store} was not removed: another process reads it. Try again later")
+    elif names and not remove_leftovers(store) and REMOVED not in names:
+        raise StoreError(
+            f"{store} was not removed: a save is writing to it, or its files are not from "
+            "shardwise. Wait for the save, or remove the directory by hand"
+        )
+    elif not names:
+        with suppress(FileNotFoundError):
+            store.remove()
+    return _names_at(store)
+
+
+def _names_at(store: Store) -> list[str]:
+    try:
+        return store.list()
+    except NotADirectoryError:
+        return []
+
+
+def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheckpoint | None:
+    """Read the manifest in a directory of a root, and compare the sizes of its files.
+
+    Return None if the directory is neither a checkpoint nor named after a step.
+    """
+    step = step_of_directory(name)
+    try:
+        store = root.at(name)
+        names = store.list()
+    except NotADirectoryError:
+        return None
+    except OSError:
+        if step is not None:
+            raise
+        return None
+    describe = partial(ListedCheckpoint, path=str(store), directory=name, step=step)
+    if MANIFEST not in names:
+        if REMOVED in names:
+            return describe(state="removed")
+        is_ours = step is not None or any(map(is_file_of_save, names))
+        return describe(state="unfinished") if is_ours else None
+    try:
+        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+    except FormatError as error:
+        return describe(state="damaged", problem=f"{store}: {error}")
+    problems = list(_find_problems(store, manifest.files))
+    return ListedCheckpoint(
+        path=str(store),
+        directory=name,
+        step=manifest.step if step is None else step,
+        state="damaged" if problems else "committed",
+        problem=f"{store}: {'; '.join(problems)}" if problems else None,
+        saved_at=manifest.created,
+        tensors=len(manifest.tensors),
+        bytes=sum(file.size for file in manifest.files),
+        files=len(manifest.files),
+        world_size=manifest.world_size,
+        metrics=manifest.metrics,
+        mirrored=None if mirror is None else mirror.has(step or 0, manifest.save_id),
+    )
+
+
+def _find_problems(store: Store, files: tuple[FileEntry, ...]) -> Iterator[str]:
+    sizes = {path: status.size for path, status in store.walk(MAX_FILES).items()}
+    missing = [file.name for file in files if file.name not in sizes]
+    if missing:
+        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+        yield f"{format_count(len(missing), 'file')} missing: {', '.join(missing[:3])}{more}"
+    wrong_sizes = [
+        f"{file.name} has {sizes[file.name]:,} bytes, but {file.size:,} were saved"
+        for file in files
+        if file.name in sizes and sizes[file.name] != file.size
+    ]
+    yield from wrong_sizes[:MAX_LISTED_PROBLEMS]
+    if len(wrong_sizes) > MAX_LISTED_PROBLEMS:
+        yield f"{len(wrong_sizes) - MAX_LISTED_PROBLEMS:,} more files with problems"
