@@ -12,10 +12,9 @@ import numpy as np
 
 import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
-from shardwise.manifest.pieces import padded_rows
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import plan_save
-from shardwise.plan.tables import Description
+from shardwise.plan.structure import AxisSplit, Structure, World
 
 SIMULATED = (64, 1024, 16384)
 
@@ -64,20 +63,13 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
     """Plan the save of a model under FSDP over many ranks, on one process."""
     names = tuple(f"model.layers.{i // 10}.weight{i % 10}" for i in range(tensors))
     shape = (max(SIMULATED), 64)
-    rows = shape[0] // ranks
-    descriptions = [
-        Description(
-            names,
-            ("float32",) * tensors,
-            (shape,) * tensors,
-            np.arange(tensors),
-            padded_rows([(rank * rows, 0)] * tensors, 2, 0),
-            padded_rows([(rows, 64)] * tensors, 2, 1),
-        )
-        for rank in range(ranks)
-    ]
+    rule = (AxisSplit(0, ranks, 1, 0),)
+    structure = Structure(
+        names, ("float32",) * tensors, (shape,) * tensors, (rule,), (0,) * tensors
+    )
+    world = World((structure,), np.zeros(ranks, np.int64), tuple((i,) for i in range(ranks)))
     start = time.perf_counter()
-    manifest = plan_save(descriptions).manifest.tensors
+    manifest = plan_save(world).manifest().tensors
     seconds = time.perf_counter() - start
     return {"ranks": ranks, "seconds": round_digits(seconds), "manifest, bytes": len(manifest)}
 

@@ -14,18 +14,15 @@ from shardwise.engine.divergence import Divergence, DivergencePolicy
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.events import Recorder
 from shardwise.layout import Box
-from shardwise.manifest.data_file import encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan import replica_sets
-from shardwise.plan.cache import RankPlan
-from shardwise.plan.replica_sets import decode_replica_sets, saves_per_round
-from shardwise.plan.save import plan_save
-from shardwise.plan.tables import PieceTable
+from shardwise.plan.replica_sets import saves_per_round
+from shardwise.plan.save import RankPlan
 from shardwise.state.leaves import Fragment
 from shardwise.testing.strategies import BoxesByRank, Tensor
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
-from tests.plan.test_save import described, worlds
+from tests.plan.test_save import described, world_of, worlds
 
 World = tuple[list[Tensor], list[BoxesByRank], int]
 Flip = tuple[int, int, int, int]
@@ -53,8 +50,7 @@ def compare_for_a_round(case: World, flip: Flip | None) -> list[tuple[tuple[Dive
         described([(t, list(boxes[rank])) for t, boxes in zip(listed, held, strict=True)])
         for rank in range(world)
     ]
-    plan = plan_save(descriptions)
-    none = np.zeros(1, np.int64)
+    world_of_ranks = world_of(descriptions)
 
     def run(group: ThreadGroup) -> tuple[tuple[Divergence, ...], int]:
         description = descriptions[group.rank]
@@ -62,10 +58,7 @@ def compare_for_a_round(case: World, flip: Flip | None) -> list[tuple[tuple[Dive
         if flip is not None and flip[0] == group.rank:
             data = fragments[flip[1]].data.view(-1).view(torch.uint8)
             data[flip[2]] ^= 1 << flip[3]
-        sets = decode_replica_sets(plan.replica_sets[group.rank], description)
-        rank_plan = RankPlan(
-            PieceTable(none, [], [], [], []), encode_header_entries([]), {}, None, sets
-        )
+        rank_plan = RankPlan.of(world_of_ranks, group.rank, description)
         comparison = ReplicaComparison(DivergencePolicy((("*", "warn"),)))
         for step in range(saves_per_round(world)):
             save_id = f"{0xFFFFFFFE:x}{step:08x}"

@@ -108,7 +108,11 @@ def test_plans_are_used_again_for_the_same_structure_only(gang: Gang, tmp_path: 
         assert [cached for cached, _, _ in seen] == [False, True, False, False, True, False]
         assert seen[-1][2] == 2
         first, second = seen[0][1], seen[1][1]
-        assert second <= 0.05 * first, (rank, first, second)
+        of_structure = 500 * 8  # bytes, at least
+        if rank == 0:  # sends the structure, which both ranks have, for the first save
+            assert first > of_structure
+        assert second < 1000, (rank, first, second)
+        assert rank == 0 or first < 1000
 
 
 def train_with_dropout(path: str) -> None:

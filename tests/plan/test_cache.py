@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.data_file import encode_header_entries
-from shardwise.plan.cache import PlanCache, RankPlan
-from shardwise.plan.tables import PieceTable
+from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import RankPlan
+from shardwise.plan.structure import Description, Structure, World
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 WORLD = 2
@@ -189,8 +189,10 @@ def test_a_process_has_another_plan_as_another_rank(tmp_path: Path) -> None:
 
 
 def test_the_least_recently_used_plan_makes_room() -> None:
-    none = np.zeros(0, np.int64)
-    plan = RankPlan(PieceTable(none, [], [], [], []), encode_header_entries([]), {}, None)
+    structure = Structure((), (), (), (), ())
+    none = np.zeros((0, 0), np.int64)
+    description = Description(structure, (), np.zeros(0, np.int64), none, none)
+    plan = RankPlan.of(World((structure,), np.zeros(1, np.int64), ((),)), 0, description)
     cache = PlanCache(capacity=2)
     cache.put(b"a", 0, plan)
     cache.put(b"b", 0, plan)

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box
+from shardwise.layout import Box, MeshShard, Sharding, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, runs_of_manifest
 from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
-from shardwise.plan.tables import Description, decode_description, decode_pieces
+from shardwise.plan.structure import Description, Structure, World, find_rules
 from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 MIB = 1 << 20
@@ -26,22 +26,57 @@ Held = list[tuple[Tensor, list[Box]]]
 
 
 def described(held: Held, ties: tuple[tuple[str, str], ...] = ()) -> Description:
-    """What a rank that holds these boxes says of itself."""
+    """What a rank that holds these boxes says of itself: boxes that follow no rule."""
     dims = max((len(tensor.shape) for tensor, _ in held), default=0)
     rows = [(i, box) for i, (_, boxes) in enumerate(held) for box in boxes]
-    return Description(
+    structure = Structure(
         tuple(tensor.name for tensor, _ in held),
         tuple(tensor.dtype for tensor, _ in held),
         tuple(tensor.shape for tensor, _ in held),
+        (),
+        (-1,) * len(held),
+        tuple((i, box.offset, box.shape) for i, box in rows),
+        ties,
+    )
+    return describe(structure, (), rows, dims)
+
+
+def describe(
+    structure: Structure, coordinates: tuple[int, ...], rows: list[tuple[int, Box]], dims: int
+) -> Description:
+    return Description(
+        structure,
+        coordinates,
         np.array([i for i, _ in rows], np.int64),
         padded_rows([box.offset for _, box in rows], dims, 0),
         padded_rows([box.shape for _, box in rows], dims, 1),
-        ties,
     )
 
 
+def world_of(descriptions: Sequence[Description]) -> World:
+    """The structures of all ranks, as rank 0 sends them."""
+    encoded = [msgspec.msgpack.encode(each.structure) for each in descriptions]
+    distinct = list(dict.fromkeys(encoded))
+    return World(
+        tuple(msgspec.msgpack.decode(each, type=Structure) for each in distinct),
+        np.array([distinct.index(each) for each in encoded], np.int64),
+        tuple(each.coordinates for each in descriptions),
+    )
+
+
+def plans_of(descriptions: Sequence[Description]) -> list[SavePlan]:
+    """The plan as each rank computes it."""
+    world = world_of(descriptions)
+    return [plan_save(world, rank) for rank in range(len(descriptions))]
+
+
+def plan_of(descriptions: Sequence[Description]) -> SavePlan:
+    """The plan as rank 0 computes it."""
+    return plans_of(descriptions)[0]
+
+
 def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
-    return msgspec.json.decode(plan.manifest.tensors, type=tuple[TensorEntry, ...])
+    return msgspec.json.decode(plan.manifest().tensors, type=tuple[TensorEntry, ...])
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
@@ -80,10 +115,10 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
         for rank in range(world)
     ]
     descriptions = [described(each) for each in ranks]
-    plan = plan_save(descriptions)
+    plans = plans_of(descriptions)
     times = {tensor.name: np.zeros(tensor.shape, int) for tensor in listed}
     for rank, description in enumerate(descriptions):
-        pieces = decode_pieces(plan.encode_pieces(rank), description)
+        pieces = plans[rank].pieces_of(rank, description)
         for fragment, (name, _, shape, box), whole in zip(
             pieces.fragment, pieces.describe_pieces(description), pieces.whole, strict=True
         ):
@@ -97,7 +132,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
             times[name][box.slices()] += 1
     assert all((each == 1).all() for each in times.values())
     sizes = {t.name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in listed}
-    assert plan.manifest.bytes_stored == sum(sizes.values())
+    assert plans[0].manifest().bytes_stored == sum(sizes.values())
 
 
 @given(worlds())
@@ -109,11 +144,12 @@ def test_the_manifest_says_where_each_piece_lies(
         described([(t, list(boxes[rank])) for t, boxes in zip(listed, held, strict=True)])
         for rank in range(world)
     ]
-    plan = plan_save(descriptions)
+    plans = plans_of(descriptions)
+    plan = plans[0]
     pieces, tensors = pieces_of(plan), entries_of(plan)
     found = {
         (
-            plan.manifest.writers[int(pieces.file[i])],
+            plan.manifest().writers[int(pieces.file[i])],
             int(pieces.start[i]),
             tensors[int(pieces.tensor[i])].name,
             tuple(pieces.offset[i].tolist()),
@@ -124,7 +160,7 @@ def test_the_manifest_says_where_each_piece_lies(
     expected = set()
     dims = pieces.offset.shape[1]
     for rank, description in enumerate(descriptions):
-        table = decode_pieces(plan.encode_pieces(rank), description)
+        table = plans[rank].pieces_of(rank, description)
         listed_pieces = table.describe_pieces(description)
         for start, (name, dtype, _, box) in zip(table.start.tolist(), listed_pieces, strict=False):
             padding = dims - len(box.shape)
@@ -191,9 +227,9 @@ def many_small(rank: int) -> Held:
     "hold", [replicated, one_giant, one_flat, few_long_rows, hybrid, mixture, many_small]
 )
 def test_no_rank_writes_more_than_its_part(hold: Callable[[int], Held]) -> None:
-    plan = plan_save([described(hold(rank)) for rank in range(8)])
+    plan = plan_of([described(hold(rank)) for rank in range(8)])
     loads = written_bytes(plan, itemsize=4)
-    assert sum(loads) == plan.manifest.bytes_stored
+    assert sum(loads) == plan.manifest().bytes_stored
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
     assert min(loads) > 0
 
@@ -207,20 +243,79 @@ def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
             for i in range(7)
         ]
 
-    loads = written_bytes(plan_save([described(pairs(rank)) for rank in range(8)]), itemsize=4)
+    loads = written_bytes(plan_of([described(pairs(rank)) for rank in range(8)]), itemsize=4)
     assert max(loads) <= 16 * MIB
 
 
 @pytest.mark.parametrize("hold", [replicated, hybrid, mixture])
 def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
-    first, second = (plan_save([described(hold(rank)) for rank in range(8)]) for _ in range(2))
-    assert first.manifest == second.manifest
-    assert [first.encode_pieces(i) for i in range(8)] == [second.encode_pieces(i) for i in range(8)]
+    first, second = (plan_of([described(hold(rank)) for rank in range(8)]) for _ in range(2))
+    assert first.manifest() == second.manifest()
+    assert (first.limits == second.limits).all()
+
+
+def regular(rank: int, *, by_rule: bool) -> Description:
+    """Tensors over a mesh of 2 by 3: sharded by rows, columns, both, strided, or not at all."""
+    sizes, coordinate = (2, 3), (rank // 3, rank % 3)
+    layouts: list[tuple[tuple[int, ...], list[MeshShard]]] = [
+        ((7, 5), [MeshShard(0, 0)]),
+        ((7, 5), [MeshShard(1, 1)]),
+        ((8, 6), [MeshShard(0, 0), MeshShard(1, 1)]),
+        ((12, 2), [MeshShard(0, 0, 3), MeshShard(1, 0)]),
+        ((2,), [MeshShard(1, 0)]),  # the last rank has nothing
+        ((4, 4), []),
+        ((), []),
+    ]
+    tensors = [
+        (shape, Sharding("mesh", splits_of(sizes, coordinate, shards))) for shape, shards in layouts
+    ]
+    boxes = [[box for box, _ in fragments_of_shard(n, each.splits)] for n, each in tensors]
+    rows = [(i, box) for i, own in enumerate(boxes) for box in own]
+    names = tuple(f"w{i}" for i in range(len(tensors)))
+    rules, rule_of, coordinates = find_rules(
+        [
+            (n, each if by_rule or not each.splits else None, own)
+            for (n, each), own in zip(tensors, boxes, strict=True)
+        ]
+    )
+    listed = tuple((i, box.offset, box.shape) for i, box in rows if rule_of[i] < 0)
+    shapes = tuple(n for n, _ in tensors)
+    dtypes = ("float32",) * len(names)
+    structure = Structure(names, dtypes, shapes, rules, rule_of, listed)
+    return describe(structure, coordinates, rows, 2)
+
+
+def test_rules_and_lists_of_boxes_have_the_same_plan() -> None:
+    ruled = [regular(rank, by_rule=True) for rank in range(6)]
+    listed = [regular(rank, by_rule=False) for rank in range(6)]
+    assert len({msgspec.msgpack.encode(each.structure) for each in ruled}) == 1
+    for rank, (one, other) in enumerate(zip(plans_of(ruled), plans_of(listed), strict=True)):
+        assert one.manifest() == other.manifest()
+        pieces, others = (
+            plan.pieces_of(rank, each) for plan, each in ((one, ruled[rank]), (other, listed[rank]))
+        )
+        assert list(pieces.describe_pieces(ruled[rank])) == list(
+            others.describe_pieces(listed[rank])
+        )
+        assert pieces.fragment == others.fragment
+        for a, b in zip(one.replica_sets_of(rank), other.replica_sets_of(rank), strict=True):
+            assert (a.number, a.holders) == (b.number, b.holders)
+            assert (a.fragment == b.fragment).all()
+            assert (a.start == b.start).all()
+
+
+def test_ranks_of_a_rule_need_not_be_neighbours() -> None:
+    """The same shards on ranks in another order: coordinates decide, not ranks."""
+    order = [4, 2, 0, 5, 1, 3]
+    described_ranks = [regular(rank, by_rule=True) for rank in order]
+    for rank, plan in enumerate(plans_of(described_ranks)):
+        pieces = plan.pieces_of(rank, described_ranks[rank])
+        assert all(fragment >= 0 for fragment in pieces.fragment)
 
 
 def test_regular_shardings_are_folded_into_rules() -> None:
     shape = (256, 1024)
-    plan = plan_save(
+    plan = plan_of(
         [
             described(
                 [(Tensor(f"w{i}", "float32", shape), [Box((rank, 0), (1, 1024))]) for i in (0, 1)]
@@ -233,7 +328,7 @@ def test_regular_shardings_are_folded_into_rules() -> None:
 
 
 def refused(*ranks: Held) -> Callable[[], SavePlan]:
-    return lambda: plan_save([described(held) for held in ranks])
+    return lambda: plan_of([described(held) for held in ranks])
 
 
 def test_holes_and_uneven_overlaps_are_refused() -> None:
@@ -258,25 +353,9 @@ def test_a_tie_on_one_rank_only_is_refused() -> None:
     tensor, other = Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))
     whole = [Box.whole((2,))]
     tied = described([(tensor, whole)], ties=(("b", "a"),))
-    assert entries_of(plan_save([tied, tied]))[1] == TensorEntry("b", "float32", (2,), (), "a")
+    assert entries_of(plan_of([tied, tied]))[1] == TensorEntry("b", "float32", (2,), (), "a")
     with pytest.raises(LayoutError, match="tie it on all ranks"):
-        plan_save([tied, described([(tensor, whole), (other, whole)])])
-
-
-@given(tensors(max_count=4), st.data())
-def test_a_description_survives_its_encoding(listed: Sequence[Tensor], data: st.DataObject) -> None:
-    held = [(t, list(itertools.chain(*data.draw(boxes_of_ranks(t.shape, 2))))) for t in listed]
-    description = described(held, ties=(("x", "t0"),))
-    again = decode_description(description.encode())
-    assert again.encode() == description.encode()
-    assert (again.names, again.dtypes, again.shapes) == (
-        description.names,
-        description.dtypes,
-        description.shapes,
-    )
-    assert (again.tensor == description.tensor).all()
-    assert (again.offset == description.offset).all()
-    assert (again.shape == description.shape).all()
+        plan_of([tied, described([(tensor, whole), (other, whole)])])
 
 
 WORLD = 6

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, MeshShard, Split, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, Sharding, Split, fragments_of_shard, splits_of
 from shardwise.state.leaves import Fragment
 from shardwise.state.tensor_memory import is_instance, with_memory
 
@@ -37,6 +37,16 @@ def fragments_of_dtensor(name: str, tensor: DTensor) -> tuple[Fragment, ...]:
         tensor.device_mesh,
         tensor.placements,
     )
+
+
+def sharding_of_dtensor(tensor: DTensor) -> Sharding | None:
+    """Return how a DTensor is split over its mesh; None on a rank outside of the mesh."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    splits, _ = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    return Sharding(mesh, splits)
 
 
 def fragments_of_local_tensor(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from shardwise.adapters.dtensor import fragments_of_dtensor, is_dtensor
+from shardwise.adapters.dtensor import fragments_of_dtensor, is_dtensor, sharding_of_dtensor
 from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
@@ -39,7 +39,8 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         )
     if is_dtensor(tensor):
         shape, fragments = tuple(tensor.shape), fragments_of_dtensor(name, tensor)
-        return TensorLeaf(name, tensor.dtype, shape, fragments, _tie_key(tensor, fragments))
+        key, sharding = _tie_key(tensor, fragments), sharding_of_dtensor(tensor)
+        return TensorLeaf(name, tensor.dtype, shape, fragments, key, sharding=sharding)
     if tensor.is_nested:
         raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
     if tensor.layout != torch.strided:

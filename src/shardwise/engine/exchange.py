@@ -6,7 +6,6 @@ results:
 
 - `exchange`: rank 0's reply.
 - `exchange_with_local_value`: rank 0's reply, and a value that this rank made with its message.
-- `collect`: on rank 0, a value made from all messages.
 - `run_on_all`: the result of a function that runs on every rank; no data is sent.
 - `run_on_first`: the bytes that a function returned on rank 0, on all ranks.
 """
@@ -24,7 +23,6 @@ from shardwise.engine.group import Group
 from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, describe_error
 
 LocalValue = TypeVar("LocalValue")
-Collected = TypeVar("Collected")
 Reply = bytes | Sequence[bytes]
 """One reply for all ranks, or a sequence with one for each rank."""
 
@@ -78,13 +76,14 @@ def exchange(
         LostRankError: a rank died or did not answer in time.
         Exception: `make_message` failed on this rank.
     """
-    _, _, reply = _exchange(
-        group,
-        operation,
-        lambda: (None, make_message()),
-        lambda _, messages: (None, make_reply(messages)),
-    )
-    return reply
+
+    def keep_nothing() -> tuple[None, bytes]:
+        return None, make_message()
+
+    def reply_to(_: None, messages: list[bytes]) -> Reply:
+        return make_reply(messages)
+
+    return exchange_with_local_value(group, operation, keep_nothing, reply_to)[1]
 
 
 def exchange_with_local_value(
@@ -107,37 +106,35 @@ def exchange_with_local_value(
     Raises:
         ShardwiseError: as for `exchange`.
     """
-    kept, _, reply = _exchange(
-        group, operation, make_message, lambda own, messages: (None, make_reply(own, messages))
-    )
-    return kept, reply
-
-
-def collect(
-    group: Group,
-    operation: str,
-    make_message: Callable[[], bytes],
-    combine: Callable[[list[bytes]], Collected],
-) -> Collected | None:
-    """Gather a message from every rank, and combine the messages on rank 0.
-
-    Args:
-        group, operation, make_message: as for `exchange`.
-        combine: runs on rank 0 with the messages of all ranks.
-
-    Returns:
-        The result of `combine` on rank 0; None on other ranks.
-
-    Raises:
-        ShardwiseError: as for `exchange`; also if `combine` failed.
-    """
-    _, collected, _ = _exchange(
-        group,
-        operation,
-        lambda: (None, make_message()),
-        lambda _, messages: (combine(messages), b""),
-    )
-    return collected
+    kept: LocalValue
+    error: Exception | None = None
+    message = _ExchangeMessage(operation)
+    try:
+        kept, message.data = make_message()
+    except Exception as failure:  # raised again below, after the other ranks know
+        error, message.failure = failure, describe_error(failure)
+    replies: list[_Reply] = []
+    reply_error: Exception | None = None
+    try:
+        messages = [
+            msgspec.msgpack.decode(data, type=_ExchangeMessage)
+            for data in group.gather(msgspec.msgpack.encode(message))
+        ]
+        if group.rank == 0:
+            replies, reply_error = _reply_to_all(
+                messages, lambda data: make_reply(kept, data), group.size
+            )
+        reply = _send_replies(group, replies)
+    except LostRankError as lost:
+        if error is None:
+            raise
+        raise error from lost  # the error of this rank explains more
+    if error is not None:
+        raise error
+    if reply_error is not None:
+        raise reply_error
+    _raise_failure(reply, operation)
+    return kept, reply.data
 
 
 def run_on_all(group: Group, operation: str, work: Callable[[], LocalValue]) -> LocalValue:
@@ -146,7 +143,7 @@ def run_on_all(group: Group, operation: str, work: Callable[[], LocalValue]) -> 
     Raises:
         ShardwiseError: as for `exchange`.
     """
-    return _exchange(group, operation, lambda: (work(), b""), lambda _, __: (None, b""))[0]
+    return exchange_with_local_value(group, operation, lambda: (work(), b""), lambda _, __: b"")[0]
 
 
 def run_on_first(group: Group, operation: str, work: Callable[[], bytes]) -> bytes:
@@ -172,77 +169,32 @@ def require_equal(values: Sequence[str], summary: str) -> None:
         raise MismatchError(summary, [f"rank {rank}: {each}" for rank, each in enumerate(values)])
 
 
-def _exchange(
-    group: Group,
-    operation: str,
-    make_message: Callable[[], tuple[LocalValue, bytes]],
-    make_reply: Callable[[LocalValue, list[bytes]], tuple[Collected, Reply]],
-) -> tuple[LocalValue, Collected | None, bytes]:
-    """Exchange messages.
-
-    Returns:
-        The value that `make_message` kept, the value that `make_reply` collected on rank 0 (None on
-        other ranks), and the reply to this rank.
-    """
-    kept: LocalValue
-    error: Exception | None = None
-    message = _ExchangeMessage(operation)
-    try:
-        kept, message.data = make_message()
-    except Exception as failure:  # raised again below, after the other ranks know
-        error, message.failure = failure, describe_error(failure)
-    collected: Collected | None = None
-    replies: list[_Reply] = []
-    reply_error: Exception | None = None
-    try:
-        messages = [
-            msgspec.msgpack.decode(data, type=_ExchangeMessage)
-            for data in group.gather(msgspec.msgpack.encode(message))
-        ]
-        if group.rank == 0:
-            collected, replies, reply_error = _reply_to_all(
-                messages, lambda data: make_reply(kept, data), group.size
-            )
-        reply = _send_replies(group, replies)
-    except LostRankError as lost:
-        if error is None:
-            raise
-        raise error from lost  # the error of this rank explains more
-    if error is not None:
-        raise error
-    if reply_error is not None:
-        raise reply_error
-    _raise_failure(reply, operation)
-    return kept, collected, reply.data
-
-
 def _reply_to_all(
     messages: list[_ExchangeMessage],
-    make_reply: Callable[[list[bytes]], tuple[Collected, Reply]],
+    make_reply: Callable[[list[bytes]], Reply],
     size: int,
-) -> tuple[Collected | None, list[_Reply], Exception | None]:
+) -> tuple[list[_Reply], Exception | None]:
     """Run `make_reply` on rank 0.
 
     Returns:
-        The collected value, one reply for all ranks or one for each rank, and the error of
-        `make_reply`.
+        One reply for all ranks or one for each rank, and the error of `make_reply`.
     """
     failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
     if failures:
-        return None, [_Reply(error_class="RankError", failures=failures)], None
+        return [_Reply(error_class="RankError", failures=failures)], None
     try:
         _refuse_different_operations([each.operation for each in messages])
-        collected, replies = make_reply([each.data for each in messages])
+        replies = make_reply([each.data for each in messages])
     except Exception as error:  # the caller raises it, after the other ranks know
         problems = error.problems if isinstance(error, MismatchError) else []
         text = error.summary if isinstance(error, MismatchError) else str(error)
         reply = _Reply(error_class=type(error).__name__, message=text, problems=problems)
-        return None, [reply], error
+        return [reply], error
     if isinstance(replies, bytes):
-        return collected, [_Reply(replies)], None
+        return [_Reply(replies)], None
     if len(replies) == 1 == size:
-        return collected, [_Reply(replies[0])], None
-    return collected, [_Reply(each) for each in replies], None
+        return [_Reply(replies[0])], None
+    return [_Reply(each) for each in replies], None
 
 
 def _send_replies(group: Group, replies: list[_Reply]) -> _Reply:

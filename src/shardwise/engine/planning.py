@@ -1,41 +1,47 @@
-"""Plan a save: all ranks agree on the save, and each rank learns which pieces it writes."""
+"""Plan a save: all ranks agree on the save, and each rank computes which pieces it writes.
+
+A save begins with these steps, which `engine/save.py` and snapshots in memory share:
+
+1. `describe_save`: describe the state of this rank.
+2. Each rank sends an offer (`encode_offer`) to rank 0, which compares the offers (`agree_on_save`)
+   and replies with an `Agreement`.
+3. `complete_plan`: ranks with a new structure send it to rank 0, which sends all structures to all
+   ranks. Then every rank computes the plan. If all ranks have the plan in their caches, nothing is
+   sent.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 
 import msgspec
+import numpy as np
 
-from shardwise.engine.agreement import (
-    Agreement,
-    ChoosePeers,
-    EncodedPlan,
-    PlanMessage,
-    agree_on_plan,
-    fingerprint_of,
-)
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import collect, exchange, exchange_with_local_value
+from shardwise.engine.divergence import find_differing_sets
+from shardwise.engine.exchange import exchange, require_equal, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.replica_comparison import ReplicaComparison, ReplicaSample
 from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
+from shardwise.errors import StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.data_file import encode_header_entries, lay_out_file
+from shardwise.manifest.data_file import lay_out_file
+from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import VERSION, FileEntry, Manifest, ObjectEntry, encode_manifest
 from shardwise.manifest.names import data_file
-from shardwise.plan.cache import PlanCache, RankPlan
-from shardwise.plan.replica_sets import decode_replica_sets
-from shardwise.plan.save import ManifestPlan, plan_save
-from shardwise.plan.tables import Description, decode_description, decode_pieces
+from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import ManifestPlan, RankPlan
+from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
-from shardwise.store import Store
+from shardwise.store import BoundedStore, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,7 @@ class SaveRequest:
         arena: the buffers to write through.
         options: the options of the save.
         place: the destination, for error messages. Default: the store.
-        message: a message to rank 0's `admit`; see `plan_together`.
+        written_to: the storage that needs room for the save now; None if there is none.
     """
 
     state: LocalState
@@ -56,7 +62,7 @@ class SaveRequest:
     arena: Arena
     options: SaveOptions
     place: str = ""
-    message: bytes = b""
+    written_to: Store | None = None
 
     @property
     def terms(self) -> str:
@@ -81,6 +87,7 @@ class PlannedSave:
         description: the fragments of this rank, without bytes.
         fragments: the same fragments, with their memory.
         objects: on rank 0, the plain values that all ranks share; empty on other ranks.
+        held: bytes that are equal for ranks that hold the same boxes of the same tensors.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
@@ -93,6 +100,7 @@ class PlannedSave:
     description: Description
     fragments: tuple[Fragment, ...]
     objects: tuple[ObjectEntry, ...]
+    held: bytes = b""
     sample: ReplicaSample | None = None
 
     @property
@@ -110,11 +118,12 @@ class PlannedSave:
         layout = lay_out_file(self.plan.header, len(objects), metadata)
         return FileSource.of(self.plan.pieces, self.fragments, layout, objects)
 
-    def peer_sources(self) -> dict[int, FileSource]:
-        """Return, for each peer, the source of its data section, read from this rank's replicas."""
-        return {
-            rank: FileSource.of(pieces, self.fragments) for rank, pieces in self.plan.peers.items()
-        }
+    def source_of_peer(self, rank: int) -> FileSource:
+        """Return the source of the data section of a rank that holds the same boxes as this one.
+
+        The bytes are read from this rank's replicas.
+        """
+        return FileSource.of(self.plan.plan.pieces_of(rank, self.description), self.fragments)
 
     def entry(self, source: FileSource, checksums_crc32: int = 0) -> FileEntry:
         """Return the entry of this rank's file in the manifest.
@@ -159,173 +168,302 @@ class PlannedSave:
         return encode_manifest(manifest, planned.tensors)
 
 
-def plan_together(
-    prepare: Callable[[], SaveRequest],
-    admit: Callable[[SaveRequest, list[bytes]], str],
-    group: Group,
-    plan_cache: PlanCache,
-    recorder: Recorder,
-    *,
-    choose_peers: ChoosePeers | None = None,
-    check_room: Callable[[SaveRequest, int], None] | None = None,
-    comparison: ReplicaComparison | None = None,
-) -> PlannedSave | None:
-    """Agree on a save, and plan it. All ranks call this function together.
-
-    Args:
-        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
-        admit: runs on rank 0, with its own request and the messages of all ranks. Returns an id
-            for the save, or "" to skip the save.
-        group: the ranks.
-        plan_cache: plans of earlier saves, which this save reads and updates.
-        recorder: gets an event for each stage.
-        choose_peers: runs on rank 0. Default: no rank has peers.
-        check_room: runs on rank 0, with its own request and the tensor bytes of the save. Raises
-            if the storage has too little room.
-        comparison: compares replicas of this save, and reports differences at the last save.
-
-    Returns:
-        The planned save; None if `admit` skipped the save.
-
-    Raises:
-        ShardwiseError: as for `shardwise.save`, on every rank.
-    """
-
-    def make_message() -> tuple[_DescribedSave, bytes]:
-        with recorder.stage("describe"):
-            local = _describe_save(prepare())
-        with recorder.stage("plan"):
-            digests = b"" if comparison is None else comparison.encode_message()
-            return local, local.encode_message(plan_cache.fingerprints(group.rank), digests)
-
-    def make_reply(local: _DescribedSave, messages: list[bytes]) -> list[bytes]:
-        agreements = agree_on_plan(messages, partial(admit, local.save), choose_peers)
-        cached = plan_cache.get(agreements[0].plan, 0) if agreements[0].is_cached else None
-        if cached is not None and cached.manifest is not None and check_room is not None:
-            check_room(local.save, cached.manifest.bytes_stored)
-        return [msgspec.msgpack.encode(each) for each in agreements]
-
-    local, reply = exchange_with_local_value(group, "agreeing on a save", make_message, make_reply)
-    agreement = msgspec.msgpack.decode(reply, type=Agreement)
-    if comparison is not None:
-        comparison.conclude(agreement.differing, group, recorder)
-    if not agreement.save_id:
-        return None
-    with recorder.stage("plan"):
-        objects = _share_values(local.values, agreement, group)
-        plan = plan_cache.get(agreement.plan, group.rank) if agreement.is_cached else None
-        plan_cache.count(is_hit=plan is not None)
-        if plan is None:
-            plan = _plan_anew(local, agreement, group, check_room)
-            plan_cache.put(agreement.plan, group.rank, plan)
-    return local.with_plan(plan, agreement, objects, group, comparison)
-
-
 @dataclass(frozen=True, slots=True)
-class _DescribedSave:
+class DescribedSave:
     """A request of this rank, and the description of its tensors.
 
     Attributes:
-        encoded: the encoded description.
-        fingerprint: a digest of the encoded description.
+        request: the request.
+        description: the fragments of this rank, without bytes.
+        fragments: the same fragments, with their memory.
+        encoded: the encoded structure.
+        fingerprint: a digest of the structure.
         values: the plain values that all ranks share.
     """
 
-    save: SaveRequest
+    request: SaveRequest
     description: Description
     fragments: tuple[Fragment, ...]
     encoded: bytes
     fingerprint: bytes
     values: SharedValues
 
-    def with_plan(
-        self,
-        plan: RankPlan,
-        agreement: Agreement,
-        objects: tuple[ObjectEntry, ...],
-        group: Group,
-        comparison: ReplicaComparison | None,
-    ) -> PlannedSave:
-        """Return the planned save, and begin its comparison of replicas."""
-        sample, step = None, self.save.options.step or 0
-        if comparison is not None:
-            sample = comparison.begin(
-                agreement.save_id, step, plan, self.description, self.fragments
-            )
-        return PlannedSave(
-            save=self.save,
-            save_id=agreement.save_id,
-            rank=group.rank,
-            world_size=group.size,
-            plan=plan,
-            cached=agreement.is_cached,
-            description=self.description,
-            fragments=self.fragments,
-            objects=objects,
-            sample=sample,
+
+@prepare_decoding
+class _Offer(msgspec.Struct, array_like=True):
+    """A rank's message to rank 0.
+
+    Attributes:
+        terms: the settings that must be equal on all ranks.
+        fingerprint: the fingerprint of the rank's structure.
+        coordinates: the rank's coordinates in it.
+        cached_plans: the fingerprints of the plans in the rank's cache.
+        values_digest: the digest of the rank's plain values.
+        digests: the rank's message about the replicas that it compared at the last save.
+    """
+
+    terms: str
+    fingerprint: bytes
+    coordinates: Coordinates
+    cached_plans: list[bytes]
+    values_digest: bytes
+    digests: bytes
+
+
+@prepare_decoding
+class Agreement(msgspec.Struct, array_like=True):
+    """Rank 0's reply to all ranks.
+
+    Attributes:
+        plan: the fingerprint of the plan.
+        is_cached: whether all ranks have the plan in their caches.
+        describers: the ranks that send their structures: one of each structure.
+        value_senders: the ranks that send their plain values; none if the values are equal.
+        differing: the sets of replicas that differed at the last save, as `find_differing_sets`
+            returns them.
+        save_id: the id of the save; "" if the save is skipped.
+    """
+
+    plan: bytes
+    is_cached: bool
+    describers: list[int]
+    value_senders: list[int]
+    differing: dict[int, int]
+    save_id: str = ""
+
+
+@prepare_decoding
+class _EncodedWorld(msgspec.Struct, array_like=True):
+    """The structures of all ranks, as rank 0 sends them; see `plan.structure.World`."""
+
+    structures: list[bytes]
+    structure_of: list[int]
+    coordinates: list[Coordinates]
+
+    def decode(self) -> World:
+        structures = [msgspec.msgpack.decode(each, type=Structure) for each in self.structures]
+        return World(
+            tuple(structures), np.array(self.structure_of, np.int64), tuple(self.coordinates)
         )
 
-    def encode_message(self, cached_plans: list[bytes], digests: bytes) -> bytes:
-        """Return this rank's message to rank 0."""
-        values_digest = self.values.digest()
-        save = self.save
-        message = PlanMessage(
-            save.terms, self.fingerprint, cached_plans, values_digest, save.message, digests
+
+def describe_save(request: SaveRequest) -> DescribedSave:
+    """Describe the tensors of a request.
+
+    Raises:
+        StateError: as for `describe_tensors`.
+    """
+    state = request.state
+    description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
+    encoded = msgspec.msgpack.encode(description.structure)
+    values = SharedValues.of(state)
+    return DescribedSave(request, description, fragments, encoded, _digest(encoded), values)
+
+
+def encode_offer(
+    described: DescribedSave,
+    plan_cache: PlanCache,
+    group: Group,
+    comparison: ReplicaComparison | None = None,
+) -> bytes:
+    """Return this rank's message to rank 0, for `agree_on_save`.
+
+    Args:
+        described: the save.
+        plan_cache: plans of earlier saves.
+        group: the ranks.
+        comparison: has compared replicas at the last save.
+    """
+    offer = _Offer(
+        described.request.terms,
+        described.fingerprint,
+        described.description.coordinates,
+        plan_cache.fingerprints(group.rank),
+        described.values.digest(),
+        b"" if comparison is None else comparison.encode_message(),
+    )
+    return msgspec.msgpack.encode(offer)
+
+
+def agree_on_save(
+    encoded: Sequence[bytes],
+    request: SaveRequest,
+    plan_cache: PlanCache,
+) -> Agreement:
+    """Compare the offers of all ranks on rank 0. The caller adds the id of the save.
+
+    Args:
+        encoded: the offer of each rank.
+        request, plan_cache: those of rank 0.
+
+    Raises:
+        MismatchError: ranks do not save the same checkpoint.
+        StoreError: the storage has too little room.
+    """
+    offers = [msgspec.msgpack.decode(each, type=_Offer) for each in encoded]
+    require_equal(
+        [each.terms for each in offers], "ranks do not save the same checkpoint in the same way:"
+    )
+    described = [(each.fingerprint, each.coordinates) for each in offers]
+    plan = _digest(msgspec.msgpack.encode(described))
+    is_cached = all(plan in each.cached_plans for each in offers)
+    cached = plan_cache.get(plan, 0) if is_cached else None
+    if cached is not None and cached.manifest is not None:
+        _refuse_if_full(request, cached.manifest.bytes_stored)
+    value_senders = _first_of_each([each.values_digest for each in offers])
+    return Agreement(
+        plan,
+        is_cached,
+        _first_of_each([each.fingerprint for each in offers]),
+        value_senders if len(value_senders) > 1 else [],
+        find_differing_sets([each.digests for each in offers]),
+    )
+
+
+def complete_plan(
+    described: DescribedSave,
+    agreement: Agreement,
+    group: Group,
+    plan_cache: PlanCache,
+    recorder: Recorder,
+    comparison: ReplicaComparison | None = None,
+) -> PlannedSave:
+    """Send structures and plain values as far as other ranks lack them, and plan the save.
+
+    All ranks call this function together.
+
+    Args:
+        described: the save.
+        agreement: rank 0's reply.
+        group: the ranks.
+        plan_cache: plans of earlier saves, which this save reads and updates.
+        recorder: gets an event for each stage.
+        comparison: compares the replicas of this save.
+
+    Raises:
+        MismatchError: plain values, or dtypes or shapes of tensors, differ between ranks.
+        LayoutError: as for `plan.save.plan_save`.
+        StoreError: the storage has too little room.
+    """
+    with recorder.stage("plan"):
+        plan = plan_cache.get(agreement.plan, group.rank) if agreement.is_cached else None
+        plan_cache.count(is_hit=plan is not None)
+        world, objects = _share(described, agreement, group)
+        if plan is None:
+            description = described.description
+            plan = run_on_all(
+                group, "planning a save", lambda: RankPlan.of(world, group.rank, description)
+            )
+            plan_cache.put(agreement.plan, group.rank, plan)
+    sample = None
+    if comparison is not None:
+        step = described.request.options.step or 0
+        sample = comparison.begin(
+            agreement.save_id, step, plan, described.description, described.fragments
+        )
+    return PlannedSave(
+        save=described.request,
+        save_id=agreement.save_id,
+        rank=group.rank,
+        world_size=group.size,
+        plan=plan,
+        cached=agreement.is_cached,
+        description=described.description,
+        fragments=described.fragments,
+        objects=objects,
+        held=msgspec.msgpack.encode((described.fingerprint, described.description.coordinates)),
+        sample=sample,
+    )
+
+
+def _share(
+    described: DescribedSave, agreement: Agreement, group: Group
+) -> tuple[World, tuple[ObjectEntry, ...]]:
+    """Send what other ranks lack.
+
+    Returns:
+        The structures of all ranks, unless the plan is cached; and on rank 0, the plain values that
+        all ranks share.
+    """
+    own = described.values.encode()
+    if agreement.is_cached and not agreement.value_senders:
+        return _EncodedWorld([], [], []).decode(), merge_values([own]) if group.rank == 0 else ()
+    objects: tuple[ObjectEntry, ...] = ()
+
+    def make_message() -> bytes:
+        sends_structure = group.rank in agreement.describers and not agreement.is_cached
+        message = _DescriptionMessage(
+            described.fingerprint,
+            described.description.coordinates,
+            described.encoded if sends_structure else b"",
+            own if group.rank in agreement.value_senders else b"",
         )
         return msgspec.msgpack.encode(message)
 
+    def make_reply(encoded: list[bytes]) -> bytes:
+        nonlocal objects
+        messages = [msgspec.msgpack.decode(each, type=_DescriptionMessage) for each in encoded]
+        values = [each.values for each in messages] if agreement.value_senders else [own]
+        objects = merge_values(values)
+        index = {each.fingerprint: i for i, each in enumerate(m for m in messages if m.structure)}
+        world = _EncodedWorld([], [], [])
+        if not agreement.is_cached:
+            world = _EncodedWorld(
+                [each.structure for each in messages if each.structure],
+                [index[each.fingerprint] for each in messages],
+                [each.coordinates for each in messages],
+            )
+            _refuse_if_full(described.request, _size_of_tensors(world.decode()))
+        return msgspec.msgpack.encode(world)
 
-def _describe_save(save: SaveRequest) -> _DescribedSave:
-    description, fragments = describe_tensors(save.state.tensors, tuple(save.state.per_rank))
-    values = SharedValues.of(save.state)
-    encoded = description.encode()
-    return _DescribedSave(save, description, fragments, encoded, fingerprint_of(encoded), values)
+    reply = exchange(group, "describing a save", make_message, make_reply)
+    return msgspec.msgpack.decode(reply, type=_EncodedWorld).decode(), objects
 
 
-def _share_values(
-    values: SharedValues, agreement: Agreement, group: Group
-) -> tuple[ObjectEntry, ...]:
-    """Compare the plain values of all ranks, and return them on rank 0; empty on other ranks."""
-    if agreement.gather_values:
-        merged = collect(
-            group,
-            "comparing plain values",
-            lambda: values.encode() if agreement.send_values else b"",
-            merge_values,
+@prepare_decoding
+class _DescriptionMessage(msgspec.Struct, array_like=True):
+    """A rank's structure and plain values, as far as rank 0 needs them; empty otherwise."""
+
+    fingerprint: bytes
+    coordinates: Coordinates
+    structure: bytes
+    values: bytes
+
+
+def _size_of_tensors(world: World) -> int:
+    """Return the bytes of all tensors, without replicas."""
+    sizes = {
+        name: math.prod(shape) * DTYPES[dtype].itemsize
+        for each in world.structures
+        for name, dtype, shape in zip(each.names, each.dtypes, each.shapes, strict=True)
+    }
+    return sum(sizes.values())
+
+
+def _refuse_if_full(request: SaveRequest, nbytes: int) -> None:
+    if request.written_to is not None:
+        refuse_if_full(request.written_to, nbytes)
+
+
+def refuse_if_full(store: Store, nbytes: int) -> None:
+    """Refuse a save that does not fit into the free space of its storage.
+
+    Raises:
+        StoreError: fewer than `nbytes` bytes are free.
+    """
+    free = store.free_bytes() if isinstance(store, BoundedStore) else None
+    if free is not None and free < nbytes:
+        raise StoreError(
+            f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only {free:,} "
+            "are free; free some space or keep fewer checkpoints"
         )
-        return merged or ()
-    return merge_values([values.encode()]) if group.rank == 0 else ()
 
 
-def _plan_anew(
-    local: _DescribedSave,
-    agreement: Agreement,
-    group: Group,
-    check_room: Callable[[SaveRequest, int], None] | None,
-) -> RankPlan:
-    """Send all descriptions to rank 0, which plans, and return the plan of this rank."""
+def _first_of_each(values: Sequence[bytes]) -> list[int]:
+    """Return the first rank of each distinct value."""
+    first = {value: rank for rank, value in reversed(list(enumerate(values)))}
+    return sorted(first.values())
 
-    def make_reply(messages: list[bytes]) -> list[bytes]:
-        plan = plan_save([decode_description(data) for data in messages])
-        if check_room is not None:
-            check_room(local.save, plan.manifest.bytes_stored)
-        pieces = [plan.encode_pieces(rank) for rank in range(len(messages))]
-        replies = [
-            EncodedPlan(own, {peer: pieces[peer] for peer in peers}, sets)
-            for own, peers, sets in zip(pieces, agreement.peers, plan.replica_sets, strict=True)
-        ]
-        replies[0].manifest = plan.manifest
-        return [msgspec.msgpack.encode(each) for each in replies]
 
-    reply = exchange(group, "planning a save", lambda: local.encoded, make_reply)
-    planned = msgspec.msgpack.decode(reply, type=EncodedPlan)
-    description = local.description
-    pieces = decode_pieces(planned.pieces, description)
-    peers = {rank: decode_pieces(data, description) for rank, data in planned.peers.items()}
-    return RankPlan(
-        pieces,
-        encode_header_entries(pieces.describe_pieces(description)),
-        peers,
-        planned.manifest,
-        decode_replica_sets(planned.replica_sets, description),
-    )
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -35,7 +35,6 @@ from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.manifest.checksums import crc32
-from shardwise.plan.cache import RankPlan
 from shardwise.plan.replica_sets import (
     ReplicaSet,
     choose_pieces,
@@ -43,7 +42,8 @@ from shardwise.plan.replica_sets import (
     most_bytes_compared,
     saves_per_round,
 )
-from shardwise.plan.tables import Description
+from shardwise.plan.save import RankPlan
+from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment
 from shardwise.store.store import Buffer
 
@@ -232,7 +232,9 @@ class ReplicaComparison:
         """Compare the sets of replicas of a plan from now on."""
         if self._plan is plan:
             return
-        ignored = [self._policy.reaction_to(name) == "ignore" for name in description.names]
+        ignored = [
+            self._policy.reaction_to(name) == "ignore" for name in description.structure.names
+        ]
         sets = [leave_out_tensors(each, ignored, description) for each in plan.replica_sets]
         self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
         self._position, self._equal_at = None, {}

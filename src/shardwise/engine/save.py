@@ -12,11 +12,20 @@ import torch
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.commit import publish_manifest
-from shardwise.engine.exchange import exchange, run_on_all
+from shardwise.engine.exchange import exchange, exchange_with_local_value, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_leftovers
 from shardwise.engine.node_ranks import divide_uploads
-from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.planning import (
+    Agreement,
+    DescribedSave,
+    PlannedSave,
+    SaveRequest,
+    agree_on_save,
+    complete_plan,
+    describe_save,
+    encode_offer,
+)
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
@@ -26,9 +35,9 @@ from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.tables import Description
+from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment, host_array
-from shardwise.store import BoundedStore, Store
+from shardwise.store import Store
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
 _Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
@@ -97,18 +106,23 @@ def save_all(
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
     sent_before = group.bytes_sent
-    with ExitStack() as cleanup:
-        planned = plan_together(
-            prepare,
-            lambda save, _: lock_place(save, cleanup),
-            group,
-            plan_cache,
-            recorder,
-            check_room=lambda save, nbytes: refuse_if_full(save.store, nbytes),
-            comparison=comparison,
-        )
-        if planned is None:
-            raise RuntimeError("rank 0 skipped a save that it cannot skip")
+    with ExitStack() as lock:
+
+        def offer() -> tuple[DescribedSave, bytes]:
+            with recorder.stage("describe"):
+                described = describe_save(prepare())
+            return described, encode_offer(described, plan_cache, group, comparison)
+
+        def reply(own: DescribedSave, offers: list[bytes]) -> bytes:
+            agreement = agree_on_save(offers, own.request, plan_cache)
+            agreement.save_id = lock_place(own.request, lock)
+            return msgspec.msgpack.encode(agreement)
+
+        described, encoded = exchange_with_local_value(group, "agreeing on a save", offer, reply)
+        agreement = msgspec.msgpack.decode(encoded, type=Agreement)
+        if comparison is not None:
+            comparison.conclude(agreement.differing, group, recorder)
+        planned = complete_plan(described, agreement, group, plan_cache, recorder, comparison)
         save = planned.save
         if save.options.check_replicas:
             with recorder.stage("check_replicas"):
@@ -143,7 +157,7 @@ def check_replicas(description: Description, fragments: Sequence[Fragment], grou
     def make_message() -> bytes:
         rows: list[_Row] = [
             (
-                description.names[tensor],
+                description.structure.names[tensor],
                 fragment.box.offset,
                 fragment.box.shape,
                 _checksum(fragment.data),
@@ -293,20 +307,6 @@ def refuse_existing(save: SaveRequest, steps: Collection[int] | None = None) -> 
         return
     if not save.options.overwrite and MANIFEST in save.store.list():
         raise _exists_error(save.store)
-
-
-def refuse_if_full(store: Store, nbytes: int) -> None:
-    """Refuse a save that does not fit into the free space of its storage.
-
-    Raises:
-        StoreError: fewer than `nbytes` bytes are free.
-    """
-    free = store.free_bytes() if isinstance(store, BoundedStore) else None
-    if free is not None and free < nbytes:
-        raise StoreError(
-            f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only {free:,} "
-            "are free; free some space or keep fewer checkpoints"
-        )
 
 
 def _exists_error(store: Store) -> CheckpointExistsError:

@@ -14,7 +14,7 @@ from shardwise.errors import StateError
 from shardwise.layout import boxes_within
 from shardwise.manifest.pieces import Int, padded_rows
 from shardwise.plan.load import Spans, Transfers
-from shardwise.plan.tables import Description
+from shardwise.plan.structure import Description, Structure, find_rules
 from shardwise.state.leaves import Fragment, TensorLeaf, host_array, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
 
@@ -191,16 +191,30 @@ def describe_tensors(
             check_memory(leaf.name, fragment.data)
             fragments.append(fragment)
             tensor.append(i)
-    dims = max((len(leaf.shape) for leaf in listed), default=0)
-    description = Description(
+    rules, rule_of, coordinates = find_rules(
+        [(leaf.shape, leaf.sharding, [each.box for each in leaf.fragments]) for leaf in listed]
+    )
+    structure = Structure(
         tuple(leaf.name for leaf in listed),
         tuple(str(leaf.dtype).removeprefix("torch.") for leaf in listed),
         tuple(leaf.shape for leaf in listed),
+        rules,
+        rule_of,
+        tuple(
+            (i, fragment.box.offset, fragment.box.shape)
+            for i, fragment in zip(tensor, fragments, strict=True)
+            if rule_of[i] < 0
+        ),
+        tuple(ties),
+        tuple(per_rank),
+    )
+    dims = max((len(leaf.shape) for leaf in listed), default=0)
+    description = Description(
+        structure,
+        coordinates,
         np.array(tensor, np.int64),
         padded_rows([fragment.box.offset for fragment in fragments], dims, 0),
         padded_rows([fragment.box.shape for fragment in fragments], dims, 1),
-        tuple(ties),
-        tuple(per_rank),
     )
     return description, tuple(fragments)
 

@@ -16,7 +16,7 @@ from shardwise.layout.indexing import (
     select_positions,
     split_into_batches,
 )
-from shardwise.layout.mesh import MeshShard, Split, fragments_of_shard, splits_of
+from shardwise.layout.mesh import MeshShard, Sharding, Split, fragments_of_shard, splits_of
 from shardwise.layout.overlap import Overlaps, find_overlaps
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Plane",
     "RangeBoxes",
     "SelectedPositions",
+    "Sharding",
     "Split",
     "boxes_of",
     "boxes_of_covers",

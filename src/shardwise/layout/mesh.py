@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from shardwise.errors import LayoutError
 from shardwise.layout.box import Box
@@ -23,12 +23,28 @@ class Split:
         index: the index of this shard's part.
         split_factor: if greater than 1, the dimension is first cut into this many runs, and the
             shard has one part of each run. FSDP splits already sharded tensors in this way.
+        mesh_dim: the mesh dimension.
     """
 
     dim: int
     parts: int
     index: int
     split_factor: int = 1
+    mesh_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor is split over a device mesh.
+
+    Attributes:
+        mesh: identifies the mesh in this process.
+        splits: the splits, in the order in which they are applied; empty if every rank holds the
+            whole tensor.
+    """
+
+    mesh: Hashable
+    splits: tuple[Split, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +85,11 @@ def splits_of(
             for other in shards
             if other.mesh_dim > mesh_dim and other.dim == shard.dim
         )
+        split = Split(shard.dim, mesh[mesh_dim], coordinate[mesh_dim], shard.split_factor, mesh_dim)
         if shard.split_factor > 1 and shard.split_factor == later_parts:
-            afterwards.insert(0, Split(shard.dim, mesh[mesh_dim], coordinate[mesh_dim]))
+            afterwards.insert(0, replace(split, split_factor=1))
         else:
-            splits.append(
-                Split(shard.dim, mesh[mesh_dim], coordinate[mesh_dim], shard.split_factor)
-            )
+            splits.append(split)
     return (*splits, *afterwards)
 
 

@@ -5,35 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from shardwise.manifest.data_file import HeaderEntries
-from shardwise.plan.replica_sets import ReplicaSet
-from shardwise.plan.save import ManifestPlan
-from shardwise.plan.tables import PieceTable
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank's part of a plan.
-
-    Attributes:
-        pieces: the pieces that the rank writes.
-        header: the entries of these pieces in the header of the rank's file.
-        peers: pieces that other ranks write, and that this rank can copy from its own replicas, by
-            rank. Empty, except for a snapshot whose ranks protect each other.
-        manifest: on rank 0, the part of the manifest that depends on the plan alone.
-        replica_sets: the sets of replicas of this rank.
-    """
-
-    pieces: PieceTable
-    header: HeaderEntries
-    peers: dict[int, PieceTable]
-    manifest: ManifestPlan | None
-    replica_sets: tuple[ReplicaSet, ...] = ()
+from shardwise.plan.save import RankPlan
 
 
 @dataclass(slots=True)
 class PlanCache:
-    """Plans of earlier saves. The key is the fingerprint of all descriptions, and the rank.
+    """Plans of earlier saves. The key is the fingerprint of all structures, and the rank.
 
     The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
     structure is planned again. A plan does not depend on addresses of tensors in memory. A save

@@ -14,14 +14,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.decoding import prepare_decoding
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan.tables import Description, PieceTable
+from shardwise.plan.structure import Description
+from shardwise.plan.tables import PieceTable
 
 Int = npt.NDArray[np.int64]
 SHARE = 20
@@ -56,52 +55,6 @@ class ReplicaSet:
     def nbytes(self) -> int:
         """The bytes of all boxes."""
         return int(self.start[-1])
-
-
-@prepare_decoding
-class _EncodedSet(msgspec.Struct, array_like=True):
-    """A set of replicas, for one holder; `fragment` has 4 bytes for each index."""
-
-    number: int
-    holders: int
-    fragment: bytes
-
-
-def encode_replica_sets(
-    sets: Sequence[tuple[Sequence[int], Int]], fragment: Int, itemsize: Int, world_size: int
-) -> tuple[bytes, ...]:
-    """Return each rank's sets of replicas, encoded for the rank.
-
-    Args:
-        sets: the ranks that hold each set; and for each box of the set, the rows of these ranks in
-            the columns of all fragments, `(boxes, holders)`.
-        fragment, itemsize: for each fragment of all ranks, its index on its rank, and the size of
-            an element in bytes.
-        world_size: the number of ranks.
-    """
-    found: list[list[_EncodedSet]] = [[] for _ in range(world_size)]
-    for number, (holders, rows) in enumerate(sets):
-        if len(set(holders)) < max(len(holders), 2):
-            continue  # a rank has two boxes that are equal, so the holders' sequences would differ
-        # Wider types come first, so that every offset in the sequence is aligned to its own type.
-        order = np.argsort(-itemsize[rows[:, 0]], kind="stable")
-        indices = fragment[rows[order]].astype("<i4")
-        for column, rank in enumerate(holders):
-            encoded = np.ascontiguousarray(indices[:, column]).tobytes()
-            found[rank].append(_EncodedSet(number, len(holders), encoded))
-    return tuple(msgspec.msgpack.encode(each) for each in found)
-
-
-def decode_replica_sets(data: bytes, description: Description) -> tuple[ReplicaSet, ...]:
-    """Return the sets of replicas that `encode_replica_sets` encoded for this rank."""
-    itemsize = np.array([DTYPES[dtype].itemsize for dtype in description.dtypes], np.int64)
-    found = []
-    for each in msgspec.msgpack.decode(data, type=list[_EncodedSet]):
-        fragment = np.frombuffer(each.fragment, "<i4").astype(np.int64)
-        nbytes = description.shape[fragment].prod(axis=1) * itemsize[description.tensor[fragment]]
-        start = np.concatenate([[0], np.cumsum(nbytes)])
-        found.append(ReplicaSet(each.number, each.holders, fragment, start))
-    return tuple(found)
 
 
 def leave_out_tensors(
@@ -174,14 +127,14 @@ def choose_pieces(
     fragments: list[int] = []
     boxes: list[Box] = []
     whole: list[bool] = []
-    ndims = [len(shape) for shape in description.shapes]
+    ndims = [len(shape) for shape in description.structure.shapes]
     for each in sets:
         for fragment, box, is_whole in _pieces_of_set(each, description, ndims, position):
             fragments.append(fragment)
             boxes.append(box)
             whole.append(is_whole)
         limits.append(len(fragments))
-    itemsize = [DTYPES[dtype].itemsize for dtype in description.dtypes]
+    itemsize = [DTYPES[dtype].itemsize for dtype in description.structure.dtypes]
     tensors = description.tensor[fragments].tolist()
     sizes = [box.size * itemsize[tensor] for box, tensor in zip(boxes, tensors, strict=True)]
     start = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

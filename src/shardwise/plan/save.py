@@ -1,23 +1,27 @@
-"""Plan a save: from the tensors that each rank holds, compute the pieces that each rank writes."""
+"""Plan a save: from the structures of all ranks, compute the pieces that each rank writes.
+
+Every rank computes the same plan, so that no plan is sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.decoding import prepare_decoding
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.events import format_count
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
+from shardwise.manifest.data_file import HeaderEntries, encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
 from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
-from shardwise.plan.replica_sets import encode_replica_sets
-from shardwise.plan.tables import Description, encode_pieces, pad_columns
+from shardwise.plan.replica_sets import ReplicaSet
+from shardwise.plan.structure import Description, Structure, World, boxes_of_rule
+from shardwise.plan.tables import PieceTable, piece_table
 
 Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
@@ -26,8 +30,8 @@ SMALLEST_GRAIN = 1 << 16
 """Bounds on the unit, in bytes, at which replicas are cut; see `divide_replicas`."""
 
 
-@prepare_decoding
-class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
+@dataclass(frozen=True, slots=True)
+class ManifestPlan:
     """The part of a manifest that depends on the plan alone.
 
     Attributes:
@@ -46,98 +50,237 @@ class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBoxes:
+    """The n distinct boxes of all tensors, and the ranks that hold them, in columns.
+
+    Attributes:
+        tensor: indices in the list of all tensors, `(n,)`.
+        offset, shape: the boxes, `(n, D)`.
+        holders: indices in `sets`, `(n,)`.
+        sets: the distinct sets of ranks, each sorted.
+        fragment: the index of the fragment with this box on the rank that plans; -1 if the rank
+            does not hold the box, `(n,)`.
+    """
+
+    tensor: Int
+    offset: Int
+    shape: Int
+    holders: Int
+    sets: tuple[tuple[int, ...], ...]
+    fragment: Int
+
+    @property
+    def counts(self) -> Int:
+        """The number of ranks that hold each box, `(n,)`."""
+        return np.array([len(ranks) for ranks in self.sets], np.int64)[self.holders]
+
+
+@dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The n pieces that all ranks write, in columns, and the planned part of the manifest.
+    """The n pieces that all ranks write, in columns.
 
     Rank r writes the rows `limits[r]:limits[r + 1]` to its file, in this order.
 
     Attributes:
+        world: the structures of all ranks.
+        tensors: all tensors, without pieces.
+        tied: the tensors that are tied to others.
+        boxes: the distinct boxes that ranks hold.
+        replicas: for each set of several ranks, the rows in `boxes` that exactly they hold; small
+            sets first.
         limits: the first row of each rank, and n, `(ranks + 1,)`.
-        fragment: indices of fragments in the description of the rank that writes the piece, `(n,)`.
-        offset, shape: boxes of the global tensors, `(n, D)`.
-        manifest: the planned part of the manifest.
-        replica_sets: the sets of replicas of each rank; `decode_replica_sets` decodes them.
+        box: the row in `boxes` that contains each piece, `(n,)`.
+        offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
     """
 
+    world: World
+    tensors: tuple[TensorEntry, ...]
+    tied: tuple[TensorEntry, ...]
+    boxes: HeldBoxes
+    replicas: tuple[tuple[tuple[int, ...], Int], ...]
     limits: Int
-    fragment: Int
+    box: Int
     offset: Int
     shape: Int
-    manifest: ManifestPlan
-    replica_sets: tuple[bytes, ...]
 
-    def encode_pieces(self, rank: int) -> bytes:
-        """Return the pieces that a rank writes; `decode_pieces` decodes them on that rank."""
+    @property
+    def itemsize(self) -> Int:
+        """The size of an element of each tensor, in bytes."""
+        return np.array([DTYPES[tensor.dtype].itemsize for tensor in self.tensors], np.int64)
+
+    def pieces_of(self, rank: int, description: Description) -> PieceTable:
+        """Return the pieces that a rank writes.
+
+        Args:
+            rank: this rank, or another one that holds equal boxes.
+            description: the fragments of this rank, which the pieces are read from.
+        """
         rows = slice(int(self.limits[rank]), int(self.limits[rank + 1]))
-        return encode_pieces(self.fragment[rows], self.offset[rows], self.shape[rows])
+        fragments = self.boxes.fragment[self.box[rows]]
+        return piece_table(description, fragments, self.offset[rows], self.shape[rows])
+
+    def replica_sets_of(self, rank: int) -> tuple[ReplicaSet, ...]:
+        """Return the sets of replicas that this rank holds."""
+        found = []
+        for number, (holders, rows) in enumerate(self.replicas):
+            if rank not in holders:
+                continue
+            # Wider types come first, so that every offset in the sequence is aligned to its type.
+            itemsize = self.itemsize[self.boxes.tensor[rows]]
+            order = np.argsort(-itemsize, kind="stable")
+            sizes = self.boxes.shape[rows].prod(axis=1) * itemsize
+            start = np.concatenate([[0], np.cumsum(sizes[order])])
+            found.append(ReplicaSet(number, len(holders), self.boxes.fragment[rows[order]], start))
+        return tuple(found)
+
+    def manifest(self) -> ManifestPlan:
+        """Return the planned part of the manifest."""
+        world, itemsize, boxes = self.world, self.itemsize, self.boxes
+        has_values = np.array([bool(each.per_rank) for each in world.structures])
+        files = np.flatnonzero((np.diff(self.limits) > 0) | has_values[world.structure_of])
+        pieces = self._place_pieces(files)
+        ndims = [len(tensor.shape) for tensor in self.tensors]
+        entries = entries_of_runs(find_runs(pieces), ndims)
+        listed = [
+            msgspec.structs.replace(tensor, pieces=tuple(own))
+            for tensor, own in zip(self.tensors, entries, strict=True)
+        ]
+        names = (name for each in world.structures for name in each.per_rank)
+        held = boxes.shape.prod(axis=1) * itemsize[boxes.tensor] * boxes.counts
+        return ManifestPlan(
+            encode_tensors([*listed, *self.tied]),
+            tuple(files.tolist()),
+            tuple(dict.fromkeys(names)),
+            int(held.sum()),
+            int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum()),
+        )
+
+    def _place_pieces(self, files: Int) -> Pieces:
+        """Return the pieces with their files and offsets, in the order of the manifest.
+
+        Args:
+            files: the ranks that write a file.
+        """
+        tensor = self.boxes.tensor[self.box]
+        ranks = np.repeat(np.arange(self.world.size), np.diff(self.limits))
+        ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsize[tensor])])
+        start = ends[:-1] - ends[self.limits][ranks]
+        columns = (tensor, np.searchsorted(files, ranks), start, self.offset, self.shape)
+        order = np.lexsort([*reversed(self.offset.T), tensor])
+        return Pieces(*(column[order] for column in columns))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fragments:
-    """The fragments of all ranks, in columns; `tensor` has indices in the list of all tensors."""
-
-    tensor: Int
-    rank: Int
-    fragment: Int
-    offset: Int
-    shape: Int
-
-
-def plan_save(descriptions: Sequence[Description]) -> SavePlan:
+def plan_save(world: World, rank: int = 0) -> SavePlan:
     """Plan which rank writes which boxes, so that each element is written once.
 
     Args:
-        descriptions: the description of each rank.
+        world: the structures of all ranks.
+        rank: this rank. The plan is the same on all ranks, but for `HeldBoxes.fragment`.
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
-        LayoutError: the shards of a tensor leave gaps, or overlap without being equal.
+        LayoutError: the shards of a tensor leave gaps, or overlap without being equal, or a tensor
+            is tied on some ranks only.
     """
-    tensors = _unite_tensors(descriptions)
-    index_of_name = {tensor.name: i for i, tensor in enumerate(tensors)}
-    fragments = _unite_fragments(descriptions, index_of_name)
-    order, counts = _group_replicas(fragments)
-    first_rows = order[np.cumsum(counts) - counts]
-    _check_coverage(tensors, fragments, first_rows)
-    itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)
-    world = len(descriptions)
-    sets = _holder_sets(fragments, order, counts)
-    alone = order[(np.cumsum(counts) - counts)[counts == 1]]
-    rows, offset, shape = _assign_writers(fragments, alone, sets, itemsize, world)
-    writes = np.bincount(fragments.rank[rows], minlength=world) > 0
-    files = np.flatnonzero(writes | [bool(d.per_rank) for d in descriptions])
-    # Wider types come first in a file, so that every piece is aligned to its own type.
-    size = itemsize[fragments.tensor[rows]]
-    file_order = np.lexsort(
-        [*reversed(offset.T), fragments.tensor[rows], -size, fragments.rank[rows]]
-    )
-    rows, offset, shape = rows[file_order], offset[file_order], shape[file_order]
-    limits = np.searchsorted(fragments.rank[rows], np.arange(world + 1))
-    pieces = _place_pieces(fragments, rows, offset, shape, itemsize, limits, files)
-    entries = entries_of_runs(find_runs(pieces), [len(t.shape) for t in tensors])
-    listed = [
-        msgspec.structs.replace(tensor, pieces=tuple(own))
-        for tensor, own in zip(tensors, entries, strict=True)
+    number_of: dict[tuple[int, ...], int] = {}
+    blocks = [
+        _boxes_of_structure(world, index, rank, number_of) for index in range(len(world.structures))
     ]
-    manifest = ManifestPlan(
-        encode_tensors(listed + _tied_entries(descriptions, tensors, index_of_name)),
-        tuple(files.tolist()),
-        tuple(dict.fromkeys(name for d in descriptions for name in d.per_rank)),
-        int((fragments.shape.prod(axis=1) * itemsize[fragments.tensor]).sum()),
-        int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum()),
+    tensors = _unite_tensors(world, blocks)
+    boxes = _unite_boxes(world.structures, blocks, tensors, number_of)
+    _check_coverage(tensors, boxes)
+    tied = _tied_entries(world.structures, tensors)
+    itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
+    replicas = _replicas(boxes)
+    writer, box, offset, shape = _assign_writers(boxes, replicas, itemsize, world.size)
+    # Wider types come first in a file, so that every piece is aligned to its own type.
+    tensor = boxes.tensor[box]
+    order = np.lexsort([*reversed(offset.T), tensor, -itemsize[tensor], writer])
+    limits = np.searchsorted(writer[order], np.arange(world.size + 1))
+    columns = limits, box[order], offset[order], shape[order]
+    return SavePlan(world, tuple(tensors), tuple(tied), boxes, replicas, *columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The n boxes of each of some tensors of a structure, which have equal boxes.
+
+    Attributes:
+        tensors: indices in the structure.
+        offset, shape: the boxes, `(n, ndim)`.
+        holders: the number of the set of ranks that hold each box, `(n,)`.
+        is_own: whether this rank holds each box, `(n,)`.
+    """
+
+    tensors: Sequence[int]
+    offset: Int
+    shape: Int
+    holders: Int
+    is_own: npt.NDArray[np.bool_]
+
+
+def _boxes_of_structure(
+    world: World, index: int, rank: int, number_of: dict[tuple[int, ...], int]
+) -> list[_Block]:
+    """Return the boxes that ranks with one structure hold.
+
+    Args:
+        index: the index of the structure.
+        rank: this rank.
+        number_of: the number of each set of ranks; new sets are added.
+    """
+    structure = world.structures[index]
+    ranks = np.flatnonzero(world.structure_of == index)
+    coordinates = np.array([world.coordinates[each] for each in ranks.tolist()], np.int64)
+    coordinates = coordinates.reshape(len(ranks), -1)
+    tensors_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, key in enumerate(zip(structure.rule_of, structure.shapes, strict=True)):
+        tensors_of.setdefault(key, []).append(i)
+    parts_of_rule = []
+    for rule in structure.rules:
+        indices = coordinates[:, [split.axis for split in rule]]
+        parts, inverse = np.unique(indices, axis=0, return_inverse=True)
+        inverse = inverse.reshape(-1)
+        order = np.argsort(inverse, kind="stable")
+        members = np.split(ranks[order], np.searchsorted(inverse[order], range(1, len(parts))))
+        sets = [tuple(each.tolist()) for each in members]
+        numbers = [number_of.setdefault(each, len(number_of)) for each in sets]
+        own = [rank in each for each in sets]
+        parts_of_rule.append(list(zip(parts.tolist(), numbers, own, strict=True)))
+    blocks = []
+    for (number, shape), tensors in tensors_of.items():
+        if number >= 0:
+            rows = [
+                (box, holders, is_own)
+                for part, holders, is_own in parts_of_rule[number]
+                for box in boxes_of_rule(shape, structure.rules[number], part)
+            ]
+            blocks.append(_block(tensors, rows, len(shape)))
+    everyone = tuple(ranks.tolist())
+    number = number_of.setdefault(everyone, len(number_of))
+    for i, offset, shape in structure.listed:
+        row = Box(offset, shape), number, rank in everyone
+        blocks.append(_block([i], [row], len(shape)))
+    return blocks
+
+
+def _block(tensors: Sequence[int], rows: Sequence[tuple[Box, int, bool]], ndim: int) -> _Block:
+    return _Block(
+        tensors,
+        padded_rows((box.offset for box, _, _ in rows), ndim, 0),
+        padded_rows((box.shape for box, _, _ in rows), ndim, 1),
+        np.array([number for _, number, _ in rows], np.int64),
+        np.array([is_own for _, _, is_own in rows], bool),
     )
-    row_sizes = itemsize[fragments.tensor]
-    replica_sets = encode_replica_sets(sets, fragments.fragment, row_sizes, world)
-    return SavePlan(limits, fragments.fragment[rows], offset, shape, manifest, replica_sets)
 
 
-def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
+def _unite_tensors(world: World, blocks: Sequence[Sequence[_Block]]) -> list[TensorEntry]:
     seen: dict[str, TensorEntry] = {}
     problems = []
-    tied = {name for description in descriptions for name, _ in description.ties}
-    for rank, description in enumerate(descriptions):
-        columns = zip(description.names, description.dtypes, description.shapes, strict=True)
-        holds = set(description.tensor.tolist()) if tied else set()
+    tied = {name for structure in world.structures for name, _ in structure.ties}
+    for number, structure in enumerate(world.structures):
+        columns = zip(structure.names, structure.dtypes, structure.shapes, strict=True)
+        holds = {i for block in blocks[number] if len(block.holders) for i in block.tensors}
         for i, (name, dtype, shape) in enumerate(columns):
             if name in tied and i not in holds:
                 continue  # a rank without a fragment of a tensor cannot see that it is tied
@@ -145,6 +288,7 @@ def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
             if known is None:
                 seen[name] = TensorEntry(name, dtype, shape)
             elif known.dtype != dtype or known.shape != shape:
+                rank = int(np.flatnonzero(world.structure_of == number)[0])
                 problems.append(
                     f"{name}: {dtype} {list(shape)} on rank {rank}, "
                     f"{known.dtype} {list(known.shape)} on an earlier rank"
@@ -158,55 +302,103 @@ def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
     return list(seen.values())
 
 
-def _unite_fragments(descriptions: Sequence[Description], index: dict[str, int]) -> _Fragments:
-    dims = max((d.offset.shape[1] for d in descriptions), default=0)
-    tensor = [
-        np.array([index.get(name, -1) for name in d.names], np.int64)[d.tensor]
-        for d in descriptions
+def _unite_boxes(
+    structures: Sequence[Structure],
+    blocks: Sequence[Sequence[_Block]],
+    tensors: Sequence[TensorEntry],
+    number_of: dict[tuple[int, ...], int],
+) -> HeldBoxes:
+    """Return the distinct boxes of all structures."""
+    index = {tensor.name: i for i, tensor in enumerate(tensors)}
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    parts: list[tuple[Int, ...]] = [
+        (np.zeros((0, 1 + 2 * dims), np.int64), *[np.zeros(0, np.int64)] * 2)
     ]
-    return _Fragments(
-        np.concatenate(tensor),
-        np.repeat(np.arange(len(descriptions)), [len(d.tensor) for d in descriptions]),
-        np.concatenate([np.arange(len(d.tensor)) for d in descriptions]),
-        np.concatenate([pad_columns(d.offset, dims, 0) for d in descriptions]),
-        np.concatenate([pad_columns(d.shape, dims, 1) for d in descriptions]),
+    for structure, own_blocks in zip(structures, blocks, strict=True):
+        first_fragment = _first_fragments(len(structure.names), own_blocks)
+        for block in own_blocks:
+            n = len(block.holders)
+            if not n:
+                continue
+            boxes = np.hstack(
+                [pad_columns(block.offset, dims, 0), pad_columns(block.shape, dims, 1)]
+            )
+            tensor = np.array([index[structure.names[i]] for i in block.tensors], np.int64)
+            place = np.cumsum(block.is_own) - 1
+            fragment = np.where(block.is_own, first_fragment[block.tensors][:, None] + place, -1)
+            first_fragment[block.tensors] += int(block.is_own.sum())
+            columns = np.column_stack([np.repeat(tensor, n), np.tile(boxes, (len(tensor), 1))])
+            parts.append((columns, np.tile(block.holders, len(tensor)), fragment.reshape(-1)))
+    columns, holders, fragment = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return _merge_equal(columns, holders, fragment, number_of)
+
+
+def _first_fragments(count: int, blocks: Sequence[_Block]) -> Int:
+    """Return the index of the first fragment of each tensor on the rank with these blocks."""
+    sizes = np.zeros(count, np.int64)
+    for block in blocks:
+        sizes[block.tensors] += int(block.is_own.sum())
+    return np.cumsum(sizes) - sizes
+
+
+def _merge_equal(
+    columns: Int, holders: Int, fragment: Int, number_of: dict[tuple[int, ...], int]
+) -> HeldBoxes:
+    """Unite the holders of equal boxes, which several structures can have."""
+    order = np.lexsort(columns.T[::-1])
+    columns, holders, fragment = columns[order], holders[order], fragment[order]
+    begins = np.ones(len(columns), bool)
+    begins[1:] = (np.diff(columns, axis=0) != 0).any(axis=1)
+    first = np.flatnonzero(begins)
+    counts = np.diff(np.append(first, len(columns)))
+    sets = list(number_of)
+    united = holders[first]
+    own = fragment[first]
+    for row in np.flatnonzero(counts > 1).tolist():
+        same = slice(first[row], first[row] + counts[row])
+        ranks = tuple(sorted({rank for number in holders[same].tolist() for rank in sets[number]}))
+        united[row] = number_of.setdefault(ranks, len(number_of))
+        sets += [ranks] if united[row] == len(sets) else []
+        own[row] = max(fragment[same])
+    dims = (columns.shape[1] - 1) // 2
+    distinct = columns[first]
+    return HeldBoxes(
+        distinct[:, 0],
+        distinct[:, 1 : 1 + dims],
+        distinct[:, 1 + dims :],
+        united,
+        tuple(sets),
+        own,
     )
 
 
-def _group_replicas(fragments: _Fragments) -> tuple[Int, Int]:
-    """Return an order of rows in which equal boxes are adjacent, and the sizes of the groups."""
-    keys = [fragments.tensor, *fragments.offset.T, *fragments.shape.T]
-    order = np.lexsort([fragments.rank, *reversed(keys)])
-    differs = np.zeros(len(order), bool)
-    for key in keys:
-        differs[1:] |= np.diff(key[order]) != 0
-    groups = np.cumsum(differs)
-    return order, np.bincount(groups) if len(groups) else groups
+def pad_columns(boxes: Int, dims: int, fill: int) -> Int:
+    """Return an array `(n, D)` padded on the right to `(n, dims)`."""
+    missing = dims - boxes.shape[1]
+    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=fill) if missing else boxes
 
 
-def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, first_rows: Int) -> None:
+def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
     if not tensors:
         return
-    shapes = padded_rows([t.shape for t in tensors], fragments.offset.shape[1], 1)
+    shapes = padded_rows([t.shape for t in tensors], boxes.offset.shape[1], 1)
     everything = np.ones(len(tensors), bool)
-    boxes = fragments.tensor[first_rows], fragments.offset[first_rows], fragments.shape[first_rows]
-    wrong = find_uncovered_tensors(shapes, *boxes, everything).tolist()
+    columns = boxes.tensor, boxes.offset, boxes.shape
+    wrong = find_uncovered_tensors(shapes, *columns, everything).tolist()
     if not wrong:
         return
     lines = []
     for i in wrong[:10]:
-        rows_of_tensor = first_rows[fragments.tensor[first_rows] == i][:8]
         ndim = len(tensors[i].shape)
-        parts = (
-            f"rank {fragments.rank[row]} has {Box(tuple(offset[:ndim]), tuple(shape[:ndim]))}"
-            for row, offset, shape in zip(
-                rows_of_tensor.tolist(),
-                fragments.offset[rows_of_tensor].tolist(),
-                fragments.shape[rows_of_tensor].tolist(),
-                strict=True,
-            )
+        parts = [
+            (boxes.sets[boxes.holders[row]][0], boxes.offset[row], boxes.shape[row])
+            for row in np.flatnonzero(boxes.tensor == i)[:8].tolist()
+        ]
+        shown = ", ".join(
+            f"rank {rank} has {Box(tuple(offset[:ndim].tolist()), tuple(shape[:ndim].tolist()))}"
+            for rank, offset, shape in parts
         )
-        lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {', '.join(parts)}")
+        lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {shown}")
     raise LayoutError(
         f"the shards of {format_count(len(wrong), 'tensor')} leave gaps, or overlap without being "
         "equal; some rank must hold each element, and ranks that hold the same element must hold "
@@ -214,104 +406,113 @@ def _check_coverage(tensors: Sequence[TensorEntry], fragments: _Fragments, first
     )
 
 
+def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], Int], ...]:
+    """Return the sets of several ranks, small sets first, and the rows of the boxes they hold."""
+    order = np.argsort(boxes.holders, kind="stable")
+    limits = np.searchsorted(boxes.holders[order], np.arange(1, len(boxes.sets)))
+    rows_of = np.split(order, limits)
+    found = [
+        (ranks, rows)
+        for ranks, rows in zip(boxes.sets, rows_of, strict=False)
+        if len(ranks) > 1 and len(rows)
+    ]
+    return tuple(sorted(found, key=lambda each: (len(each[0]), each[0])))
+
+
 def _assign_writers(
-    fragments: _Fragments, alone: Int, sets: list[tuple[list[int], Int]], itemsize: Int, world: int
-) -> tuple[Int, Int, Int]:
+    boxes: HeldBoxes,
+    replicas: Iterable[tuple[tuple[int, ...], Int]],
+    itemsize: Int,
+    world: int,
+) -> tuple[Int, Int, Int, Int]:
     """Choose which rank writes each box.
 
-    Args:
-        alone: the rows of boxes that a single rank holds.
-        sets: the other boxes, as `_holder_sets` returns them.
-
     Returns:
-        Rows of `fragments`, and the offsets and shapes of the boxes to write of each row.
+        The rank that writes each piece, the row of the box that contains the piece, and the offset
+        and shape of the piece.
     """
-    sizes = fragments.shape[alone].prod(axis=1) * itemsize[fragments.tensor[alone]]
-    loads = np.bincount(fragments.rank[alone], weights=sizes, minlength=world).astype(np.float64)
-    row_parts = [alone]
-    offset_parts, shape_parts = [fragments.offset[alone]], [fragments.shape[alone]]
-    for holders, rows in sets:
-        heads = rows[:, 0]
-        replicas = [
+    alone = np.flatnonzero(boxes.counts == 1)
+    first_rank = np.array([ranks[0] for ranks in boxes.sets], np.int64)
+    ranks = first_rank[boxes.holders[alone]]
+    sizes = boxes.shape[alone].prod(axis=1) * itemsize[boxes.tensor[alone]]
+    loads = np.bincount(ranks, weights=sizes, minlength=world).astype(np.float64)
+    rank_parts, box_parts = [ranks], [alone]
+    offset_parts, shape_parts = [boxes.offset[alone]], [boxes.shape[alone]]
+    for holders, rows in replicas:
+        shapes = boxes.shape[rows].tolist()
+        sizes_of_items = itemsize[boxes.tensor[rows]].tolist()
+        parts = [
             (i, tuple(shape), size)
-            for i, (shape, size) in enumerate(
-                zip(
-                    fragments.shape[heads].tolist(),
-                    itemsize[fragments.tensor[heads]].tolist(),
-                    strict=True,
-                )
-            )
+            for i, (shape, size) in enumerate(zip(shapes, sizes_of_items, strict=True))
         ]
-        cuts = divide_replicas(replicas, holders, loads)
-        index_of_holder = {rank: k for k, rank in enumerate(holders)}
-        replica = [cut.replica for cut in cuts]
-        row_parts.append(rows[replica, [index_of_holder[cut.rank] for cut in cuts]])
-        base = fragments.offset[heads[replica]]
-        offset_parts.append(base + np.array([cut.box.offset for cut in cuts], np.int64))
+        cuts = divide_replicas(parts, holders, loads)
+        cut_rows = rows[[cut.replica for cut in cuts]]
+        rank_parts.append(np.array([cut.rank for cut in cuts], np.int64))
+        box_parts.append(cut_rows)
+        within = np.array([cut.box.offset for cut in cuts], np.int64)
+        offset_parts.append(boxes.offset[cut_rows] + within)
         shape_parts.append(np.array([cut.box.shape for cut in cuts], np.int64))
-    return np.concatenate(row_parts), np.concatenate(offset_parts), np.concatenate(shape_parts)
-
-
-def _holder_sets(fragments: _Fragments, order: Int, counts: Int) -> list[tuple[list[int], Int]]:
-    """Return the sets of ranks that hold replicas, small sets first.
-
-    Returns:
-        The ranks of each set, and for each of its replicas the rows of these ranks,
-        `(replicas, ranks)`.
-    """
-    starts = np.cumsum(counts) - counts
-    sets: dict[bytes, list[int]] = {}
-    ranks = fragments.rank[order]
-    for group in np.flatnonzero(counts > 1).tolist():
-        start = starts[group]
-        sets.setdefault(ranks[start : start + counts[group]].tobytes(), []).append(group)
-    decoded = [(np.frombuffer(key, np.int64).tolist(), np.array(g)) for key, g in sets.items()]
-    decoded.sort(key=lambda item: (len(item[0]), item[0]))
-    return [
-        (holders, order[starts[groups][:, None] + np.arange(len(holders))])
-        for holders, groups in decoded
-    ]
-
-
-def _place_pieces(
-    fragments: _Fragments,
-    rows: Int,
-    offset: Int,
-    shape: Int,
-    itemsize: Int,
-    limits: Int,
-    files: Int,
-) -> Pieces:
-    """Return the pieces with their files and offsets, in the order of the manifest.
-
-    Args:
-        rows, offset, shape: the pieces, in the order in which files store them.
-        limits: the first row of each rank.
-        files: the ranks that write a file.
-    """
-    tensor, ranks = fragments.tensor[rows], fragments.rank[rows]
-    ends = np.concatenate([[0], np.cumsum(shape.prod(axis=1) * itemsize[tensor])])
-    start = ends[:-1] - ends[limits][ranks]
-    columns = (tensor, np.searchsorted(files, ranks), start, offset, shape)
-    order = np.lexsort([*reversed(offset.T), tensor])
-    return Pieces(*(column[order] for column in columns))
+    return (
+        np.concatenate(rank_parts),
+        np.concatenate(box_parts),
+        np.concatenate(offset_parts),
+        np.concatenate(shape_parts),
+    )
 
 
 def _tied_entries(
-    descriptions: Sequence[Description], tensors: Sequence[TensorEntry], index: dict[str, int]
+    structures: Sequence[Structure], tensors: Sequence[TensorEntry]
 ) -> list[TensorEntry]:
+    entry_of = {tensor.name: tensor for tensor in tensors}
     ties: dict[str, TensorEntry] = {}
-    for rank, description in enumerate(descriptions):
-        for name, same_as in description.ties:
-            target = tensors[index[same_as]]
+    for structure in structures:
+        for name, same_as in structure.ties:
+            target = entry_of[same_as]
             known = ties.get(name)
-            if name in index or (known is not None and known.same_as != same_as):
+            if name in entry_of or (known is not None and known.same_as != same_as):
                 raise LayoutError(
-                    f"{name} is tied to {same_as} on rank {rank} but not on another rank: "
+                    f"{name} is tied to {same_as} on some ranks but not on others: "
                     "tie it on all ranks, or on none"
                 )
             ties[name] = TensorEntry(name, target.dtype, target.shape, (), same_as)
     return list(ties.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's part of a plan.
+
+    Attributes:
+        plan: the plan of all ranks.
+        pieces: the pieces that the rank writes.
+        header: the entries of these pieces in the header of the rank's file.
+        replica_sets: the sets of replicas of this rank.
+        manifest: on rank 0, the part of the manifest that depends on the plan alone.
+    """
+
+    plan: SavePlan
+    pieces: PieceTable
+    header: HeaderEntries
+    replica_sets: tuple[ReplicaSet, ...]
+    manifest: ManifestPlan | None
+
+    @classmethod
+    def of(cls, world: World, rank: int, description: Description) -> RankPlan:
+        """Plan a save, and return the part of this rank.
+
+        Args:
+            world: the structures of all ranks.
+            rank: this rank.
+            description: the structure and the fragments of this rank.
+
+        Raises:
+            ShardwiseError: as for `plan_save`.
+        """
+        plan = plan_save(world, rank)
+        pieces = plan.pieces_of(rank, description)
+        header = encode_header_entries(pieces.describe_pieces(description))
+        manifest = plan.manifest() if rank == 0 else None
+        return cls(plan, pieces, header, plan.replica_sets_of(rank), manifest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Box
+from shardwise.layout import Box, Sharding
 from shardwise.state.json_fields import JsonValue
 
 _NUMPY_DTYPE_BY_SIZE = {
@@ -46,6 +46,7 @@ class TensorLeaf:
         after_load: called after a load has filled the fragments. Moves the values to their final
             memory, if the fragments are copies.
         padded: whether the last rows may be padding. A checkpoint may have fewer rows of padding.
+        sharding: the split over a device mesh that results in the fragments, if there is one.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TensorLeaf:
     tie_key: object = None
     after_load: Callable[[], object] | None = None
     padded: bool = False
+    sharding: Sharding | None = None
 
     def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
         """Return the leaf, cut to `shape`. Only rows of padding may be cut."""

@@ -30,8 +30,8 @@ from shardwise.adapters.tensors import check_dtype, tensor_leaf, tensor_of_array
 from shardwise.api import Place
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import SaveRequest
-from shardwise.engine.save import commit_save, lock_place, refuse_if_full
+from shardwise.engine.planning import SaveRequest, refuse_if_full
+from shardwise.engine.save import commit_save, lock_place
 from shardwise.engine.tensors import check_memory
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import StateError, StoreError

@@ -130,19 +130,6 @@ def form_rings(
     return rings
 
 
-def ranks_to_protect(
-    rings: Sequence[Sequence[int]], world_size: int, *, copies: int
-) -> list[list[int]]:
-    """Return for each rank the ranks whose files it copies, or from which it computes parity."""
-    ranks: list[list[int]] = [[] for _ in range(world_size)]
-    for ring in rings:
-        n = len(ring)
-        for index, rank in enumerate(ring):
-            distances = range(1, min(copies, n - 1) + 1 if copies else n)
-            ranks[rank] = [ring[(index - distance) % n] for distance in distances]
-    return ranks
-
-
 def range_in_replica(file: FileEntry) -> tuple[int, int]:
     """Return the byte range of a file that a replica provides: whole blocks of tensor data."""
     low = -(-file.data_at // BLOCK) * BLOCK
@@ -166,23 +153,7 @@ class Rings:
         self._options = options
         self._membership = membership
         self._group = group
-        self._rings: list[list[int]] = []
         self.files: list[list[str]] = []
-
-    def form(self, fingerprints: Sequence[bytes]) -> list[list[int]]:
-        """Form the rings on rank 0; return for each rank the ranks whose files it protects."""
-        options = self._options
-        if not self._are_needed():
-            return [[] for _ in fingerprints]
-        self._rings = form_rings(
-            fingerprints,
-            self._membership.node_of,
-            {info.node: info.domain for info in self._membership.nodes},
-            copies=options.copies,
-            parity=options.parity,
-            group_size=options.group,
-        )
-        return ranks_to_protect(self._rings, self._group.size, copies=options.copies)
 
     def join(self, planned: PlannedSave) -> tuple[FileSource | None, Ring | None]:
         """Return the source of this rank's file and the ring of this rank, or None for each.
@@ -194,8 +165,8 @@ class Rings:
 
         def encode_entry() -> tuple[FileSource | None, bytes]:
             source = planned.source()
-            entry = b"" if source is None else msgspec.msgpack.encode(planned.entry(source))
-            return source, entry
+            entry = None if source is None else planned.entry(source)
+            return source, msgspec.msgpack.encode((planned.held, entry))
 
         source, reply = exchange_with_local_value(
             self._group,
@@ -209,23 +180,39 @@ class Rings:
         index = next(i for i, each in enumerate(members) if each.rank == self._group.rank)
         return source, Ring(members, index, self._options.copies, self._options.parity)
 
-    def _encode_rings(self, entries: list[bytes]) -> list[bytes]:
-        """Return each rank's ring, encoded. Rings in which a rank writes no file are left out."""
+    def _encode_rings(self, encoded: list[bytes]) -> list[bytes]:
+        """Form the rings on rank 0, and return the ring of each rank, encoded.
+
+        Rings in which a rank writes no file are left out.
+
+        Args:
+            encoded: for each rank, bytes that are equal for ranks that hold the same data, and the
+                entry of its file.
+        """
+        options, node_of = self._options, self._membership.node_of
+        decoded = [msgspec.msgpack.decode(e, type=tuple[bytes, FileEntry | None]) for e in encoded]
         domain_of = {info.node: info.domain for info in self._membership.nodes}
-        replies = [b""] * len(entries)
+        rings = form_rings(
+            [held for held, _ in decoded],
+            node_of,
+            domain_of,
+            copies=options.copies,
+            parity=options.parity,
+            group_size=options.group,
+        )
+        replies = [b""] * len(encoded)
         self.files = []
-        for ranks in self._rings:
-            if not all(entries[rank] for rank in ranks):
+        for ranks in rings:
+            members = [
+                RingMember(rank, node_of[rank], domain_of[node_of[rank]], file)
+                for rank in ranks
+                if (file := decoded[rank][1]) is not None
+            ]
+            if len(members) < len(ranks):
                 continue
-            members = []
-            for rank in ranks:
-                node = self._membership.node_of[rank]
-                file = msgspec.msgpack.decode(entries[rank], type=FileEntry)
-                members.append(RingMember(rank, node, domain_of[node], file))
             self.files.append([member.file.name for member in members])
-            encoded = msgspec.msgpack.encode(members)
             for rank in ranks:
-                replies[rank] = encoded
+                replies[rank] = msgspec.msgpack.encode(members)
         return replies
 
     def _are_needed(self) -> bool:

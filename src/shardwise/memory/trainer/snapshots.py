@@ -9,11 +9,20 @@ from dataclasses import replace
 
 import msgspec
 
-from shardwise.engine.exchange import exchange, run_on_all
+from shardwise.engine.exchange import exchange, exchange_with_local_value, run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.planning import (
+    Agreement,
+    DescribedSave,
+    PlannedSave,
+    SaveRequest,
+    agree_on_save,
+    complete_plan,
+    describe_save,
+    encode_offer,
+)
 from shardwise.engine.replica_comparison import ReplicaComparison
-from shardwise.engine.save import SaveReport, check_replicas, refuse_existing, refuse_if_full
+from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
@@ -143,7 +152,7 @@ class Snapshots:
         self.fence()
         bytes_sent_before = self._group.bytes_sent
 
-        def request() -> SaveRequest:
+        def offer() -> tuple[DescribedSave, bytes]:
             info = self._check_before_save()
             save = make_save()
             step = save.options.step or 0
@@ -151,29 +160,36 @@ class Snapshots:
             self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
             has_slot = not self._staging.is_prepared or policy.durable or self._staging.has_free()
             place = str(save.store) if policy.durable else f"memory, for {save.store}"
-            return replace(save, place=place, message=msgspec.msgpack.encode((has_slot, info)))
+            storage = self._root if policy.durable else None
+            with recorder.stage("describe"):
+                described = describe_save(replace(save, place=place, written_to=storage))
+            own = encode_offer(described, plan_cache, self._group, self._comparison)
+            return described, msgspec.msgpack.encode((own, has_slot, info))
 
-        def admit(save: SaveRequest, requests: list[bytes]) -> str:
+        def reply(own: DescribedSave, encoded: list[bytes]) -> bytes:
             if policy.durable:
-                refuse_existing(save, self._steps_to_look_for)
-            message_type = tuple[bool, AgentInfo]
-            decoded = [msgspec.msgpack.decode(each, type=message_type) for each in requests]
-            self.membership.nodes = list({info.node: info for _, info in decoded}.values())
-            if self._options.when_full == "skip" and not all(has_slot for has_slot, _ in decoded):
-                return ""
-            return new_save_id()
+                refuse_existing(own.request, self._steps_to_look_for)
+            message_type = tuple[bytes, bool, AgentInfo]
+            decoded = [msgspec.msgpack.decode(each, type=message_type) for each in encoded]
+            offers = [each for each, _, _ in decoded]
+            agreement = agree_on_save(offers, own.request, plan_cache)
+            self.membership.nodes = list({info.node: info for _, _, info in decoded}.values())
+            has_slots = all(has_slot for _, has_slot, _ in decoded)
+            if has_slots or self._options.when_full != "skip":
+                agreement.save_id = new_save_id()
+            return msgspec.msgpack.encode(agreement)
 
-        def check_room(_: SaveRequest, nbytes: int) -> None:
-            if policy.durable:
-                refuse_if_full(self._root, nbytes)
-
-        planned = plan_together(
-            request, admit, self._group, plan_cache, recorder,
-            choose_peers=self._rings.form, check_room=check_room, comparison=self._comparison,
-        )  # fmt: skip
-        if planned is None:
+        described, encoded = exchange_with_local_value(
+            self._group, "agreeing on a save", offer, reply
+        )
+        agreement = msgspec.msgpack.decode(encoded, type=Agreement)
+        self._comparison.conclude(agreement.differing, self._group, recorder)
+        if not agreement.save_id:
             self.skipped += 1
             return None
+        planned = complete_plan(
+            described, agreement, self._group, plan_cache, recorder, self._comparison
+        )
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
         return self._stage(planned, policy, recorder, bytes_sent_before)
@@ -200,15 +216,18 @@ class Snapshots:
             ShardwiseError: on all ranks: the memory of a node is too small. The message says how
                 much is needed.
         """
-        form, group = self._rings.form, self._group
-        planned = plan_together(
-            make_save, lambda *_: new_save_id(), group, plan_cache, recorder, choose_peers=form
-        )
-        if planned is None:
-            raise RuntimeError(
-                f"{self._root}: allocating slots of snapshots: planning returned no plan; this is "
-                "a defect of shardwise: please report it"
-            )
+        group = self._group
+
+        def offer() -> tuple[DescribedSave, bytes]:
+            described = describe_save(replace(make_save(), written_to=None))
+            return described, encode_offer(described, plan_cache, group)
+
+        def reply(own: DescribedSave, offers: list[bytes]) -> bytes:
+            return msgspec.msgpack.encode(agree_on_save(offers, own.request, plan_cache))
+
+        described, encoded = exchange_with_local_value(group, "allocating slots", offer, reply)
+        agreement = msgspec.msgpack.decode(encoded, type=Agreement)
+        planned = complete_plan(described, agreement, group, plan_cache, recorder)
         source, ring = self._rings.join(planned)
         compared = self._comparison.most_bytes(planned.plan, planned.description)
         with recorder.stage("allocate"):

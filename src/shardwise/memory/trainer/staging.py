@@ -368,7 +368,8 @@ class Staging:
             device_bytes = self._bytes_to_lock(nbytes, ring)
             return self._wait_for_slot(self._ring_slots, nbytes, device_bytes, excluding)
 
-        data = {rank: make_fill(source) for rank, source in part.planned.peer_sources().items()}
+        peers = ring.others if ring.parity else ring.members_to_copy()
+        data = {each.rank: make_fill(part.planned.source_of_peer(each.rank)) for each in peers}
         RingProtection(ring, data, take_slot, part.place, self._pool, self._threads).make()
 
     def _wait_for_slot(
