@@ -17,7 +17,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Run, SnapshotDirectory
-from shardwise.memory.trainer.rings import form_rings, ranks_to_protect
+from shardwise.memory.trainer.rings import form_rings
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import lose, memory_of, shm
@@ -169,8 +169,3 @@ def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
     for ring in rings:
         assert len({alike[rank] for rank in ring}) == 1
         assert len({node_of[rank] for rank in ring}) == len(ring) > 1
-    peers = ranks_to_protect(rings, len(ranks), copies=copies)
-    for ring in rings:
-        for rank in ring:
-            assert set(peers[rank]) <= set(ring) - {rank}
-            assert len(peers[rank]) == min(copies or len(ring), len(ring) - 1)

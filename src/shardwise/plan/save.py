@@ -12,15 +12,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import LayoutError, MismatchError
+from shardwise.errors import LayoutError
 from shardwise.events import format_count
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.manifest.data_file import HeaderEntries, encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
 from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
+from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
 from shardwise.plan.replica_sets import ReplicaSet
-from shardwise.plan.structure import Description, Structure, World, boxes_of_rule
+from shardwise.plan.structure import Description, Structure, World
 from shardwise.plan.tables import PieceTable, piece_table
 
 Int = npt.NDArray[np.int64]
@@ -47,32 +48,6 @@ class ManifestPlan:
     per_rank: tuple[str, ...]
     bytes_held: int
     bytes_stored: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBoxes:
-    """The n distinct boxes of all tensors, and the ranks that hold them, in columns.
-
-    Attributes:
-        tensor: indices in the list of all tensors, `(n,)`.
-        offset, shape: the boxes, `(n, D)`.
-        holders: indices in `sets`, `(n,)`.
-        sets: the distinct sets of ranks, each sorted.
-        fragment: the index of the fragment with this box on the rank that plans; -1 if the rank
-            does not hold the box, `(n,)`.
-    """
-
-    tensor: Int
-    offset: Int
-    shape: Int
-    holders: Int
-    sets: tuple[tuple[int, ...], ...]
-    fragment: Int
-
-    @property
-    def counts(self) -> Int:
-        """The number of ranks that hold each box, `(n,)`."""
-        return np.array([len(ranks) for ranks in self.sets], np.int64)[self.holders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +157,7 @@ def plan_save(world: World, rank: int = 0) -> SavePlan:
         LayoutError: the shards of a tensor leave gaps, or overlap without being equal, or a tensor
             is tied on some ranks only.
     """
-    number_of: dict[tuple[int, ...], int] = {}
-    blocks = [
-        _boxes_of_structure(world, index, rank, number_of) for index in range(len(world.structures))
-    ]
-    tensors = _unite_tensors(world, blocks)
-    boxes = _unite_boxes(world.structures, blocks, tensors, number_of)
+    tensors, boxes = find_held_boxes(world, rank)
     _check_coverage(tensors, boxes)
     tied = _tied_entries(world.structures, tensors)
     itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
@@ -199,183 +169,6 @@ def plan_save(world: World, rank: int = 0) -> SavePlan:
     limits = np.searchsorted(writer[order], np.arange(world.size + 1))
     columns = limits, box[order], offset[order], shape[order]
     return SavePlan(world, tuple(tensors), tuple(tied), boxes, replicas, *columns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The n boxes of each of some tensors of a structure, which have equal boxes.
-
-    Attributes:
-        tensors: indices in the structure.
-        offset, shape: the boxes, `(n, ndim)`.
-        holders: the number of the set of ranks that hold each box, `(n,)`.
-        is_own: whether this rank holds each box, `(n,)`.
-    """
-
-    tensors: Sequence[int]
-    offset: Int
-    shape: Int
-    holders: Int
-    is_own: npt.NDArray[np.bool_]
-
-
-def _boxes_of_structure(
-    world: World, index: int, rank: int, number_of: dict[tuple[int, ...], int]
-) -> list[_Block]:
-    """Return the boxes that ranks with one structure hold.
-
-    Args:
-        index: the index of the structure.
-        rank: this rank.
-        number_of: the number of each set of ranks; new sets are added.
-    """
-    structure = world.structures[index]
-    ranks = np.flatnonzero(world.structure_of == index)
-    coordinates = np.array([world.coordinates[each] for each in ranks.tolist()], np.int64)
-    coordinates = coordinates.reshape(len(ranks), -1)
-    tensors_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i, key in enumerate(zip(structure.rule_of, structure.shapes, strict=True)):
-        tensors_of.setdefault(key, []).append(i)
-    parts_of_rule = []
-    for rule in structure.rules:
-        indices = coordinates[:, [split.axis for split in rule]]
-        parts, inverse = np.unique(indices, axis=0, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        order = np.argsort(inverse, kind="stable")
-        members = np.split(ranks[order], np.searchsorted(inverse[order], range(1, len(parts))))
-        sets = [tuple(each.tolist()) for each in members]
-        numbers = [number_of.setdefault(each, len(number_of)) for each in sets]
-        own = [rank in each for each in sets]
-        parts_of_rule.append(list(zip(parts.tolist(), numbers, own, strict=True)))
-    blocks = []
-    for (number, shape), tensors in tensors_of.items():
-        if number >= 0:
-            rows = [
-                (box, holders, is_own)
-                for part, holders, is_own in parts_of_rule[number]
-                for box in boxes_of_rule(shape, structure.rules[number], part)
-            ]
-            blocks.append(_block(tensors, rows, len(shape)))
-    everyone = tuple(ranks.tolist())
-    number = number_of.setdefault(everyone, len(number_of))
-    for i, offset, shape in structure.listed:
-        row = Box(offset, shape), number, rank in everyone
-        blocks.append(_block([i], [row], len(shape)))
-    return blocks
-
-
-def _block(tensors: Sequence[int], rows: Sequence[tuple[Box, int, bool]], ndim: int) -> _Block:
-    return _Block(
-        tensors,
-        padded_rows((box.offset for box, _, _ in rows), ndim, 0),
-        padded_rows((box.shape for box, _, _ in rows), ndim, 1),
-        np.array([number for _, number, _ in rows], np.int64),
-        np.array([is_own for _, _, is_own in rows], bool),
-    )
-
-
-def _unite_tensors(world: World, blocks: Sequence[Sequence[_Block]]) -> list[TensorEntry]:
-    seen: dict[str, TensorEntry] = {}
-    problems = []
-    tied = {name for structure in world.structures for name, _ in structure.ties}
-    for number, structure in enumerate(world.structures):
-        columns = zip(structure.names, structure.dtypes, structure.shapes, strict=True)
-        holds = {i for block in blocks[number] if len(block.holders) for i in block.tensors}
-        for i, (name, dtype, shape) in enumerate(columns):
-            if name in tied and i not in holds:
-                continue  # a rank without a fragment of a tensor cannot see that it is tied
-            known = seen.get(name)
-            if known is None:
-                seen[name] = TensorEntry(name, dtype, shape)
-            elif known.dtype != dtype or known.shape != shape:
-                rank = int(np.flatnonzero(world.structure_of == number)[0])
-                problems.append(
-                    f"{name}: {dtype} {list(shape)} on rank {rank}, "
-                    f"{known.dtype} {list(known.shape)} on an earlier rank"
-                )
-    if problems:
-        raise MismatchError(
-            "ranks have tensors of the same name with different dtypes or shapes; pass the parts "
-            "of one tensor as a DTensor or sw.Shards, and give other tensors different names:",
-            problems,
-        )
-    return list(seen.values())
-
-
-def _unite_boxes(
-    structures: Sequence[Structure],
-    blocks: Sequence[Sequence[_Block]],
-    tensors: Sequence[TensorEntry],
-    number_of: dict[tuple[int, ...], int],
-) -> HeldBoxes:
-    """Return the distinct boxes of all structures."""
-    index = {tensor.name: i for i, tensor in enumerate(tensors)}
-    dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    parts: list[tuple[Int, ...]] = [
-        (np.zeros((0, 1 + 2 * dims), np.int64), *[np.zeros(0, np.int64)] * 2)
-    ]
-    for structure, own_blocks in zip(structures, blocks, strict=True):
-        first_fragment = _first_fragments(len(structure.names), own_blocks)
-        for block in own_blocks:
-            n = len(block.holders)
-            if not n:
-                continue
-            boxes = np.hstack(
-                [pad_columns(block.offset, dims, 0), pad_columns(block.shape, dims, 1)]
-            )
-            tensor = np.array([index[structure.names[i]] for i in block.tensors], np.int64)
-            place = np.cumsum(block.is_own) - 1
-            fragment = np.where(block.is_own, first_fragment[block.tensors][:, None] + place, -1)
-            first_fragment[block.tensors] += int(block.is_own.sum())
-            columns = np.column_stack([np.repeat(tensor, n), np.tile(boxes, (len(tensor), 1))])
-            parts.append((columns, np.tile(block.holders, len(tensor)), fragment.reshape(-1)))
-    columns, holders, fragment = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return _merge_equal(columns, holders, fragment, number_of)
-
-
-def _first_fragments(count: int, blocks: Sequence[_Block]) -> Int:
-    """Return the index of the first fragment of each tensor on the rank with these blocks."""
-    sizes = np.zeros(count, np.int64)
-    for block in blocks:
-        sizes[block.tensors] += int(block.is_own.sum())
-    return np.cumsum(sizes) - sizes
-
-
-def _merge_equal(
-    columns: Int, holders: Int, fragment: Int, number_of: dict[tuple[int, ...], int]
-) -> HeldBoxes:
-    """Unite the holders of equal boxes, which several structures can have."""
-    order = np.lexsort(columns.T[::-1])
-    columns, holders, fragment = columns[order], holders[order], fragment[order]
-    begins = np.ones(len(columns), bool)
-    begins[1:] = (np.diff(columns, axis=0) != 0).any(axis=1)
-    first = np.flatnonzero(begins)
-    counts = np.diff(np.append(first, len(columns)))
-    sets = list(number_of)
-    united = holders[first]
-    own = fragment[first]
-    for row in np.flatnonzero(counts > 1).tolist():
-        same = slice(first[row], first[row] + counts[row])
-        ranks = tuple(sorted({rank for number in holders[same].tolist() for rank in sets[number]}))
-        united[row] = number_of.setdefault(ranks, len(number_of))
-        sets += [ranks] if united[row] == len(sets) else []
-        own[row] = max(fragment[same])
-    dims = (columns.shape[1] - 1) // 2
-    distinct = columns[first]
-    return HeldBoxes(
-        distinct[:, 0],
-        distinct[:, 1 : 1 + dims],
-        distinct[:, 1 + dims :],
-        united,
-        tuple(sets),
-        own,
-    )
-
-
-def pad_columns(boxes: Int, dims: int, fill: int) -> Int:
-    """Return an array `(n, D)` padded on the right to `(n, dims)`."""
-    missing = dims - boxes.shape[1]
-    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=fill) if missing else boxes
 
 
 def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:

@@ -154,15 +154,7 @@ class Snapshots:
 
         def offer() -> tuple[DescribedSave, bytes]:
             info = self._check_before_save()
-            save = make_save()
-            step = save.options.step or 0
-            refuse_older_step(self.run, step, self.membership.lineage, self._root)
-            self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-            has_slot = not self._staging.is_prepared or policy.durable or self._staging.has_free()
-            place = str(save.store) if policy.durable else f"memory, for {save.store}"
-            storage = self._root if policy.durable else None
-            with recorder.stage("describe"):
-                described = describe_save(replace(save, place=place, written_to=storage))
+            has_slot, described = self._describe(make_save(), policy, recorder)
             own = encode_offer(described, plan_cache, self._group, self._comparison)
             return described, msgspec.msgpack.encode((own, has_slot, info))
 
@@ -193,6 +185,19 @@ class Snapshots:
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
         return self._stage(planned, policy, recorder, bytes_sent_before)
+
+    def _describe(
+        self, save: SaveRequest, policy: StoragePolicy, recorder: Recorder
+    ) -> tuple[bool, DescribedSave]:
+        """Return whether this rank has a slot for a snapshot, and the described save."""
+        step = save.options.step or 0
+        refuse_older_step(self.run, step, self.membership.lineage, self._root)
+        self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
+        has_slot = not self._staging.is_prepared or policy.durable or self._staging.has_free()
+        place = str(save.store) if policy.durable else f"memory, for {save.store}"
+        storage = self._root if policy.durable else None
+        with recorder.stage("describe"):
+            return has_slot, describe_save(replace(save, place=place, written_to=storage))
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
