@@ -63,7 +63,7 @@ def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
     contents = {name: read.read(name) for name in read.namelist()}
     assert contents == {"a/known": b"hello", "a/tensor": data, "a/nothing": b"", "a/again": data}
     stored = LocalStore(tmp_path).open("x.zip")
-    entries = read_directory(FileRange.whole_file(stored, 0, "x.zip"))
+    entries = read_directory(FileRange.whole_file(stored, "x.zip", "x.zip"))
     assert all(entry.start % 64 == 0 for entry in entries.values())
     assert {name: entry.size for name, entry in entries.items()} == {
         name: len(content) for name, content in contents.items()
@@ -85,7 +85,7 @@ def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
     assert sizes["archive/data/0"] == 5 << 30
     assert read.read("archive/version") == b"3\n"
     entries = read_directory(
-        FileRange.whole_file(LocalStore(tmp_path).open(path.name), 0, path.name)
+        FileRange.whole_file(LocalStore(tmp_path).open(path.name), path.name, path.name)
     )
     assert {name: entry.size for name, entry in entries.items()} == sizes
     loaded = torch.load(path, weights_only=True, mmap=True)
@@ -103,6 +103,6 @@ def test_many_entries(tmp_path: Path, count: int) -> None:
     archive.close()
     write(file.build(), tmp_path / "many.zip", None)
     entries = read_directory(
-        FileRange.whole_file(LocalStore(tmp_path).open("many.zip"), 0, "many.zip")
+        FileRange.whole_file(LocalStore(tmp_path).open("many.zip"), "many.zip", "many.zip")
     )
     assert len(entries) == count == len(zipfile.ZipFile(tmp_path / "many.zip").namelist())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.validate import validate_foreign
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
@@ -18,6 +20,13 @@ def unpacked(name: str, folder: Path) -> Path:
     with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder
+
+
+def describe(reader: Any, tree: FileTree, *args: Any, **options: Any) -> Foreign:
+    """Return what a reader describes; the reader is a module."""
+    builder = Builder(tree)
+    reader.read(tree, builder, *args, **options)
+    return builder.build(reader.FORMAT)
 
 
 def opened(place: Path) -> Foreign:

@@ -20,12 +20,13 @@ from shardwise.formats.validate import validate_foreign
 from shardwise.state.plain_values import decode
 from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
+from tests.formats.foreign_goldens import describe
 from tests.formats.reference import read_tensors
 from tests.multirank.models import WORLDS, build
 
 
 def opened(place: Path) -> Foreign:
-    return validate_foreign(reader.read(FileTree(place)))
+    return validate_foreign(describe(reader, FileTree(place)))
 
 
 def values_of(foreign: Foreign) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64).conj()}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(sw.FormatError, match=r"\.distcp: model\.b: a conjugated .*resolve_conj"):
-        reader.read(FileTree(tmp_path / "dcp"))
+        describe(reader, FileTree(tmp_path / "dcp"))
 
 
 def test_files_that_are_missing_are_named(dcp_saved: Path, tmp_path: Path) -> None:

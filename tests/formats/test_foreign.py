@@ -98,8 +98,8 @@ def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, 
 def known(monkeypatch: pytest.MonkeyPatch) -> list[Foreign]:
     """What the place that is opened next is said to be."""
     found: list[Foreign] = []
-    reader = detect.Reader("made", "made here", lambda _: True, lambda _: found[-1])
-    monkeypatch.setattr(detect, "READERS", (reader,))
+    reader = detect.Reader("made here", lambda _: True, lambda _, to: to.add_foreign(found[-1]))
+    monkeypatch.setattr(detect, "load_readers", lambda: {"made": reader})
     return found
 
 
@@ -110,8 +110,8 @@ def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
     values = random.integers(0, 2**60, (2, 3, int(random.integers(1, 60_000)))).astype(np.int64)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         foreign = scattered(values, Path(folder), seed)
-        reader = detect.Reader("made", "made here", lambda _: True, lambda _: foreign)
-        patch.setattr(detect, "READERS", (reader,))
+        reader = detect.Reader("made here", lambda _: True, lambda _, to: to.add_foreign(foreign))
+        patch.setattr(detect, "load_readers", lambda: {"made": reader})
 
         def load(group: ThreadGroup) -> torch.Tensor:
             out = torch.zeros(values.shape, dtype=torch.int64)

@@ -120,7 +120,7 @@ def _read_config(store: Store) -> bytes:
             raise StateError(
                 f"config={store}: the file has {file.size} bytes: expected at most {LARGEST_CONFIG}"
             )
-        return FileRange.whole_file(file, 0, str(store)).read(0, file.size)
+        return FileRange.whole_file(file, store.name, str(store)).read(0, file.size)
 
 
 def _digest_source(opened: Opened) -> str:

@@ -1,32 +1,29 @@
-"""Detect the format of a foreign checkpoint: ask each reader in turn."""
+"""Detect the format of a foreign checkpoint: ask each reader in turn.
+
+Readers are found by entry points, those of shardwise like those of other packages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.readers import (
-    accelerate,
-    bytecheckpoint,
-    huggingface,
-    lightning,
-    megatron,
-    torch_save,
-    torchsnapshot,
-)
-from shardwise.formats.readers.dcp import reader as dcp
-from shardwise.formats.readers.deepspeed import reader as deepspeed
-from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
-from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
-from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
+from shardwise.formats.foreign_builder import Builder
 from shardwise.manifest.names import MANIFEST
+from shardwise.plugins import find_plugins, load_plugin
 
 MOST_SUGGESTIONS = 8
 """The most directories that a message suggests to open instead."""
+
+
+GROUP = "shardwise.readers"
+"""The group of entry points by which other packages add readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,84 +31,68 @@ class Reader:
     """A foreign format.
 
     Attributes:
-        key: the name of the format as an option: "dcp" in `format="dcp"`.
         name: the name of the format in messages.
-        recognise: a function that returns whether a tree looks like this format.
-        read: a function that reads a tree.
+        recognise: returns whether files look like this format. It reads a few bytes at most.
+        read: adds all tensors and values of the files to a builder. It reads no tensor.
         overrides: the keys of other formats to ignore if this format is recognised. Their readers
             recognise the same files.
     """
 
-    key: str
     name: str
     recognise: Callable[[FileTree], bool]
-    read: Callable[[FileTree], Foreign]
+    read: Callable[[FileTree, Builder], None]
     overrides: tuple[str, ...] = ()
 
 
-READERS: tuple[Reader, ...] = (
-    Reader("megatron", megatron.FORMAT, megatron.recognise, megatron.read, ("dcp",)),
-    Reader("bytecheckpoint", bytecheckpoint.FORMAT, bytecheckpoint.recognise, bytecheckpoint.read),
-    Reader("torchsnapshot", torchsnapshot.FORMAT, torchsnapshot.recognise, torchsnapshot.read),
-    Reader(
-        "lightning",
-        lightning.FORMAT,
-        lightning.recognise,
-        lightning.read,
-        ("dcp", "torch", "torch-ranks"),
-    ),
-    Reader("dcp", dcp.FORMAT, dcp.recognise, dcp.read, ("torch",)),
-    Reader(
-        "deepspeed",
-        deepspeed.FORMAT,
-        deepspeed.recognise,
-        deepspeed.read,
-        # DeepSpeed's converter and trainers write other formats into the same directory.
-        ("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),
-    ),
-    Reader(
-        "deepspeed-universal",
-        deepspeed_universal.FORMAT,
-        deepspeed_universal.recognise,
-        deepspeed_universal.read,
-    ),
-    Reader(
-        "megatron-legacy", megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read
-    ),
-    Reader(
-        "accelerate",
-        accelerate.FORMAT,
-        accelerate.recognise,
-        accelerate.read,
-        ("hf", "torch-ranks"),
-    ),
-    Reader(
-        "hf-shards",
-        huggingface.SHARDED_FORMAT,
-        huggingface.recognise_sharded,
-        huggingface.read_sharded,
-        ("hf",),
-    ),
-    Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
-    Reader(
-        "fsdp-ranks", fsdp_ranks.FORMAT, fsdp_ranks.recognise, fsdp_ranks.read, ("torch-ranks",)
-    ),
-    Reader(
-        "torch-ranks", torch_save.RANKS_FORMAT, torch_save.recognise_ranks, torch_save.read_ranks
-    ),
-    Reader("torch", torch_save.FORMAT, torch_save.recognise, torch_save.read),
+def _built_in(key: str, module: str, name: str = "READER") -> EntryPoint:
+    return EntryPoint(key, f"shardwise.formats.readers.{module}:{name}", GROUP)
+
+
+_BUILT_IN = (
+    _built_in("megatron", "megatron"),
+    _built_in("bytecheckpoint", "bytecheckpoint"),
+    _built_in("torchsnapshot", "torchsnapshot"),
+    _built_in("lightning", "lightning"),
+    _built_in("dcp", "dcp.reader"),
+    _built_in("deepspeed", "deepspeed.reader"),
+    _built_in("deepspeed-universal", "deepspeed.universal"),
+    _built_in("megatron-legacy", "megatron_legacy.reader"),
+    _built_in("accelerate", "accelerate"),
+    _built_in("hf-shards", "huggingface", "SHARDED_READER"),
+    _built_in("hf", "huggingface"),
+    _built_in("fsdp-ranks", "fsdp_ranks.reader"),
+    _built_in("torch-ranks", "torch_save", "RANKS_READER"),
+    _built_in("torch", "torch_save"),
 )
 
 
-def find_readers(tree: FileTree) -> list[Reader]:
+@cache
+def load_readers() -> Mapping[str, Reader]:
+    """Return all readers by their keys: `dcp` in `format="dcp"`. Import them.
+
+    Raises:
+        StateError: the reader of another package cannot be imported, or has the key of another one.
+    """
+    points = {point.name: point for point in _BUILT_IN}
+    for key, point in find_plugins(GROUP).items():
+        if key in points:
+            raise StateError(
+                f"{point.value} is registered as a reader of {key!r}, which shardwise reads "
+                "itself: rename the entry point, or uninstall its package"
+            )
+        points[key] = point
+    return {key: load_plugin(point) for key, point in points.items()}
+
+
+def find_readers(tree: FileTree) -> dict[str, Reader]:
     """Return the readers that recognise the files; several, if there are several checkpoints.
 
     Raises:
         CheckpointNotFoundError: the place does not exist.
     """
-    found = [reader for reader in READERS if reader.recognise(tree)]
-    overridden = {key for reader in found for key in reader.overrides}
-    return [reader for reader in found if reader.key not in overridden]
+    found = {key: reader for key, reader in load_readers().items() if reader.recognise(tree)}
+    overridden = {key for reader in found.values() for key in reader.overrides}
+    return {key: reader for key, reader in found.items() if key not in overridden}
 
 
 def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
@@ -126,38 +107,43 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa:
         FormatError: the checkpoint is malformed.
         StateError: several readers recognise the files, or `format` is unknown.
     """
-    if format is not None and format not in {reader.key for reader in READERS}:
-        known = ", ".join(reader.key for reader in READERS)
+    readers = load_readers()
+    if format is not None and format not in readers:
+        known = ", ".join(readers)
         raise StateError(f"format={format!r}: unknown format; known formats are {known}")
-    found = find_readers(tree)
-    chosen = [
-        reader
-        for reader in READERS
-        if (reader in found if format is None else reader.key == format and reader.recognise(tree))
-    ]
-    if not chosen:
-        raise CheckpointNotFoundError(_describe_unrecognised(tree, found))
-    if len(chosen) > 1:
-        names = " and ".join(reader.name for reader in chosen)
-        keys = " or ".join(reader.key for reader in chosen)
+    chosen = find_readers(tree)
+    if format is not None and readers[format].recognise(tree):
+        chosen = {format: readers[format]}
+    elif format is not None or not chosen:
+        raise CheckpointNotFoundError(_describe_unrecognised(tree, chosen))
+    (key, reader), *others = chosen.items()
+    if others:
+        names = " and ".join(each.name for each in chosen.values())
+        keys = " or ".join(chosen)
         raise StateError(
             f"{tree} contains checkpoints of several formats, {names}: choose one by "
-            f"format={chosen[0].key!r} (on the command line --format {chosen[0].key}); keys: {keys}"
+            f"format={key!r} (on the command line --format {key}); keys: {keys}"
         )
     try:
-        return chosen[0].read(tree)
+        return _read(reader, tree)
     except FormatError as error:
         if tree.skip_unknown:
-            _explain_by_unknown_classes(chosen[0], tree, error)
+            _explain_by_unknown_classes(reader, tree, error)
         if type(error) is not FormatError or tree.is_named_in(str(error)):
             raise
         raise FormatError(f"{tree}: {error}") from error
 
 
+def _read(reader: Reader, tree: FileTree) -> Foreign:
+    builder = Builder(tree)
+    reader.read(tree, builder)
+    return builder.build(reader.name)
+
+
 def _explain_by_unknown_classes(reader: Reader, tree: FileTree, error: FormatError) -> None:
     """Raise an error that names the unknown classes in the files; return if there are none."""
     try:
-        reader.read(FileTree(tree.store))
+        _read(reader, FileTree(tree.store))
     except UnknownClassError as unknown:
         raise UnknownClassError(
             f"{tree}: what skip_unknown=True leaves is not {reader.name}, because the files need "
@@ -169,14 +155,14 @@ def _explain_by_unknown_classes(reader: Reader, tree: FileTree, error: FormatErr
         return
 
 
-def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
+def _describe_unrecognised(tree: FileTree, found: Mapping[str, Reader]) -> str:
     if found:
-        names = " and ".join(f"{reader.name} (format={reader.key!r})" for reader in found)
+        names = " and ".join(f"{reader.name} (format={key!r})" for key, reader in found.items())
         return (
             f"{tree}: the checkpoint does not have the given format, but that of {names}: pass "
             "this format, or leave out format="
         )
-    known = ", ".join(reader.name for reader in READERS)
+    known = ", ".join(reader.name for reader in load_readers().values())
     contents = ""
     if tree.single_file is None:
         files = ", ".join(list(tree.sizes)[:5]) or "no file"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
+from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.torch_files import LARGEST_PICKLE, MOST_NAMES_SHOWN
+from shardwise.formats.containers.torch_files import (
+    LARGEST_PICKLE,
+    MOST_NAMES_SHOWN,
+    read_torch_file,
+)
 from shardwise.formats.foreign import ForeignFile
 from shardwise.store import FileStatus, ReadableFile, Store, StoreTraits, open_store, store_below
 from shardwise.store.store import Buffer
@@ -169,12 +174,8 @@ class FileTree:
         return self.store.open_below("" if self.single_file is not None else name, size)
 
     @contextmanager
-    def open_range(self, name: str, file_index: int = 0) -> Iterator[FileRange]:
+    def open_range(self, name: str) -> Iterator[FileRange]:
         """Open a file as a range, and close it at the end.
-
-        Args:
-            name: the name of the file.
-            file_index: the index of the file in `Foreign.files`.
 
         Raises:
             FormatError: the file does not exist.
@@ -188,27 +189,54 @@ class FileTree:
             )
             buffered = BufferedEnds(file, min(gap, LARGEST_KEPT_END), kept) if gap else file
             label = self.label(name)
-            yield FileRange(buffered, file_index, 0, file.size, label, is_remote=gap > 0)
+            yield FileRange(buffered, name, 0, file.size, label, is_remote=gap > 0)
 
     def read_each(
-        self, file_indices: Mapping[str, int], read_file: Callable[[FileRange], Value]
+        self, names: Iterable[str], read_file: Callable[[FileRange], Value]
     ) -> dict[str, Value]:
         """Return what a function reads from each file, by name; files are read in parallel.
 
         Args:
-            file_indices: the names of the files, and their indices in `Foreign.files`.
+            names: the names of the files.
             read_file: the function, which gets the whole file as a range.
 
         Raises:
             FormatError: a file does not exist, or the function raises it.
         """
 
+        names = list(names)
+
         def open_and_read(name: str) -> Value:
-            with self.open_range(name, file_indices[name]) as file_range:
+            with self.open_range(name) as file_range:
                 return read_file(file_range)
 
         with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
-            return dict(zip(file_indices, pool.map(open_and_read, file_indices), strict=True))
+            return dict(zip(names, pool.map(open_and_read, names), strict=True))
+
+    def load(self, name: str, *, also_allowed: AllowedNames | None = None) -> Any:
+        """Return the value in a file of torch.save. No tensor is read, and no code runs.
+
+        Args:
+            name: the name of the file.
+            also_allowed: names that are allowed in pickles, in addition to torch's.
+
+        Raises:
+            FormatError: the file is missing or malformed, or contains objects that are not read
+                from pickles.
+        """
+        with self.open_range(name) as file:
+            return self._load(file, also_allowed)
+
+    def load_each(
+        self, names: Iterable[str], *, also_allowed: AllowedNames | None = None
+    ) -> dict[str, Any]:
+        """Return the value in each file of torch.save, by name; see `load`."""
+        return self.read_each(names, lambda file: self._load(file, also_allowed))
+
+    def _load(self, file: FileRange, also_allowed: AllowedNames | None) -> Any:
+        return read_torch_file(
+            file, also_allowed=also_allowed, skip_unknown=self.skip_unknown
+        ).value
 
     def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
         """Return the content of a small file.

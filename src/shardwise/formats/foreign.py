@@ -103,14 +103,14 @@ class StoredArray:
     """An array in a file. Its bytes were not read.
 
     Attributes:
-        file: the index of the file in `Foreign.files`.
+        file: the name of the file.
         start: the offset of the first element in the file, in bytes.
         dtype: torch's name.
         shape: the shape.
         stride: the strides in elements.
     """
 
-    file: int
+    file: str
     start: int
     dtype: str
     shape: tuple[int, ...]
@@ -120,6 +120,27 @@ class StoredArray:
     def itemsize(self) -> int:
         """The size of an element in bytes."""
         return DTYPES[self.dtype].itemsize
+
+
+Placed: TypeAlias = tuple[tuple[int, ...], StoredArray]
+"""The offset of a box in a tensor, and the array with its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor whose boxes are arrays in files. Their bytes were not read.
+
+    Attributes:
+        dtype: torch's name.
+        shape: the shape.
+        boxes: the boxes, which cover each element exactly once.
+        replicas: further copies of boxes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Placed, ...]
+    replicas: tuple[Placed, ...] = field(default=(), compare=False)
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -177,6 +198,7 @@ def build_catalogue(
     names = list(dict.fromkeys(name for name, _, _ in rows))
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
     name_index = {name: i for i, name in enumerate(names)}
+    file_index = {file.name: i for i, file in enumerate(files)}
     max_ndim = max((len(array.shape) for array in arrays), default=0)
     check_table_size(len(rows), max_ndim)
 
@@ -190,7 +212,7 @@ def build_catalogue(
         dtypes=dtypes,
         name=column(name_index[name] for name, _, _ in rows),
         dtype=column(dtypes.index(array.dtype) for array in arrays),
-        file=column(array.file for array in arrays),
+        file=column(file_index[array.file] for array in arrays),
         start=column(array.start for array in arrays),
         ndim=column(len(array.shape) for array in arrays),
         shape=padded_rows((array.shape for array in arrays), max_ndim, 1),

@@ -3,96 +3,95 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.containers.pickle_values import (
-    AllowedCallable,
-    PickledInstance,
-    UnknownObject,
+from shardwise.formats.containers.pickle_values import UnknownObject
+from shardwise.formats.file_tree import FileTree
+from shardwise.formats.flat_ranges import FlatRanges
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray, StoredTensor
+from shardwise.formats.merge_ranks import merge_ranks
+from shardwise.formats.nested import (
+    STORED,
+    LeafNames,
+    NestedState,
+    find_leaves,
+    name_parameters,
 )
-from shardwise.formats.containers.torch_values import Storage
-from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.optimizers import ParamGroup, encode_param_groups
+from shardwise.formats.optimizers import (
+    GROUPS,
+    Optimizer,
+    ParamGroup,
+    encode_param_groups,
+    find_optimizers,
+)
 from shardwise.formats.piece_tables import join_tables, table_of_boxes
+from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
-from shardwise.state.plain_values import JsonValue, encode
 
 CONTENT_FILE = "(content)"
 """The name of the `ForeignFile` that contains the bytes of numbers and numpy arrays in pickles."""
-_NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
+
+
+_Row: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
+"""The index of a tensor, the index of a file, the offset of a box, and its array."""
+Parts: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
+"""Boxes of a part of a tensor, and the offset of each in the tensor."""
 
 
 class Builder:
-    """Collects tensors, pieces and plain values of a foreign checkpoint.
+    """Collects the tensors, pieces and plain values of a foreign checkpoint.
 
     Args:
-        files: the files of the checkpoint; `StoredArray.file` is an index into them.
+        tree: the files of the checkpoint.
 
     Attributes:
-        files: the files.
+        step: the training step; None if unknown.
+        world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
+        missing_files: files that this format usually has but this checkpoint lacks. The key is the
+            name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
         left_out: a line for each thing that was not read, with the reason.
-        averages: for each tensor that is a mean, the names of its terms; see `Foreign.averages`.
     """
 
-    def __init__(self, files: Iterable[ForeignFile]) -> None:
-        self.files = tuple(files)
+    def __init__(self, tree: FileTree) -> None:
+        self.step: int | None = None
+        self.world_size = 1
+        self.missing_files: dict[str, str] = {}
         self.left_out: list[str] = []
-        self.averages: dict[str, tuple[str, ...]] = {}
+        self._tree = tree
+        self._files: dict[str, int] = {}
         self._tensors: list[TensorEntry] = []
         self._index: dict[str, int] = {}
+        self._terms: dict[str, tuple[str, ...]] = {}
         self._objects: list[ObjectEntry] = []
-        # The keys of both dicts say whether the pieces are replicas.
+        # The keys of these dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[PieceTable]] = {False: [], True: []}
-        self._boxes: dict[bool, list[tuple[int, tuple[int, ...], StoredArray]]] = {
-            False: [],
-            True: [],
-        }
-        self._content = bytearray()
+        self._boxes: dict[bool, list[_Row]] = {False: [], True: []}
+        self._ranges: dict[bool, FlatRanges] = {False: FlatRanges(), True: FlatRanges()}
+        self._replica_names: list[str] = []
+        self._contents: dict[str, bytearray] = {}
         self._content_starts: dict[bytes, int] = {}
-
-    @classmethod
-    def from_foreign(cls, foreign: Foreign) -> Builder:
-        """Return a builder that adds to an existing description."""
-        builder = cls(foreign.files)
-        for entry in foreign.tensors:
-            builder._index.setdefault(entry.name, len(builder._tensors))
-            builder._tensors.append(entry)
-        builder._objects += foreign.objects
-        builder.add_table(foreign.table)
-        builder.add_table(foreign.replicas, replica=True)
-        builder.averages |= foreign.averages
-        builder.left_out += foreign.left_out
-        return builder
 
     def __contains__(self, name: str) -> bool:
         return name in self._index
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the entry of a tensor that was added."""
+        """Return the dtype and the shape of a tensor that was added."""
         return self._tensors[self._index[name]]
 
     def tensor_names(self) -> Iterable[str]:
         """Return the names of all tensors that were added."""
         return self._index.keys()
 
-    def index_of(self, name: str) -> int:
-        """Return the index of a tensor that was added."""
-        return self._index[name]
-
     def add_tensor(
         self, name: str, dtype: str, shape: tuple[int, ...], *, same_as: str | None = None
-    ) -> int:
-        """Add a tensor without pieces, and return its index.
-
-        `validate_foreign` refuses a name that is added twice.
+    ) -> None:
+        """Add a tensor, whose boxes follow. A name that is added twice is refused at the end.
 
         Raises:
             FormatError: the shape is too large.
@@ -105,61 +104,104 @@ class Builder:
             )
         self._index[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))
-        return len(self._tensors) - 1
+
+    def add_array(self, name: str, array: StoredArray | StoredTensor) -> None:
+        """Add a tensor and all its elements.
+
+        Raises:
+            FormatError: the shape is too large.
+        """
+        self.add_tensor(name, array.dtype, array.shape)
+        if isinstance(array, StoredArray):
+            self.add_box(name, (0,) * len(array.shape), array)
+            return
+        for replica, boxes in ((False, array.boxes), (True, array.replicas)):
+            for offset, part in boxes:
+                self.add_box(name, offset, part, replica=replica)
+
+    def add_box(
+        self,
+        name: str,
+        offset: tuple[int, ...],
+        array: StoredArray,
+        part: Box | None = None,
+        *,
+        replica: bool = False,
+    ) -> None:
+        """Add a box of a tensor.
+
+        Args:
+            name: the name of the tensor.
+            offset: the offset of the box in the tensor.
+            array: the array with the elements of the box.
+            part: the part of the array that has these elements; None for the whole array.
+            replica: whether the tensor already has these elements. Loads compare both copies.
+        """
+        if part is not None:
+            skipped = sum(o * step for o, step in zip(part.offset, array.stride, strict=True))
+            start = array.start + skipped * array.itemsize
+            array = StoredArray(array.file, start, array.dtype, part.shape, array.stride)
+        row = self._index[name], self.add_file(array.file), offset, array
+        self._boxes[replica].append(row)
+
+    def add_flat_range(
+        self,
+        name: str,
+        start: int,
+        array: StoredArray,
+        *,
+        shape: tuple[int, ...] | None = None,
+        parts: Parts = (),
+        replica: bool = False,
+    ) -> None:
+        """Add a range of a flattened tensor, or of a flattened part of a tensor.
+
+        Args:
+            name: the name of the tensor.
+            start: the first element of the range.
+            array: the elements: a contiguous array of one dimension.
+            shape: the shape of the part that was flattened; by default, that of the tensor.
+            parts: boxes of that part, and the offset of each in the tensor; by default, the part is
+                one box at offset 0.
+            replica: whether the tensor already has these elements.
+
+        Raises:
+            FormatError: the range is not inside of the part, or the array is not contiguous.
+        """
+        shape = self.entry(name).shape if shape is None else shape
+        stop = start + math.prod(array.shape)
+        if len(array.shape) != 1 or array.stride != (1,) or stop > math.prod(shape) or start < 0:
+            raise FormatError(
+                f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
+                f"{list(shape)}: copy all files of one save from an intact source"
+            )
+        self._ranges[replica].add(
+            (self._index[name], shape, parts),
+            start,
+            stop,
+            self.add_file(array.file),
+            array.start,
+            array.itemsize,
+        )
 
     def add_tie(self, name: str, other: str) -> None:
         """Add a name of a tensor that was added under the name `other`."""
         entry = self.entry(other)
         self.add_tensor(name, entry.dtype, entry.shape, same_as=entry.same_as or other)
 
-    def add_table(self, table: PieceTable, *, replica: bool = False) -> None:
-        """Add pieces of tensors, or with `replica`, further copies of pieces."""
-        self._tables[replica].append(table)
-
-    def add_array(self, name: str, array: StoredArray) -> int:
-        """Add a tensor that is one array of a file, and return its index.
-
-        Raises:
-            FormatError: the shape is too large.
-        """
-        tensor = self.add_tensor(name, array.dtype, array.shape)
-        self._boxes[False].append((tensor, (0,) * len(array.shape), array))
-        return tensor
-
-    def add_box(
-        self,
-        tensor: int,
-        offset: tuple[int, ...],
-        array: StoredArray,
-        box: Box | None = None,
-        *,
-        replica: bool = False,
-    ) -> None:
-        """Add an array as a piece of a tensor.
+    def add_mean(self, name: str, dtype: str, shape: tuple[int, ...], terms: Sequence[str]) -> None:
+        """Add a tensor that is the mean of terms, whose boxes follow. Users do not see the terms.
 
         Args:
-            tensor: the index of the tensor.
-            offset: the offset of the piece in the tensor.
-            array: the array.
-            box: the part of the array to add; None for the whole array.
-            replica: whether the tensor already has a piece with the same bytes.
+            terms: the names of the terms, which no other tensor has.
         """
-        if box is not None:
-            first_element = sum(o * step for o, step in zip(box.offset, array.stride, strict=True))
-            start = array.start + first_element * array.itemsize
-            array = StoredArray(array.file, start, array.dtype, box.shape, array.stride)
-        self._boxes[replica].append((tensor, offset, array))
+        for each in (name, *terms):
+            self.add_tensor(each, dtype, shape)
+        self._terms[name] = tuple(terms)
 
-    def add_content(self, tensor: torch.Tensor) -> StoredArray:
-        """Store a tensor in the description; return its array. Equal bytes are stored once."""
-        data = bytes_of_tensor(tensor)
-        start = self._content_starts.setdefault(data, len(self._content))
-        if start == len(self._content):
-            self._content += data
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return StoredArray(
-            len(self.files), start, dtype, tuple(tensor.shape), tuple(tensor.stride())
-        )
+    def terms_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the terms of a mean; none of another tensor."""
+        return self._terms.get(name, ())
 
     def add_number(self, name: str, value: float) -> None:
         """Add a number as a 0-d float32 tensor, the type that optimizers count steps with.
@@ -169,13 +211,21 @@ class Builder:
         """
         self.add_array(name, self.add_content(make_number_tensor(value, name)))
 
-    def add_value(self, name: str, value: object) -> None:
+    def add_value(self, name: str, value: object, others: Iterable[object] = ()) -> None:
         """Add a plain value, and the arrays in it as tensors.
 
         If the value itself is an array, add only the tensor `name`. If the value has no plain form,
         add a line to `left_out`.
+
+        Args:
+            others: the values of other ranks. If they differ, a line is added to `left_out`.
         """
-        if isinstance(value, StoredArray):
+        differing = sum(not are_plain_values_equal(other, value) for other in others)
+        if differing:
+            self.left_out.append(
+                f"{name}: {differing} ranks have other values; the first rank's is taken"
+            )
+        if isinstance(value, STORED):
             self.add_array(name, value)
             return
         try:
@@ -191,40 +241,150 @@ class Builder:
             self.add_array(path, self.add_content(tensor))
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str) -> None:
-        """Add an optimizer's param groups, or a line to `left_out` if they have no plain form."""
+        """Add the param groups of an optimizer.
+
+        If a hyperparameter has no plain form, add a line to `left_out`.
+        """
         try:
             self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
         except StateError as error:
             self.left_out.append(str(error))
 
-    def build(
-        self,
-        format: str,  # noqa: A002 - the name in `Foreign`
-        *,
-        step: int | None = None,
-        world_size: int = 1,
-        replica_names: tuple[str, ...] = (),
-    ) -> Foreign:
+    def add_state(self, state: NestedState, *, is_ordered: bool = True) -> None:
+        """Add a nested state with tensors and plain values, under the names of `shardwise.save`.
+
+        A leaf is named by its path, joined by dots. Optimizer state is named
+        `<optimizer>.<parameter>.<key>` where the names of the parameters are known. If the
+        parameters of a module are at the top level of the state, their names begin with `model.`.
+        Tensors that are the same array are tied.
+
+        Args:
+            state: the state. Tensors in it are `StoredArray`s and `StoredTensor`s.
+            is_ordered: whether the module lists its parameters in the order in which the optimizer
+                counts them; then optimizers get the names of the module's parameters.
+        """
+        leaves = find_leaves(name_parameters(state) if is_ordered else state)
+        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, STORED)}
+        values = {path: leaf for path, leaf in leaves.items() if path not in tensors}
+        optimizers = find_optimizers(leaves, values)
+        known = [path for path, v in values.items() if not isinstance(v, UnknownObject)]
+        names = LeafNames(optimizers, list(tensors), known)
+        first_names: dict[StoredArray | StoredTensor, str] = {}
+        for path, array in tensors.items():
+            name = names.name_of(path)
+            first = first_names.setdefault(array, name) if math.prod(array.shape) else name
+            if first == name:
+                self.add_array(name, array)
+            else:
+                self.add_tie(name, first)
+        group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
+        for path, value in values.items():
+            if path in group_paths:
+                continue
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if path[-1] == "step" and names.is_in_optimizer(path) and is_number:
+                self.add_number(names.name_of(path), value)
+            else:
+                self.add_value(names.name_of(path), value)
+        for optimizer in optimizers:
+            self._add_optimizer_groups(optimizer, f"{names.optimizer_name(optimizer)}.{GROUPS}")
+
+    def add_ranks(self, states: Sequence[tuple[str, Any]]) -> None:
+        """Add the states that ranks saved separately as one; see `merge_ranks` and `add_state`.
+
+        Args:
+            states: the state of each rank, with the name of its file. A state that is not a dict is
+                named `value`.
+
+        Raises:
+            FormatError: parts of tensors are missing, or the states are not from one save.
+        """
+        for file, _ in states:
+            self.add_file(file)
+        merged = merge_ranks(states, str(self._tree), self.have_same_bytes)
+        self.left_out += [f"{name}: its value differs between ranks" for name in merged.differing]
+        self.add_state(merged.state if isinstance(merged.state, dict) else {"value": merged.state})
+
+    def have_same_bytes(self, one: StoredArray, other: StoredArray) -> bool:
+        """Read two small contiguous arrays, and return whether they have the same bytes."""
+        return self._read_array(one) == self._read_array(other)
+
+    def _read_array(self, array: StoredArray) -> bytes:
+        with self._tree.open_range(array.file) as file:
+            return file.read(array.start, math.prod(array.shape) * array.itemsize)
+
+    def _add_optimizer_groups(self, optimizer: Optimizer, name: str) -> None:
+        self.add_groups(optimizer.groups, name)
+        if ungrouped := optimizer.find_ungrouped_parameters():
+            self.left_out.append(
+                f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
+                f"example those of {ungrouped[0]}: pipeline stages overwrote each other's param "
+                "groups in the save"
+            )
+
+    def add_content(self, tensor: torch.Tensor) -> StoredArray:
+        """Store a tensor in the description; return its array. Equal bytes are stored once."""
+        data = bytes_of_tensor(tensor)
+        content = self._contents.setdefault(CONTENT_FILE, bytearray())
+        start = self._content_starts.setdefault(data, len(content))
+        if start == len(content):
+            content += data
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return StoredArray(CONTENT_FILE, start, dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+    def add_file(self, name: str) -> int:
+        """Add a file, which may have values but no tensors; return its index."""
+        return self._files.setdefault(name, len(self._files))
+
+    def index_of(self, name: str) -> int:
+        """Return the index of a tensor that was added."""
+        return self._index[name]
+
+    def add_table(self, table: PieceTable, *, replica: bool = False) -> None:
+        """Add pieces of tensors, or with `replica`, further copies of pieces."""
+        self._tables[replica].append(table)
+
+    def add_foreign(self, foreign: Foreign) -> None:
+        """Add an existing description, before anything else."""
+        for file in foreign.files:
+            if file.content is not None:
+                self._contents[file.name] = bytearray(file.content)
+            self.add_file(file.name)
+        for entry in foreign.tensors:
+            self._index.setdefault(entry.name, len(self._tensors))
+            self._tensors.append(entry)
+        self._objects += foreign.objects
+        self.add_table(foreign.table)
+        self.add_table(foreign.replicas, replica=True)
+        self._terms |= foreign.averages
+        self._replica_names += foreign.replica_names
+        self.left_out += foreign.left_out
+        self.missing_files |= foreign.missing_files
+        self.world_size = max(self.world_size, foreign.world_size)
+        self.step = foreign.step if foreign.step is not None else self.step
+
+    def build(self, format: str) -> Foreign:  # noqa: A002 - the name in `Foreign`
         """Return the description of everything that was added.
 
         Args:
             format: the name of the format, for people.
-            step: the training step, if known.
-            world_size: the number of ranks that wrote the checkpoint.
-            replica_names: the name of the array of each replica; see `Foreign.replica_names`.
 
         Raises:
-            FormatError: the elements of an array share bytes too often.
+            FormatError: a file does not exist, or the elements of an array share bytes too often.
         """
-        files = self.files
-        if self._content:
-            files = (*files, ForeignFile(CONTENT_FILE, len(self._content), bytes(self._content)))
         table, replicas = (
             join_tables(
                 *self._tables[replica],
                 table_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name),
+                self._ranges[replica].to_table(),
             )
             for replica in (False, True)
+        )
+        files = tuple(
+            ForeignFile(name, len(content), bytes(content))
+            if (content := self._contents.get(name)) is not None
+            else self._tree.file(name)
+            for name in self._files
         )
         return Foreign(
             format=format,
@@ -232,33 +392,14 @@ class Builder:
             tensors=tuple(self._tensors),
             table=table,
             replicas=replicas,
-            replica_names=replica_names,
-            averages=dict(self.averages),
+            replica_names=tuple(self._replica_names),
+            averages=dict(self._terms),
             objects=tuple(self._objects),
-            step=step,
-            world_size=world_size,
+            step=self.step,
+            world_size=self.world_size,
             left_out=tuple(self.left_out),
+            missing_files=dict(self.missing_files),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PlainValue:
-    """An encoded value, and the arrays that the value refers to by name.
-
-    Attributes:
-        value: the value, as `shardwise.state.plain_values` encodes it.
-        arrays: arrays in files, by name.
-        contents: numpy arrays from pickles, by name.
-    """
-
-    value: JsonValue
-    arrays: Mapping[str, StoredArray]
-    contents: Mapping[str, torch.Tensor]
-
-
-def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor in memory, row-major."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def make_number_tensor(value: float, name: str) -> torch.Tensor:
@@ -278,113 +419,3 @@ def make_number_tensor(value: float, name: str) -> torch.Tensor:
             f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
             "damaged: copy it again from an intact source"
         ) from error
-
-
-def encode_plain(value: object, name: str) -> PlainValue:
-    """Encode a value as `shardwise.state.plain_values` does.
-
-    Namespaces become dicts; other objects become dicts with the key `class`.
-
-    Raises:
-        StateError: a part of the value has no plain form.
-    """
-    encoder = _Encoder(name)
-    encoded = encode(encoder.convert(value), name, encoder.record_array)
-    return PlainValue(encoded, encoder.arrays, encoder.contents)
-
-
-@dataclass(slots=True)
-class _Encoder:
-    """Replaces stored arrays with meta tensors, which `encode` returns with their names.
-
-    Attributes:
-        name: the name of the value, for messages.
-        arrays: the stored arrays in the value, by name.
-        contents: the numpy arrays in the value, by name.
-        stored_by_id: for the id of each meta tensor, its stored array.
-    """
-
-    name: str
-    arrays: dict[str, StoredArray] = field(default_factory=dict)
-    contents: dict[str, torch.Tensor] = field(default_factory=dict)
-    stored_by_id: dict[int, tuple[torch.Tensor, StoredArray]] = field(default_factory=dict)
-
-    def record_array(self, path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        if isinstance(array, np.ndarray):
-            self.contents[path] = torch.from_numpy(np.array(array, order="C"))
-        else:
-            self.arrays[path] = self.stored_by_id[id(array)][1]
-
-    def _make_meta_tensor(self, array: StoredArray) -> torch.Tensor:
-        tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
-        self.stored_by_id[id(tensor)] = (
-            tensor,
-            array,
-        )  # the tensor is kept, so that its id stays unique
-        return tensor
-
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, StoredArray):
-            return self._make_meta_tensor(value)
-        if isinstance(value, Storage):
-            return self._make_meta_tensor(
-                StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
-            )
-        if isinstance(value, PickledInstance):
-            fields = {key: self.convert(item) for key, item in value.fields.items()}
-            if value.name in _NAMESPACE_CLASSES:
-                return fields
-            args = {"args": [self.convert(item) for item in value.args]} if value.args else {}
-            return {"class": value.name, **args, **fields}
-        if isinstance(value, AllowedCallable):
-            return {"class": value.name}
-        if isinstance(value, UnknownObject):
-            raise StateError(f"{self.name}: {value.reason}")
-        if type(value) in (list, tuple):
-            return type(value)(self.convert(item) for item in value)
-        if isinstance(value, dict):
-            new_dict = type(value)()
-            new_dict.update({key: self.convert(item) for key, item in value.items()})
-            return new_dict
-        return value
-
-
-def are_plain_values_equal(value: object, other: object) -> bool:
-    """Return whether two values are equal. Values without a plain form count as equal."""
-    if value is other:
-        return True
-    try:
-        plain, other_plain = encode_plain(value, ""), encode_plain(other, "")
-    except StateError:
-        return True
-    contents, other_contents = (
-        {name: bytes_of_tensor(tensor) for name, tensor in each.contents.items()}
-        for each in (plain, other_plain)
-    )
-    return (plain.value, plain.arrays, contents) == (
-        other_plain.value,
-        other_plain.arrays,
-        other_contents,
-    )
-
-
-def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each name whose values differ between ranks.
-
-    Args:
-        ranks: for each rank, its values by name. Readers take the values of the first rank.
-    """
-    lines = []
-    for name in dict.fromkeys(name for values in ranks for name in values):
-        if name not in ranks[0]:
-            lines.append(f"{name}: missing in the first rank's file, whose values are taken")
-            continue
-        other_values = [values[name] for values in ranks[1:] if name in values]
-        differing_count = sum(
-            not are_plain_values_equal(other, ranks[0][name]) for other in other_values
-        )
-        if differing_count:
-            lines.append(
-                f"{name}: {differing_count} ranks have other values; the first rank's is taken"
-            )
-    return lines

@@ -14,15 +14,8 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.sharded_tensors import StoredShardedTensor
 from shardwise.formats.containers.torch_values import StoredShard
-from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray, row_major_strides
-from shardwise.formats.nested import build_foreign, find_leaves
+from shardwise.formats.foreign import Placed, StoredArray, StoredTensor, row_major_strides
 from shardwise.formats.optimizers import Path, is_in_optimizer
-from shardwise.formats.piece_tables import (
-    join_tables,
-    select_rows,
-    table_of_boxes,
-    tie_equal_arrays,
-)
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch", "last_epoch", "_step_count")
 _DIFFERS = object()
@@ -30,8 +23,8 @@ _DIFFERS = object()
 
 LocalPart: TypeAlias = StoredShard | StoredShardedTensor
 """A rank's part of a global tensor."""
-RankValue: TypeAlias = tuple[int, Any]
-"""The index of a rank's file, and the rank's value at a path."""
+RankValue: TypeAlias = tuple[str, Any]
+"""The name of a rank's file, and the rank's value at a path."""
 SameBytes: TypeAlias = Callable[[StoredArray, StoredArray], bool]
 LARGEST_RANDOM_STATE = 2**16
 """The largest size, in bytes, of a `uint8` tensor that may be the state of a random generator."""
@@ -41,67 +34,58 @@ SAMPLE_SIZE = 1024
 A load compares all elements."""
 
 
-def merge_ranks(
-    states: Sequence[RankValue],
-    files: tuple[ForeignFile, ...],
-    path: str,
-    format: str,  # noqa: A002 - as it is called in Foreign
-    same_bytes: SameBytes,
-) -> Foreign:
-    """Return the description of all ranks' states together. `build_foreign` names the tensors.
+@dataclass(frozen=True, slots=True)
+class MergedState:
+    """The states of all ranks, as one.
 
-    DTensors and ShardedTensors become global tensors. Plain tensors must be the same on all ranks
-    and are recorded as replicas, which a load compares. Values that differ between ranks are left
+    Attributes:
+        state: the state, with `StoredTensor`s for tensors that several ranks have.
+        differing: the names of values that differ between ranks, and that the state lacks.
+    """
+
+    state: Any
+    differing: tuple[str, ...]
+
+
+def merge_ranks(states: Sequence[RankValue], label: str, same_bytes: SameBytes) -> MergedState:
+    """Return the states of all ranks as one.
+
+    DTensors and ShardedTensors become global tensors. Plain tensors must be the same on all ranks;
+    the copies become replicas, which a load compares. Values that differ between ranks are left
     out, unless they belong to an optimizer or count steps.
 
     Args:
-        states: the state of each rank, with the index of its file.
-        files: the files of the ranks.
-        path: the path of the checkpoint, for messages.
-        format: the name of the format.
+        states: the state of each rank, with the name of its file.
+        label: the path of the checkpoint, for messages.
         same_bytes: compares small arrays of two files, for example random generator states.
 
     Raises:
         FormatError: shards are missing, or the states are not from one save.
     """
-    merger = _Merger(files, path, same_bytes)
+    merger = _Merger(len({file for file, _ in states}), label, same_bytes)
     state = merger.merge(tuple(states), ())
     if state is _DIFFERS:
         raise FormatError(
-            f"{path}: the ranks saved different values, and not dicts, so they cannot be merged: "
+            f"{label}: the ranks saved different values, and not dicts, so they cannot be merged: "
             "open the file of one rank"
         )
-    left_out = [
-        f"{_name_of_path(each)}: its value differs between ranks" for each in merger.differing_paths
-    ]
-    leaves = find_leaves(state if isinstance(state, dict) else {"value": state}, files)
-    return merger.place_shards(
-        tie_equal_arrays(build_foreign(replace(leaves, left_out=left_out), format))
-    )
+    return MergedState(state, tuple(map(_name_of_path, merger.differing_paths)))
 
 
 @dataclass(slots=True)
 class _Merger:
     """Walks the states of all ranks together.
 
-    The walk replaces a global tensor with a `StoredArray` that has a negative file index, which
-    identifies its shards. `place_shards` then replaces these arrays with the shards.
-
     Attributes:
-        files, path, same_bytes: as in `merge_ranks`.
-        shards: the shards of each global tensor.
-        indices: for the shards of each tensor, their index in `shards`.
-        copies: for each plain tensor, the same tensor in the files of other ranks.
+        file_count: the number of files.
+        label, same_bytes: as in `merge_ranks`.
         differing_paths: the paths of values that differ between ranks.
         has_compared_steps: whether a tensor that counts steps was compared on all ranks.
     """
 
-    files: tuple[ForeignFile, ...]
-    path: str
+    file_count: int
+    label: str
     same_bytes: SameBytes
-    shards: list[tuple[LocalPart, ...]] = field(default_factory=list)
-    indices: dict[tuple[LocalPart, ...], int] = field(default_factory=dict)
-    copies: dict[StoredArray, list[StoredArray]] = field(default_factory=dict)
     differing_paths: list[Path] = field(default_factory=list)
     has_compared_steps: bool = False
 
@@ -141,7 +125,7 @@ class _Merger:
                 merged[key] = item
         return merged
 
-    def _merge_shards(self, values: tuple[RankValue, ...], path: Path) -> StoredArray:
+    def _merge_shards(self, values: tuple[RankValue, ...], path: Path) -> StoredTensor:
         shards = tuple(value for _, value in values if isinstance(value, LocalPart))
         first, expected = shards[0], _layout_of(shards[0])
         for file, value in values:
@@ -161,11 +145,12 @@ class _Merger:
             self._require_all_boxes(
                 [each for each in shards if not isinstance(each, StoredShard)], path
             )
-        index = self.indices.setdefault(shards, len(self.shards))
-        if index == len(self.shards):
-            self.shards.append(shards)
-        stride = row_major_strides(first.shape)
-        return StoredArray(-1 - index, 0, _dtype_of(first), first.shape, stride)
+        boxes: dict[tuple[int, ...], StoredArray] = {}
+        replicas: list[Placed] = []
+        for offset, array in (box for shard in shards for box in _boxes_of_part(shard)):
+            if boxes.setdefault(offset, array) is not array:
+                replicas.append((offset, array))
+        return StoredTensor(_dtype_of(first), first.shape, (*boxes.items(),), (*replicas,))
 
     def _require_all_shards(self, shards: Sequence[StoredShard], path: Path) -> None:
         first = shards[0]
@@ -174,14 +159,14 @@ class _Merger:
         shard_count = prod(first.mesh_shape[dim] for dim in mesh_dims)
         if len(found_coordinates) == shard_count or not prod(first.shape):
             return
-        if len(self.files) == 1:
+        if self.file_count == 1:
             raise self._single_file_error(path, first, "DTensor", prod(first.mesh_shape))
         coordinates = product(*(range(first.mesh_shape[dim]) for dim in mesh_dims))
         missing = next(
             coordinate for coordinate in coordinates if coordinate not in found_coordinates
         )
         raise FormatError(
-            f"{self.path}: {_name_of_path(path)} has only {len(found_coordinates)} of its "
+            f"{self.label}: {_name_of_path(path)} has only {len(found_coordinates)} of its "
             f"{shard_count} shards: the one at {missing} of mesh dimensions {tuple(mesh_dims)} is "
             "missing. Copy the files of all ranks into this directory"
         )
@@ -191,12 +176,12 @@ class _Merger:
         found_count = len({box for part in parts for box, _ in part.local})
         if found_count >= first.shard_count or not prod(first.shape):
             return
-        if len(self.files) == 1:
+        if self.file_count == 1:
             raise self._single_file_error(path, first, "ShardedTensor", first.world_size)
         missing = sorted({*range(first.world_size)} - {part.rank for part in parts})
         ranks = f"; no file is from ranks {missing[:8]} of its process group" if missing else ""
         raise FormatError(
-            f"{self.path}: {_name_of_path(path)} has only {found_count} of its "
+            f"{self.label}: {_name_of_path(path)} has only {found_count} of its "
             f"{first.shard_count} shards{ranks}. Copy the files of all ranks into this directory"
         )
 
@@ -204,7 +189,7 @@ class _Merger:
         self, path: Path, part: LocalPart, kind: str, rank_count: int
     ) -> FormatError:
         return FormatError(
-            f"{self.path} has only one rank's part of {_name_of_path(path)}, a {kind} of shape "
+            f"{self.label} has only one rank's part of {_name_of_path(path)}, a {kind} of shape "
             f"{list(part.shape)} on {rank_count} ranks. Open the directory that holds the files of "
             "all ranks"
         )
@@ -236,42 +221,16 @@ class _Merger:
                         "which part each has (with FSDP1, save FSDP.optim_state_dict, not "
                         "optimizer.state_dict)",
                     )
-            self.copies.setdefault(first, arrays[1:])
+            origin = (0,) * len(first.shape)
+            replicas = tuple((origin, other) for other in arrays[1:])
+            return StoredTensor(first.dtype, first.shape, ((origin, first),), replicas)
         return first
 
-    def _conflict_error(self, path: Path, file: int, other: int, difference: str) -> FormatError:
-        names = f"{self.files[file].name} and {self.files[other].name}"
+    def _conflict_error(self, path: Path, file: str, other: str, difference: str) -> FormatError:
         return FormatError(
-            f"{self.path}: {_name_of_path(path)} {difference}: {names}. Either the files are from "
-            "different saves, or only the program that wrote them knows how they fit together: "
-            "then describe it by a specification (`spec=`)"
-        )
-
-    def place_shards(self, foreign: Foreign) -> Foreign:
-        """Return the description with the pieces of global tensors, and with replicas."""
-        pieces = foreign.table.pieces
-        boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
-        replicas: list[tuple[int, tuple[int, ...], StoredArray]] = []
-        for row in np.flatnonzero(pieces.file < 0).tolist():
-            tensor, offsets = int(pieces.tensor[row]), set[tuple[int, ...]]()
-            for shard in self.shards[-1 - int(pieces.file[row])]:
-                for offset, array in _boxes_of_part(shard):
-                    (replicas if offset in offsets else boxes).append((tensor, offset, array))
-                    offsets.add(offset)
-        tensor_by_start = {
-            (int(file), int(start)): int(tensor)
-            for file, start, tensor in zip(pieces.file, pieces.start, pieces.tensor, strict=True)
-        }
-        for first, others in self.copies.items():
-            tensor_of_first = tensor_by_start.get((first.file, first.start))
-            if tensor_of_first is not None:
-                zeros = (0,) * len(first.shape)
-                replicas += [(tensor_of_first, zeros, other) for other in others]
-        kept = select_rows(foreign.table, pieces.file >= 0)
-        return replace(
-            foreign,
-            table=join_tables(kept, table_of_boxes(boxes)),
-            replicas=table_of_boxes(replicas),
+            f"{self.label}: {_name_of_path(path)} {difference}: {file} and {other}. Either the "
+            "files are from different saves, or only the program that wrote them knows how they "
+            "fit together: then describe it by a specification (`spec=`)"
         )
 
 
@@ -302,7 +261,7 @@ def _dtype_of(part: LocalPart) -> str:
     return part.local.dtype if isinstance(part, StoredShard) else part.dtype
 
 
-def _boxes_of_part(part: LocalPart) -> list[tuple[tuple[int, ...], StoredArray]]:
+def _boxes_of_part(part: LocalPart) -> list[Placed]:
     """Return the boxes in a file: the offset in the tensor, and the array in the file."""
     if isinstance(part, StoredShardedTensor):
         return [(box.offset, array) for box, array in part.local if box.size]

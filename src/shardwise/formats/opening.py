@@ -23,7 +23,7 @@ from shardwise.store import Store
 def formats_at(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
     try:
-        return " and ".join(reader.name for reader in find_readers(FileTree(store)))
+        return " and ".join(reader.name for reader in find_readers(FileTree(store)).values())
     except (FormatError, OSError):  # a read of the checkpoint reports the error
         return ""
 

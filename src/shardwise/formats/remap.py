@@ -13,7 +13,7 @@ from shardwise.errors import StateError
 from shardwise.formats.foreign import Catalogue, Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.formats.piece_tables import join_tables, table_of_arrays
+from shardwise.formats.piece_tables import join_tables, table_of_boxes
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
@@ -141,13 +141,12 @@ def _add_unchanged(remapped: Foreign, catalogue: Catalogue, rows: Sequence[int])
     """Add rows of a catalogue unchanged to the result of a specification."""
     arrays, entries = [], []
     for tensor_index, row in enumerate(rows, len(remapped.tensors)):
-        ndim, dtype = catalogue.ndim[row], catalogue.dtypes[int(catalogue.dtype[row])]
+        ndim, dtype = int(catalogue.ndim[row]), catalogue.dtypes[int(catalogue.dtype[row])]
         shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
-        arrays.append(
-            (tensor_index, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride))
-        )
+        array = StoredArray("", 0, dtype, shape, stride)
+        arrays.append((tensor_index, int(catalogue.file[row]), (0,) * ndim, array))
         entries.append(TensorEntry(catalogue.names[row], dtype, shape))
-    composed = join_tables(remapped.table, table_of_arrays(arrays))
+    composed = join_tables(remapped.table, table_of_boxes(arrays))
     return replace(remapped, tensors=(*remapped.tensors, *entries), table=composed)
 
 

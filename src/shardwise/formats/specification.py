@@ -19,9 +19,10 @@ from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, StoredShard
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Catalogue, Foreign, StoredArray, build_catalogue
-from shardwise.formats.foreign_builder import Builder, describe_differing_values
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
+from shardwise.formats.values import describe_differing_values
 
 _AXIS_PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
@@ -55,11 +56,12 @@ class Specification:
         """
         catalogue, values = _read_rank_files(tree, self.files or "")
         foreign = apply_spec(self.rules, catalogue, sizes=self.sizes, checkpoint=str(tree))
-        builder = Builder.from_foreign(foreign)
+        builder = Builder(tree)
+        builder.add_foreign(foreign)
         builder.left_out += describe_differing_values(values)
         for name, value in values[0].items():
             builder.add_value(name, value)
-        return builder.build(f"files of ranks, {self.files}", replica_names=foreign.replica_names)
+        return builder.build(f"files of ranks, {self.files}")
 
 
 def spec(
@@ -128,8 +130,7 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
     )
     sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}
     _require_files_of_all_ranks(tree, pattern, coordinate_by_file, sizes)
-    file_indices = {name: i for i, name in enumerate(coordinate_by_file)}
-    contents_by_file = tree.read_each(file_indices, _read_rank_file)
+    contents_by_file = tree.read_each(coordinate_by_file, _read_rank_file)
     rows = [
         (name, array, coordinate_by_file[file])
         for file, (arrays, _) in contents_by_file.items()

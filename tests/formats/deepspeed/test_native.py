@@ -17,6 +17,7 @@ from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.validate import validate_foreign
 from shardwise.state.plain_values import decode
 from tests.formats.conftest import ON_FOUR, ON_TWO, Checkpoints
+from tests.formats.foreign_goldens import describe
 from tests.formats.programs.small_model import Model, optimizer_of
 from tests.formats.reference import read_tensors
 
@@ -37,7 +38,7 @@ def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read(place: Path) -> Foreign:
-    return validate_foreign(reader.read(FileTree(place)))
+    return validate_foreign(describe(reader, FileTree(place)))
 
 
 @pytest.mark.parametrize(("case", "ranks"), CASES)
@@ -198,7 +199,7 @@ def test_the_place_may_be_the_tag_itself(checkpoints: Checkpoints) -> None:
     assert reader.recognise(FileTree(place))
     assert reader.recognise(FileTree(inside))
     assert read_tensors(inside, read(inside)).keys() == read_tensors(place, read(place)).keys()
-    by_tag = validate_foreign(reader.read(FileTree(place), "global_step3"))
+    by_tag = validate_foreign(describe(reader, FileTree(place), "global_step3"))
     assert by_tag.tensors == read(place).tensors
 
 
@@ -216,7 +217,7 @@ def test_files_of_another_run_are_told(checkpoints: Checkpoints, tmp_path: Path)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other / f"bf16_{name}", place / "global_step3" / name)
     with pytest.raises(FormatError, match="divided among 2 ranks"):
-        reader.read(FileTree(place))
+        describe(reader, FileTree(place))
 
 
 def test_files_that_changed_names_are_told(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -228,11 +229,11 @@ def test_files_that_changed_names_are_told(checkpoints: Checkpoints, tmp_path: P
     other.rename(one)
     (tmp_path / "one").rename(other)
     with pytest.raises(FormatError, match="files of ranks were renamed"):
-        reader.read(FileTree(place))
+        describe(reader, FileTree(place))
 
 
 def test_what_is_beside_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     place = tmp_path / "copy"
     shutil.copytree(checkpoints.place("zero1-float32"), place)
     (place / "global_step3" / "notes.txt").write_text("mine")
-    assert any("notes.txt" in line for line in reader.read(FileTree(place)).left_out)
+    assert any("notes.txt" in line for line in describe(reader, FileTree(place)).left_out)

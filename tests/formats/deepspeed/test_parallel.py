@@ -13,6 +13,7 @@ from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.validate import validate_foreign
 from tests.formats.conftest import PARALLEL
 from tests.formats.deepspeed.test_native import same
+from tests.formats.foreign_goldens import describe
 from tests.formats.reference import read_tensors
 
 pytestmark = pytest.mark.timeout(400)
@@ -36,7 +37,7 @@ def expected(directory: Path, case: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", PARALLEL)
 def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
     place = parallel / case
-    foreign = validate_foreign(reader.read(FileTree(place)))
+    foreign = validate_foreign(describe(reader, FileTree(place)))
     tensors = read_tensors(place, foreign)
     wanted = expected(parallel, case)
     assert len(wanted) == (63 if case.startswith("experts") else 15)
@@ -49,7 +50,7 @@ def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in PARALLEL if "bfloat16" in case])
 def test_the_module_has_weights_of_lower_precision(parallel: Path, case: str) -> None:
     place = parallel / case
-    tensors = read_tensors(place, validate_foreign(reader.read(FileTree(place))))
+    tensors = read_tensors(place, validate_foreign(describe(reader, FileTree(place))))
     module = {name: tensor for name, tensor in tensors.items() if name.startswith("module.")}
     for name, tensor in module.items():
         # A pipeline's file of a tied layer does not say which of tied_modules it is.
@@ -59,7 +60,7 @@ def test_the_module_has_weights_of_lower_precision(parallel: Path, case: str) ->
 
 
 def test_each_kind_of_expert_keeps_its_group(parallel: Path) -> None:
-    foreign = reader.read(FileTree(parallel / "experts-zero1"))
+    foreign = describe(reader, FileTree(parallel / "experts-zero1"))
     (groups,) = (o.value for o in foreign.objects if o.name == "optimizer.param_groups")
     assert [len(group["members"]) for group in groups] == [5, 16]
     assert [group["value"].get("moe", False) for group in groups] == [False, True]

@@ -17,6 +17,7 @@ from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, parse_placement_rule
 from shardwise.formats.validate import validate_foreign
 from tests.formats.deepspeed.test_native import same
+from tests.formats.foreign_goldens import describe
 from tests.formats.reference import read_tensors
 
 INFO: dict[str, Any] = {
@@ -133,7 +134,7 @@ def full() -> dict[str, torch.Tensor]:
 
 
 def read(place: Path) -> Foreign:
-    return validate_foreign(reader.read(FileTree(place)))
+    return validate_foreign(describe(reader, FileTree(place)))
 
 
 def test_divided_both_ways_it_is_put_together(
@@ -176,7 +177,7 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
     foreign = validate_foreign(
-        reader.read(FileTree(tmp_path), place=parse_placement_rule(INFO, "here"))
+        describe(reader, FileTree(tmp_path), place=parse_placement_rule(INFO, "here"))
     )
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}
 

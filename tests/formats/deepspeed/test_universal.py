@@ -16,6 +16,7 @@ from shardwise.formats.validate import validate_foreign
 from shardwise.state.plain_values import decode
 from tests.formats.conftest import CONVERTED, Checkpoints
 from tests.formats.deepspeed.test_native import same
+from tests.formats.foreign_goldens import describe
 from tests.formats.reference import read_tensors
 
 pytestmark = pytest.mark.timeout(400)
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CONVERTED)
 def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> None:
     place, expected = checkpoints.place(case) / "universal", checkpoints.expected(case)
-    foreign = validate_foreign(universal.read(FileTree(place)))
+    foreign = validate_foreign(describe(universal, FileTree(place)))
     tensors = read_tensors(place, foreign)
     wanted = {f"model.{name}": tensor for name, tensor in expected["parameters"].items()}
     wanted |= {f"optimizer.{name}": tensor for name, tensor in expected["moments"].items()}
@@ -59,7 +60,7 @@ def test_a_root_with_universal_ones_only_is_recognised(
     (tmp_path / "latest_universal").write_text("universal")
     assert universal.recognise(FileTree(tmp_path))
     assert not reader.recognise(FileTree(tmp_path))
-    assert validate_foreign(universal.read(FileTree(tmp_path))).tensors
+    assert validate_foreign(describe(universal, FileTree(tmp_path))).tensors
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_lost_file_is_told(
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", place)
     (place / lost).unlink()
     with pytest.raises(FormatError, match=said):
-        universal.read(FileTree(place))
+        describe(universal, FileTree(place))
 
 
 @pytest.mark.parametrize("case", CONVERTED)
@@ -90,7 +91,7 @@ def test_a_key_that_is_lost_of_all_parameters_is_told(
     for path in place.glob("zero/*/exp_avg_sq.pt"):
         path.unlink()
     with pytest.raises(FormatError, match=r"missing: zero/embedding\.weight/exp_avg_sq\.pt"):
-        universal.read(FileTree(place))
+        describe(universal, FileTree(place))
 
 
 @pytest.mark.parametrize("key", ["fp32", "exp_avg", "exp_avg_sq"])
@@ -105,4 +106,4 @@ def test_a_state_of_another_shape_is_told(
     torch.save(held, path)
     said = rf"{key}.pt: its shape is \[6, 5\], but its parameter has shape \[7, 5\]"
     with pytest.raises(FormatError, match=said):
-        universal.read(FileTree(place))
+        describe(universal, FileTree(place))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.formats.detect import READERS, read_foreign
+from shardwise.formats.detect import load_readers, read_foreign
 from shardwise.formats.file_tree import FileTree
 from shardwise.testing import Gang
 from tests.breadth import OLD_TORCH, mostly_long
@@ -50,7 +50,9 @@ def test_it_loads_from_every_format(gang: Gang, saved: Saved, kind: str) -> None
 
 
 def test_every_format_that_is_read_is_in_it() -> None:
-    assert {source.format for source in SOURCES} == {reader.name for reader in READERS}
+    assert {source.format for source in SOURCES} == {
+        reader.name for reader in load_readers().values()
+    }
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="a source is left out")

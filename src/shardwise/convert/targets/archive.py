@@ -20,15 +20,7 @@ from shardwise.convert.plan import (
     size_of,
 )
 from shardwise.formats.containers.zip_archive import (
-    END64_RECORD,
-    END64_SIGNATURE,
-    END_RECORD,
-    END_SIGNATURE,
-    ENTRY_RECORD,
-    ENTRY_SIGNATURE,
     LOCAL_HEADER,
-    LOCATOR_RECORD,
-    LOCATOR_SIGNATURE,
     MAX_UINT16,
     MAX_UINT32,
     ZIP_START,
@@ -36,6 +28,12 @@ from shardwise.formats.containers.zip_archive import (
 from shardwise.manifest.checksums import crc32
 
 ALIGNMENT = 64
+ENTRY_SIGNATURE, END_SIGNATURE = b"PK\x01\x02", b"PK\x05\x06"
+LOCATOR_SIGNATURE, END64_SIGNATURE = b"PK\x06\x07", b"PK\x06\x06"
+END_RECORD = struct.Struct("<4sHHHHIIH")
+LOCATOR_RECORD = struct.Struct("<4sIQI")
+END64_RECORD = struct.Struct("<4sQHHIIQQQQ")
+ENTRY_RECORD = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _DESCRIPTOR_MARK = b"PK\x07\x08"
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _ZIP64_FIELD = 1

@@ -16,7 +16,7 @@ class FileRange:
 
     Attributes:
         file: the file.
-        file_index: the index of the file in `Foreign.files`.
+        name: the name of the file below the checkpoint's directory.
         offset: the start of the range in the file, in bytes.
         size: the length in bytes.
         label: the path of the file, and a name of the range, for messages.
@@ -24,16 +24,16 @@ class FileRange:
     """
 
     file: ReadableFile
-    file_index: int
+    name: str
     offset: int
     size: int
     label: str
     is_remote: bool = False
 
     @classmethod
-    def whole_file(cls, file: ReadableFile, file_index: int, label: str) -> FileRange:
+    def whole_file(cls, file: ReadableFile, name: str, label: str) -> FileRange:
         """Return the range of a whole file."""
-        return cls(file, file_index, 0, file.size, label)
+        return cls(file, name, 0, file.size, label)
 
     def subrange(self, offset: int, size: int, label: str) -> FileRange:
         """Return a range within this range.
@@ -48,7 +48,7 @@ class FileRange:
             )
         start = self.offset + offset
         label = f"{self.label}: {label}"
-        return FileRange(self.file, self.file_index, start, size, label, self.is_remote)
+        return FileRange(self.file, self.name, start, size, label, self.is_remote)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.

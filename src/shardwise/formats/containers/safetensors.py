@@ -106,7 +106,7 @@ def read_header(file_range: FileRange) -> Header:
                 f"match its shape {list(entry.shape)} and dtype {dtype}: copy the file again"
             )
         file_offset, stride = data.offset + start, row_major_strides(shape)
-        arrays[name] = StoredArray(file_range.file_index, file_offset, dtype, shape, stride)
+        arrays[name] = StoredArray(file_range.name, file_offset, dtype, shape, stride)
     if previous_end != data.size:
         raise FormatError(
             f"{file_range.label}: {data.size - previous_end} bytes follow the last array: copy the "

@@ -39,13 +39,13 @@ class TorchFileContents:
     Attributes:
         value: the value. Tensors that share memory have equal `StoredArray`s.
         skipped_names: names of the classes whose objects were left out.
-        file_index: the index of the file in all arrays. If the value is from a `ParseCache`, this
-            is the index of the first file with the same pickle.
+        file: the name of the file in all arrays. If the value is from a `ParseCache`, this is the
+            name of the first file with the same pickle.
     """
 
     value: Any
     skipped_names: tuple[str, ...]
-    file_index: int
+    file: str
 
 
 class ParseCache:
@@ -118,9 +118,7 @@ def _read_contents(
     if head.startswith(ZIP_START):
         return _read_zip(file_range, allowed, skip_unknown, cache)
     if is_legacy(head):
-        return TorchFileContents(
-            *read_legacy(file_range, allowed, skip_unknown), file_range.file_index
-        )
+        return TorchFileContents(*read_legacy(file_range, allowed, skip_unknown), file_range.name)
     raise FormatError(
         f"{file_range.label}: not a file of torch.save, or damaged: copy the file again from an "
         "intact source"
@@ -211,7 +209,7 @@ def _parse_pickle(
                 f"storage {key[:40]!r} has {entry.size} bytes, but the pickle needs {size}"
             )
         start = file_range.offset + entry.start
-        return Storage(file_range.file_index, start, size, storage_type.dtype)
+        return Storage(file_range.name, start, size, storage_type.dtype)
 
     unpickled = unpickle(
         pickle_bytes,
@@ -220,7 +218,7 @@ def _parse_pickle(
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
     )
-    return TorchFileContents(unpickled.value, unpickled.skipped_names, file_range.file_index)
+    return TorchFileContents(unpickled.value, unpickled.skipped_names, file_range.name)
 
 
 def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
@@ -275,7 +273,7 @@ def read_legacy(
 class _LegacyStorages:
     """Storages by key. All starts are 0 until the end of the pickles is known."""
 
-    file: int
+    file: str
     types: dict[str, StorageType] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
@@ -324,7 +322,7 @@ def _parse_legacy(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
-    storages = _LegacyStorages(file_range.file_index)
+    storages = _LegacyStorages(file_range.name)
 
     def read_values() -> UnpickleResult:
         return unpickle(

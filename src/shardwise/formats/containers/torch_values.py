@@ -45,13 +45,13 @@ class Storage:
     """A storage: bytes `[start, start + size)` of a file.
 
     Attributes:
-        file: the index of the file in `Foreign.files`.
+        file: the name of the file.
         start: the offset in the file, in bytes.
         size: the size in bytes.
         dtype: torch's name of the dtype; None for an untyped storage.
     """
 
-    file: int
+    file: str
     start: int
     size: int
     dtype: str | None

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from io import SEEK_CUR, SEEK_END, RawIOBase
 from typing import NamedTuple
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
 
-ZIP_START, ENTRY_SIGNATURE = b"PK\x03\x04", b"PK\x01\x02"
-END_SIGNATURE, LOCATOR_SIGNATURE, END64_SIGNATURE = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
-END_RECORD = struct.Struct("<4sHHHHIIH")
-LOCATOR_RECORD = struct.Struct("<4sIQI")
-END64_RECORD = struct.Struct("<4sQHHIIQQQQ")
-ENTRY_RECORD = struct.Struct("<4sHHHHHHIIIHHHHHII")
+ZIP_START = b"PK\x03\x04"
 LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_LONGEST_COMMENT = 2**16
-ZIP64_FIELD_ID = 1
-ENCRYPTED_FLAG = 1
 MAX_UINT16, MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
+_ENCRYPTED_FLAG, _SIZE_FOLLOWS_FLAG, _UTF8_FLAG = 1, 8, 0x800
 _LARGEST_WINDOW = 2**20
 _HEADERS_TO_CHECK = 4
 """The number of headers to read if the offsets in the others follow from the alignment."""
@@ -44,31 +39,88 @@ def read_directory(archive: FileRange) -> dict[str, Entry]:
         FormatError: this is not a zip archive, or it is truncated; entries are compressed,
             encrypted, overlapping or duplicate; or headers contradict each other.
     """
-    return {name: entry for name, entry, _ in _read_entries(archive)}
+    entries, directory_start = _list_entries(archive)
+    starts = _find_starts(archive, entries, directory_start)
+    return {
+        entry.orig_filename: Entry(start, entry.file_size)
+        for entry, start in zip(entries, starts, strict=True)
+    }
 
 
-def read_entry_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
-    """Return each entry with its CRC-32 in the directory. Some writers store 0 there.
+def read_entry_checksums(file: FileRange) -> Iterator[tuple[Entry, int]]:
+    """Yield each entry of a file that is one or more archives, with its CRC-32.
+
+    Some writers store 0 as the CRC-32.
 
     Raises:
         FormatError: see `read_directory`.
     """
-    return [(entry, crc32) for _, entry, crc32 in _read_entries(archive)]
+    end = file.size
+    while end > 0:
+        archive = FileRange(file.file, file.name, file.offset, end, file.label, file.is_remote)
+        entries, directory_start = _list_entries(archive)
+        starts = _find_starts(archive, entries, directory_start)
+        for entry, start in zip(entries, starts, strict=True):
+            yield Entry(start, entry.file_size), entry.CRC
+        end = entries[0].header_offset if entries else 0
 
 
-def _read_entries(archive: FileRange) -> list[tuple[str, Entry, int]]:
+class _RangeIO(RawIOBase):
+    """A range of a file, as `ZipFile` reads it. It returns no more bytes than the range has."""
+
+    def __init__(self, file_range: FileRange) -> None:
+        self._range = file_range
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        start = {SEEK_CUR: self._position, SEEK_END: self._range.size}.get(whence, 0)
+        if start + offset < 0:
+            raise ValueError("an offset is negative")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(0, self._range.size - self._position)
+        data = self._range.read(
+            min(self._position, self._range.size),
+            rest if size is None or size < 0 else min(size, rest),
+        )
+        self._position += len(data)
+        return data
+
+
+def _list_entries(archive: FileRange) -> tuple[list[ZipInfo], int]:
+    """Return the entries, sorted by the offsets of their headers, and the directory's offset."""
     try:
-        directory, count, directory_start = _read_directory_bytes(archive)
-        entries = sorted(_list_entries(archive, directory, count))
-        located = _locate_entries(archive, entries, directory_start)
-        return [
-            (name, entry, each.crc32) for each, (name, entry) in zip(entries, located, strict=True)
-        ]
-    except struct.error as error:
+        with ZipFile(_RangeIO(archive)) as opened:
+            entries = sorted(opened.infolist(), key=lambda entry: entry.header_offset)
+            directory_start: int = opened.start_dir
+    except BadZipFile as error:
         raise FormatError(
-            f"{archive.label}: the zip archive is truncated: copy the file again from an intact "
-            "source"
+            f"{archive.label}: not a zip archive, or truncated ({error}): copy the file again from "
+            "an intact source"
         ) from error
+    except (ValueError, LookupError, ArithmeticError, NotImplementedError, struct.error) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise _damage_error(archive, f"its directory is malformed ({error})") from error
+    if entries and entries[0].header_offset < 0:
+        raise _damage_error(archive, "an entry begins before it")
+    for entry in entries:
+        is_encrypted = entry.flag_bits & _ENCRYPTED_FLAG
+        if entry.compress_type or is_encrypted or entry.compress_size != entry.file_size:
+            raise FormatError(
+                f"{archive.label}: entry {entry.orig_filename[:80]!r} is compressed or encrypted, "
+                "so it cannot be read in place. For a TorchScript program, save the state_dict of "
+                "its module; unpack any other archive and pack it again with `zip -0`"
+            )
+    return entries, directory_start
 
 
 def _damage_error(archive: FileRange, reason: str) -> FormatError:
@@ -78,112 +130,29 @@ def _damage_error(archive: FileRange, reason: str) -> FormatError:
     )
 
 
-class _DirectoryEntry(NamedTuple):
-    """An entry in the directory. Entries are sorted by the offsets of their headers."""
-
-    header_offset: int
-    name: bytes
-    size: int
-    crc32: int
-
-
-def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int, int]:
-    """Return the bytes of the directory, its number of entries, and its offset."""
-    tail_offset = max(0, archive.size - END_RECORD.size - LOCATOR_RECORD.size - _LONGEST_COMMENT)
-    tail = archive.read(tail_offset, archive.size - tail_offset)
-    position = tail.rfind(END_SIGNATURE)
-    if position < 0:
-        raise FormatError(
-            f"{archive.label}: not a zip archive, or truncated: copy the file again from an intact "
-            "source"
-        )
-    _, disk, first_disk, _, count, size, start, _ = END_RECORD.unpack_from(tail, position)
-    end_record_offset = tail_offset + position
-    locator = tail[max(0, position - LOCATOR_RECORD.size) : position]
-    if locator.startswith(LOCATOR_SIGNATURE):
-        end_record_offset = LOCATOR_RECORD.unpack(locator)[2]
-        fields = END64_RECORD.unpack(archive.read(end_record_offset, END64_RECORD.size))
-        numbers_32 = count, size, start
-        signature, disk, first_disk, count, size, start = fields[0], *fields[4:6], *fields[7:]
-        records_agree = all(
-            n in (wide, MAX_UINT16, MAX_UINT32)
-            for n, wide in zip(numbers_32, (count, size, start), strict=True)
-        )
-        if signature != END64_SIGNATURE or not records_agree:
-            raise _damage_error(archive, "its two end records contradict each other")
-    if disk or first_disk or start + size != end_record_offset or count * ENTRY_RECORD.size > size:
-        raise _damage_error(archive, "its directory is not before its end record")
-    return archive.read(start, size), count, start
-
-
-def _list_entries(archive: FileRange, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
-    position = 0
-    for _ in range(count):
-        fields = ENTRY_RECORD.unpack_from(directory, position)
-        signature, flags, method = fields[0], fields[3], fields[4]
-        crc32, packed_size, size, name_size, extra_size, comment_size = fields[7:13]
-        header_offset = fields[16]
-        position += ENTRY_RECORD.size
-        name = directory[position : position + name_size]
-        position += name_size
-        if signature != ENTRY_SIGNATURE or len(name) != name_size:
-            raise _damage_error(archive, "its directory is malformed")
-        if MAX_UINT32 in (packed_size, size, header_offset):
-            extra = directory[position : position + extra_size]
-            size, packed_size, header_offset = _read_sizes_and_offset(
-                archive, extra, size, packed_size, header_offset
-            )
-        position += extra_size + comment_size
-        if method or flags & ENCRYPTED_FLAG or packed_size != size:
-            raise FormatError(
-                f"{archive.label}: entry {name[:80]!r} is compressed or encrypted, so it "
-                "cannot be read in place. For a TorchScript program, save the state_dict of its "
-                "module; unpack any other archive and pack it again with `zip -0`"
-            )
-        yield _DirectoryEntry(header_offset, name, size, crc32)
-
-
-def _read_sizes_and_offset(archive: FileRange, extra: bytes, *numbers_32: int) -> Iterator[int]:
-    """Yield the numbers of an entry. A number that needs more than 32 bits is in `extra`."""
-    position = 0
-    while position + 4 <= len(extra):
-        field_id, length = struct.unpack_from("<HH", extra, position)
-        if field_id == ZIP64_FIELD_ID:
-            numbers_64 = iter(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
-            break
-        position += 4 + length
-    else:
-        numbers_64 = iter(())
-    for number in numbers_32:
-        full_number = next(numbers_64, None) if number == MAX_UINT32 else number
-        if full_number is None:
-            raise _damage_error(archive, "an entry has no size or offset")
-        yield full_number
-
-
-def _locate_entries(
-    archive: FileRange, entries: Sequence[_DirectoryEntry], directory_start: int
-) -> Iterator[tuple[str, Entry]]:
-    """Yield the name and content of each entry. The content follows the header of the entry."""
+def _find_starts(archive: FileRange, entries: Sequence[ZipInfo], directory_start: int) -> list[int]:
+    """Return where the content of each entry starts: after the header of the entry."""
     starts = _infer_starts(archive, entries, directory_start) if archive.is_remote else None
-    seen_names: set[bytes] = set()
+    if starts is None:
+        starts = list(_read_starts(archive, entries))
+    seen_names: set[str] = set()
     previous_end = 0
-    for entry, start in zip(entries, starts or _read_starts(archive, entries), strict=True):
-        if (
-            entry.name in seen_names
-            or entry.header_offset < previous_end
-            or start + entry.size > archive.size
-        ):
-            raise _damage_error(
-                archive, f"{entry.name[:80]!r} occurs twice, or overlaps another entry"
-            )
-        seen_names.add(entry.name)
-        previous_end = start + entry.size
-        yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
+    for entry, start in zip(entries, starts, strict=True):
+        name = entry.orig_filename
+        end = start + entry.file_size
+        if name in seen_names or entry.header_offset < previous_end or end > archive.size:
+            raise _damage_error(archive, f"{name[:80]!r} occurs twice, or overlaps another entry")
+        seen_names.add(name)
+        previous_end = end
+    return starts
+
+
+def _encoded_name(entry: ZipInfo) -> bytes:
+    return entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF8_FLAG else "cp437")
 
 
 def _infer_starts(
-    archive: FileRange, entries: Sequence[_DirectoryEntry], directory_start: int
+    archive: FileRange, entries: Sequence[ZipInfo], directory_start: int
 ) -> list[int] | None:
     """Return the offset of each entry's content without reading all headers; None if unknown.
 
@@ -193,9 +162,11 @@ def _infer_starts(
     next_offsets = [*(entry.header_offset for entry in entries[1:]), directory_start]
     starts = []
     for entry, next_offset in zip(entries, next_offsets, strict=True):
-        end_of_name = entry.header_offset + LOCAL_HEADER.size + len(entry.name)
+        end_of_name = entry.header_offset + LOCAL_HEADER.size + len(_encoded_name(entry))
         ends = (next_offset - size for size in _DESCRIPTOR_SIZES)
-        aligned_starts = [end - entry.size for end in ends if (end - entry.size) % _ALIGNMENT == 0]
+        aligned_starts = [
+            end - entry.file_size for end in ends if (end - entry.file_size) % _ALIGNMENT == 0
+        ]
         if len(aligned_starts) != 1 or aligned_starts[0] < end_of_name:
             return None
         starts += aligned_starts
@@ -204,34 +175,42 @@ def _infer_starts(
     return starts if list(actual_starts) == [starts[index] for index in checked_indices] else None
 
 
-def _read_starts(archive: FileRange, entries: Sequence[_DirectoryEntry]) -> Iterator[int]:
+def _read_starts(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[int]:
     """Yield where the content of each entry starts, after a check of its header."""
     for entry, header in zip(entries, _read_entry_headers(archive, entries), strict=True):
         signature, _, flags, method, _, _, _, packed_size, size, name_size, extra_size = (
             LOCAL_HEADER.unpack_from(header)
         )
-        name = header[LOCAL_HEADER.size :]
+        name = _encoded_name(entry)
         size_fits = packed_size == size and (
-            size in (entry.size, MAX_UINT32) or (flags & 8 and not size)
+            size in (entry.file_size, MAX_UINT32) or (flags & _SIZE_FOLLOWS_FLAG and not size)
         )
-        if signature != ZIP_START or method or name != entry.name or name_size != len(name):
-            raise _damage_error(archive, f"header and directory disagree about {entry.name[:80]!r}")
-        if not size_fits or flags & ENCRYPTED_FLAG:
+        if (
+            signature != ZIP_START
+            or method
+            or header[LOCAL_HEADER.size :] != name
+            or name_size != len(name)
+        ):
             raise _damage_error(
-                archive, f"header and directory disagree about the size of {entry.name[:80]!r}"
+                archive, f"header and directory disagree about {entry.orig_filename[:80]!r}"
+            )
+        if not size_fits or flags & _ENCRYPTED_FLAG:
+            raise _damage_error(
+                archive,
+                f"header and directory disagree about the size of {entry.orig_filename[:80]!r}",
             )
         yield entry.header_offset + LOCAL_HEADER.size + name_size + extra_size
 
 
-def _read_entry_headers(archive: FileRange, entries: Sequence[_DirectoryEntry]) -> Iterator[bytes]:
+def _read_entry_headers(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[bytes]:
     """Yield the headers of entries, including names. Nearby headers are read in one request."""
     window, window_start = b"", 0
     for index, entry in enumerate(entries):
-        end = entry.header_offset + LOCAL_HEADER.size + len(entry.name)
+        end = entry.header_offset + LOCAL_HEADER.size + len(_encoded_name(entry))
         if end > window_start + len(window):
             window_start, window_end = entry.header_offset, end
             for other in entries[index + 1 :]:
-                other_end = other.header_offset + LOCAL_HEADER.size + len(other.name)
+                other_end = other.header_offset + LOCAL_HEADER.size + len(_encoded_name(other))
                 gap = other.header_offset - window_end
                 if gap > _LARGEST_GAP or other_end - window_start > _LARGEST_WINDOW:
                     break

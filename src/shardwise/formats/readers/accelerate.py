@@ -7,28 +7,18 @@ file or folder too. Schedulers and registered objects are files of torch.save.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from shardwise.errors import FormatError
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
-from shardwise.formats.nested import (
-    NestedLeaves,
-    build_foreign,
-    find_leaves,
-    join_foreign,
-    join_leaves,
-)
-from shardwise.formats.piece_tables import tie_equal_arrays
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
-from shardwise.formats.readers.torch_save import read_value
+from shardwise.formats.readers.dcp.reader import nest_leaves, read_contents
 
 FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"
@@ -64,7 +54,7 @@ def recognise(tree: FileTree) -> bool:
     return has_run_files and huggingface.recognise(tree)
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a directory of `Accelerator.save_state`, or a `checkpoint-…` of the Trainer.
 
     Keys are `model`, `optimizer`, `scheduler`, `scaler`, then `optimizer_1` and so on. Registered
@@ -80,40 +70,51 @@ def read(tree: FileTree) -> Foreign:
             "says how they fit together: load the checkpoint with accelerate, and save it with "
             "fsdp_state_dict_type SHARDED_STATE_DICT"
         )
-    parts: list[NestedLeaves] = []
-    for read_part in _list_part_readers(tree):
-        parts.append(read_part(sum(len(part.files) for part in parts)))
-    leaves = join_leaves(*parts)
-    trainer_state = _read_trainer_state(tree)
-    values = dict(leaves.values)
-    if trainer_state:
-        values["trainer_state",] = trainer_state
-    left_out = [*leaves.left_out, *_list_left_out(tree)]
-    foreign = build_foreign(replace(leaves, values=values, left_out=left_out), FORMAT)
-    if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in leaves.files):
-        foreign = join_foreign(huggingface.read(tree), foreign)
-    random_states = sum(1 for name in tree.sizes if _RANDOM_STATE_FILE.fullmatch(name))
-    step = trainer_state.get("global_step")
-    return replace(
-        tie_equal_arrays(foreign),
-        format=FORMAT,
-        step=step if type(step) is int and step >= 0 else None,
-        world_size=max(count_ranks(leaves.files), random_states),
-        missing_files=_find_missing_files(tree),
-    )
-
-
-def _find_missing_files(tree: FileTree) -> dict[str, str]:
-    """Return missing files that were probably written, judging by the others."""
-    contents = {
-        match[1]
+    parts = {
+        name: match
         for name in tree.sizes
-        for match in (_DCP_METADATA_FILE.fullmatch(name), _TORCH_FILE.fullmatch(name))
-        if match is not None
+        if (match := _DCP_METADATA_FILE.fullmatch(name) or _TORCH_FILE.fullmatch(name)) is not None
     }
+    contents = {match[1] for match in parts.values()}
+    has_published_weights = huggingface.recognise(tree)
+    if has_published_weights and FSDP_MODEL not in contents:
+        huggingface.read(tree, builder)
+    for name, match in parts.items():
+        key = _make_state_key(match[1], match[2])
+        if name.endswith(METADATA):
+            state = _read_dcp_folder(tree, builder, name.removesuffix(METADATA))
+            builder.add_state({key: state}, is_ordered=False)
+        else:
+            builder.add_file(name)
+            builder.add_state({key: tree.load(name)})
+    trainer_state = _read_trainer_state(tree)
+    if trainer_state:
+        builder.add_value("trainer_state", trainer_state)
+    builder.left_out += _list_left_out(tree)
+    random_states = sum(1 for name in tree.sizes if _RANDOM_STATE_FILE.fullmatch(name))
+    builder.world_size = max(builder.world_size, random_states)
+    if has_published_weights:
+        contents.add(FSDP_MODEL)
+    builder.missing_files = _find_missing_files(tree, contents)
+    step = trainer_state.get("global_step")
+    builder.step = step if type(step) is int and step >= 0 else None
+
+
+READER = Reader(FORMAT, recognise, read, overrides=("hf", "torch-ranks"))
+
+
+def _read_dcp_folder(tree: FileTree, builder: Builder, folder: str) -> dict[Any, Any]:
+    metadata = read_metadata(tree, f"{folder}{METADATA}")
+    state = nest_leaves(metadata, read_contents(tree, builder, metadata, folder=folder))
+    inner = next(iter(state.values())) if len(state) == 1 else state
+    return inner if isinstance(inner, dict) else state
+
+
+def _find_missing_files(tree: FileTree, contents: Collection[str]) -> dict[str, str]:
+    """Return missing files that were probably written, judging by the contents of the others."""
     has_trainer_files = TRAINER_STATE in tree.sizes or "scheduler.pt" in tree.sizes
     missing_files = {}
-    if FSDP_MODEL not in contents and not huggingface.recognise(tree):
+    if FSDP_MODEL not in contents:
         missing_files["model"] = "the file of the model's weights (as model.safetensors)"
     if OPTIMIZER not in contents:
         is_dcp = f"{FSDP_MODEL}_0/{METADATA}" in tree.sizes
@@ -126,32 +127,12 @@ def _find_missing_files(tree: FileTree) -> dict[str, str]:
     return missing_files
 
 
-def _list_part_readers(tree: FileTree) -> Iterator[partial[NestedLeaves]]:
-    """Yield a function for each folder or file that reads it, given the index of its first file."""
-    for name in tree.sizes:
-        if match := _DCP_METADATA_FILE.fullmatch(name):
-            folder = name.removesuffix(METADATA)
-            yield partial(_read_dcp_folder, tree, folder, _make_state_key(match[1], match[2]))
-        elif match := _TORCH_FILE.fullmatch(name):
-            yield partial(_read_torch_file, tree, name, _make_state_key(match[1], match[2]))
-
-
 def _make_state_key(content: str, number: str | None) -> str:
     """Return the key in the state. The first of its kind has no number, unless all have one."""
     if content == REGISTERED_OBJECT:
         return f"{content}_{number or 0}"
     key = "model" if content == FSDP_MODEL else content
     return f"{key}_{int(number)}" if number and int(number) else key
-
-
-def _read_dcp_folder(tree: FileTree, folder: str, key: str, first_file_index: int) -> NestedLeaves:
-    metadata = read_metadata(tree, f"{folder}{METADATA}")
-    content = read_content(tree, metadata, folder=folder, first_file_index=first_file_index)
-    return leaves_of(content, metadata, lambda path: (key, *path[1:]))
-
-
-def _read_torch_file(tree: FileTree, name: str, key: str, file_index: int) -> NestedLeaves:
-    return find_leaves({key: read_value(tree, name, file_index)}, (tree.file(name),))
 
 
 def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import UnknownObject
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
-from shardwise.formats.nested import NestedLeaves, build_foreign, join_leaves
-from shardwise.formats.optimizers import Path
-from shardwise.formats.readers.dcp.items import ItemArrays, read_pickled_tensor
-from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_item_key, read_metadata
-from shardwise.formats.readers.dcp.reader import Chunks, count_ranks, leaves_of, read_content
-from shardwise.formats.readers.torch_save import read_value
+from shardwise.formats.foreign_builder import Builder
+from shardwise.formats.readers.dcp.items import Found, read_pickled_tensor
+from shardwise.formats.readers.dcp.metadata import (
+    METADATA,
+    Ints,
+    Item,
+    Metadata,
+    parse_item_key,
+    read_metadata,
+)
+from shardwise.formats.readers.dcp.reader import nest_leaves, read_contents
 from shardwise.store import resolve_links
 
 FORMAT = "ByteCheckpoint"
@@ -27,7 +28,7 @@ PARTS = ("model", "optimizer")
 _EXTRA_STATE = re.compile(r"extra_state/extra_state_rank_(\d{1,7})\.pt")
 _STEP = re.compile(r"global_step_(\d{1,15})")
 
-ChunkArrays: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], StoredArray | UnknownObject]
+ChunkArrays: TypeAlias = Mapping[tuple[str, Ints | None], Found]
 """The array of each chunk, or its unknown class, by the tensor's name and the chunk's offset.
 
 The `start` of an array is its offset, in bytes, in the bytes of the chunk.
@@ -39,61 +40,53 @@ def recognise(tree: FileTree) -> bool:
     return f"model/{METADATA}" in tree.sizes and METADATA not in tree.sizes
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a step saved by ByteCheckpoint: `model`, `optimizer` and `extra_state`.
 
     Raises:
         FormatError: it is malformed.
     """
-    parts: list[NestedLeaves] = []
-    missing = [part for part in PARTS if f"{part}/{METADATA}" not in tree.sizes]
     for part in PARTS:
-        if part not in missing:
-            parts.append(_read_part(tree, part, sum(len(each.files) for each in parts)))
+        if f"{part}/{METADATA}" in tree.sizes:
+            builder.add_state({part: _read_part(tree, builder, part)}, is_ordered=False)
+        else:
+            builder.missing_files[part] = f"{part}/{METADATA}"
     ranks = sorted(int(match[1]) for name in tree.sizes if (match := _EXTRA_STATE.fullmatch(name)))
+    builder.world_size = max(builder.world_size, len(ranks))
     if ranks:
         name = f"extra_state/extra_state_rank_{ranks[0]}.pt"
-        value = read_value(tree, name, sum(len(each.files) for each in parts))
-        left_out = []
-        if len(ranks) > 1:
-            left_out = [
-                f"extra_state of {len(ranks) - 1} ranks: only that of rank {ranks[0]} is read"
-            ]
-        values: dict[Path, Any] = {("extra_state",): value}
-        parts.append(NestedLeaves((tree.file(name),), [], PieceTable.empty(), values, left_out))
-    leaves = join_leaves(*parts)
+        builder.add_file(name)
+        builder.add_value("extra_state", tree.load(name))
+    if len(ranks) > 1:
+        builder.left_out.append(
+            f"extra_state of {len(ranks) - 1} ranks: only that of rank {ranks[0]} is read"
+        )
     step = _STEP.fullmatch(resolve_links(tree.store).name)
-    return replace(
-        build_foreign(leaves, FORMAT),
-        step=int(step[1]) if step else None,
-        world_size=max(count_ranks(leaves.files), len(ranks)),
-        missing_files={part: f"{part}/{METADATA}" for part in missing},
-    )
+    builder.step = int(step[1]) if step else None
 
 
-def _read_part(tree: FileTree, part: str, first_file_index: int) -> NestedLeaves:
-    """Read the model or the optimizer.
+READER = Reader(FORMAT, recognise, read)
 
-    Args:
-        part: the name of its folder.
-        first_file_index: the index of its first file.
-    """
+
+def _read_part(tree: FileTree, builder: Builder, part: str) -> dict[Any, Any]:
+    """Return the state of the model or the optimizer, given the name of its folder."""
     metadata = read_metadata(tree, f"{part}/{METADATA}")
-    arrays = _parse_chunk_arrays(tree, metadata, tree.label(f"{part}/{METADATA}"))
-    content = read_content(
-        tree,
-        metadata,
-        folder=f"{part}/",
-        first_file_index=first_file_index,
-        array_finder=partial(_find_arrays, arrays),
-    )
-    return leaves_of(content, metadata, lambda path: (part, *path))
+    path = tree.label(f"{part}/{METADATA}")
+    arrays = _parse_chunk_arrays(tree, metadata, path)
+
+    def find_arrays(
+        _tree: FileTree, names: Sequence[str], items: Sequence[Item], offsets: Sequence[Ints]
+    ) -> list[Found]:
+        return [_find_array(arrays, path, *row) for row in zip(names, items, offsets, strict=True)]
+
+    contents = read_contents(tree, builder, metadata, folder=f"{part}/", array_finder=find_arrays)
+    return nest_leaves(metadata, contents)
 
 
 def _parse_chunk_arrays(tree: FileTree, metadata: Metadata, path: str) -> ChunkArrays:
     """Return the array of each chunk, from pickles within the pickle of the metadata."""
-    parsed: dict[bytes, StoredArray | UnknownObject] = {}
-    arrays: dict[tuple[str, tuple[int, ...] | None], StoredArray | UnknownObject] = {}
+    parsed: dict[bytes, Found] = {}
+    arrays: dict[tuple[str, Ints | None], Found] = {}
     pickles = metadata.extra_fields.get("all_tensor_metadata")
     for item_key, data in (pickles if isinstance(pickles, dict) else {}).items():
         try:
@@ -116,25 +109,11 @@ def _parse_chunk_arrays(tree: FileTree, metadata: Metadata, path: str) -> ChunkA
     return arrays
 
 
-def _find_arrays(arrays: ChunkArrays, _tree: FileTree, chunks: Chunks) -> ItemArrays:
-    distinct_arrays: dict[StoredArray, int] = {}
-    distinct_indices, starts = [], []
-    unknown: dict[str, UnknownObject] = {}
-    for name, item, offset in zip(chunks.names, chunks.items, chunks.offset_tuples, strict=True):
-        array = arrays.get((name, offset))
-        if array is None:
-            raise FormatError(
-                f"{chunks.metadata_path}: {name}: all_tensor_metadata lacks the dtype and strides "
-                f"of the chunk at {list(offset)}: copy all files of one save"
-            )
-        if isinstance(array, UnknownObject):
-            unknown[name] = array
-            continue
-        distinct_indices.append(distinct_arrays.setdefault(array, len(distinct_arrays)))
-        starts.append(item.offset + array.start)
-    return ItemArrays(
-        list(distinct_arrays),
-        np.array(distinct_indices, np.int64),
-        np.array(starts, np.int64),
-        unknown,
-    )
+def _find_array(arrays: ChunkArrays, path: str, name: str, item: Item, offset: Ints) -> Found:
+    array = arrays.get((name, offset))
+    if array is None:
+        raise FormatError(
+            f"{path}: {name}: all_tensor_metadata lacks the dtype and strides of the chunk at "
+            f"{list(offset)}: copy all files of one save"
+        )
+    return array if isinstance(array, UnknownObject) else item.place(array)

@@ -7,9 +7,9 @@ tensors are the published names with the prefix `model.`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -20,12 +20,11 @@ from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.events import format_count
 from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.piece_tables import table_of_boxes, tie_equal_arrays
-from shardwise.formats.readers.torch_save import read_value
-from shardwise.manifest.manifest import Dims, TensorEntry
+from shardwise.manifest.manifest import Dims
 
 FORMAT = "Hugging Face"
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
@@ -45,7 +44,7 @@ def recognise(tree: FileTree) -> bool:
         return is_safetensors(file.read(0, min(9, file.size)))
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a published model.
 
     Raises:
@@ -62,22 +61,35 @@ def read(tree: FileTree) -> Foreign:
     names = sorted(set(index.values())) if index is not None else [main_file]
     tree.require(names, f"{main_file} names")
     with ThreadPoolExecutor(tree.threads) as threads:
-        shards = list(threads.map(partial(_read_shard, tree), names, range(len(names))))
-    files = tuple(tree.file(name) for name in names)
-    builder = Builder(files)
-    for name, shard in zip(names, shards, strict=True):
-        _add_shard(builder, name, shard, index)
-    if (
-        tree.single_file is not None
-        and (match := _SHARD_FILE_NAME.fullmatch(tree.single_file)) is not None
-    ):
+        shards = dict(zip(names, threads.map(partial(_read_shard, tree), names), strict=True))
+    if index is not None:
+        _require_indexed_tensors(tree, index, shards)
+    weights: dict[str, StoredArray] = {}
+    for file, shard in shards.items():
+        builder.add_file(file)
+        for name, array in shard.arrays.items():
+            if index is None or index.get(name) == file:
+                weights[name] = array
+            else:
+                builder.left_out.append(
+                    f"{name} in {file}: the index says that it is in another file"
+                )
+        builder.left_out += [
+            f"{name} in {file}: {reason}" for name, reason in shard.left_out.items()
+        ]
+    builder.add_state({"model": weights} if weights else {})
+    # safetensors does not store tied tensors twice.
+    for name, owner in (tie for shard in shards.values() for tie in shard.removed_ties.items()):
+        if owner in weights and f"model.{name}" not in builder:
+            builder.add_tie(f"model.{name}", f"model.{owner}")
+    match = _SHARD_FILE_NAME.fullmatch(tree.single_file or "")
+    if match is not None:
         builder.left_out.append(
             f"{tree.single_file} is one of {int(match[3])} files: open {tree.parent}"
         )
-    if index is not None:
-        _require_indexed_tensors(tree, index, dict(zip(names, shards, strict=True)))
-    foreign = tie_equal_arrays(builder.build(FORMAT))
-    return _with_removed_ties(foreign, shards)
+
+
+READER = Reader(FORMAT, recognise, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +154,11 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _read_shard(tree: FileTree, name: str, index: int) -> _Shard:
+def _read_shard(tree: FileTree, name: str) -> _Shard:
     if not name.endswith(PICKLED):
-        with tree.open_range(name, index) as file:
+        with tree.open_range(name) as file:
             return _shard_of_header(read_header(file))
-    value = read_value(tree, name, index)
+    value = tree.load(name)
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
             f"{tree.label(name)}: expected a state_dict of a module (a dict with texts as keys), "
@@ -175,17 +187,6 @@ def _shard_of_header(header: Header) -> _Shard:
     return _Shard(header.arrays, {**header.left_out, **unread}, removed)
 
 
-def _add_shard(builder: Builder, file: str, shard: _Shard, index: Mapping[str, str] | None) -> None:
-    for name, array in shard.arrays.items():
-        if index is None or index.get(name) == file:
-            builder.add_array(f"model.{name}", array)
-        else:
-            builder.left_out.append(f"{name} in {file}: the index says that it is in another file")
-    builder.left_out.extend(
-        f"{name} in {file}: {reason}" for name, reason in shard.left_out.items()
-    )
-
-
 def _require_indexed_tensors(
     tree: FileTree, index: Mapping[str, str], shards: Mapping[str, _Shard]
 ) -> None:
@@ -202,19 +203,6 @@ def _require_indexed_tensors(
         )
 
 
-def _with_removed_ties(foreign: Foreign, shards: Sequence[_Shard]) -> Foreign:
-    """Add the names that were removed because safetensors does not store tied tensors twice."""
-    known = {entry.name: entry for entry in foreign.tensors}
-    added = []
-    ties = (tie for shard in shards for tie in shard.removed_ties.items())
-    for name, owner in ((f"model.{alias}", f"model.{kept}") for alias, kept in ties):
-        entry = known.get(owner)
-        if entry is not None and name not in known:
-            same_as = entry.same_as or owner
-            added.append(TensorEntry(name, entry.dtype, entry.shape, same_as=same_as))
-    return replace(foreign, tensors=(*foreign.tensors, *added))
-
-
 SHARDED_FORMAT = "Hugging Face sharded by DCP"
 _SHARDED_FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
@@ -227,7 +215,7 @@ def recognise_sharded(tree: FileTree) -> bool:
     return any(map(_SHARDED_FILE.fullmatch, tree.sizes))
 
 
-def read_sharded(tree: FileTree) -> Foreign:
+def read_sharded(tree: FileTree, builder: Builder) -> None:
     """Read the shards that ranks left before consolidation. Names have the prefix `model.`.
 
     The files do not contain shapes of tensors. A tensor ends where its last shard ends.
@@ -240,25 +228,21 @@ def read_sharded(tree: FileTree) -> Foreign:
         raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.parent}")
     names = [name for name in tree.sizes if _SHARDED_FILE.fullmatch(name)]
     _require_files_of_all_ranks(tree, names)
-    arrays: dict[str, list[_OffsetAndArray]] = {}
-    left_out: list[str] = []
-    for index, name in enumerate(names):
-        with tree.open_range(name, index) as file:
-            header = read_header(file)
+    boxes: dict[str, list[_OffsetAndArray]] = {}
+    for name, header in tree.read_each(names, read_header).items():
+        builder.add_file(name)
         for tensor, offset_and_array in _read_offsets(header, tree.label(name)):
-            arrays.setdefault(tensor, []).append(offset_and_array)
-        left_out += [f"{tensor} in {name}: {reason}" for tensor, reason in header.left_out.items()]
-    boxes = [
-        (index, offset, array)
-        for index, shards in enumerate(arrays.values())
-        for offset, array in shards
-    ]
-    builder = Builder(map(tree.file, names))
-    builder.add_table(table_of_boxes(boxes))
-    builder.left_out += left_out
-    for tensor, shards in arrays.items():
-        builder.add_tensor(f"model.{tensor}", *_find_dtype_and_shape(f"{tree}: {tensor}", shards))
-    return builder.build(SHARDED_FORMAT)
+            boxes.setdefault(tensor, []).append(offset_and_array)
+        builder.left_out += [
+            f"{tensor} in {name}: {reason}" for tensor, reason in header.left_out.items()
+        ]
+    for tensor, parts in boxes.items():
+        builder.add_tensor(f"model.{tensor}", *_find_dtype_and_shape(f"{tree}: {tensor}", parts))
+        for offset, array in parts:
+            builder.add_box(f"model.{tensor}", offset, array)
+
+
+SHARDED_READER = Reader(SHARDED_FORMAT, recognise_sharded, read_sharded, overrides=("hf",))
 
 
 def _require_files_of_all_ranks(tree: FileTree, names: list[str]) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
-from shardwise.formats.nested import NestedLeaves, build_foreign, find_leaves, join_leaves
-from shardwise.formats.optimizers import Path
-from shardwise.formats.piece_tables import tie_equal_arrays
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
-from shardwise.formats.readers.torch_save import contains_text, read_value
+from shardwise.formats.readers.dcp.reader import nest_leaves, read_contents
+from shardwise.formats.readers.torch_save import contains_text
 
 FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"
@@ -34,7 +31,7 @@ def recognise(tree: FileTree) -> bool:
     return contains_text(tree, tree.single_file, _VERSION.encode())
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a checkpoint of a Trainer, or a directory of Fabric.
 
     The module is `model`; optimizers and schedulers are `optimizer` and `scheduler`, then
@@ -43,23 +40,27 @@ def read(tree: FileTree) -> Foreign:
     Raises:
         FormatError: it is malformed, or contains objects that are not read from pickles.
     """
-    if tree.single_file is not None:
-        state = _read_dict(tree, tree.single_file, 0)
-        leaves = _leaves_of_file(tree, tree.single_file, state)
-        return replace(tie_equal_arrays(build_foreign(leaves, FORMAT)), step=_find_step(state))
-    metadata = read_metadata(tree)
-    content = read_content(tree, metadata)
-    state = _read_dict(tree, UNSHARDED_FILE, len(content.files))
-    rename = _rename_trainer_path if _VERSION in state else lambda path: path
-    leaves = join_leaves(
-        leaves_of(content, metadata, rename), _leaves_of_file(tree, UNSHARDED_FILE, state)
-    )
-    foreign = build_foreign(leaves, FORMAT)
-    return replace(foreign, step=_find_step(state), world_size=count_ranks(content.files))
+    unsharded_file = tree.single_file or UNSHARDED_FILE
+    state = _read_dict(tree, unsharded_file)
+    if tree.single_file is None:
+        metadata = read_metadata(tree)
+        sharded = nest_leaves(metadata, read_contents(tree, builder, metadata))
+        builder.add_state(_rename(sharded) if _VERSION in state else sharded, is_ordered=False)
+    builder.add_file(unsharded_file)
+    trainer = {key: state[key] for key in _TRAINER_KEYS if key in state}
+    rest = {key: value for key, value in state.items() if key not in trainer}
+    builder.add_state(_rename(rest) if _VERSION in state else rest)
+    for key, value in trainer.items():
+        builder.add_value(key, value)
+    step = state.get("global_step")
+    builder.step = step if type(step) is int and step >= 0 else None
 
 
-def _read_dict(tree: FileTree, name: str, index: int) -> dict[Any, Any]:
-    value = read_value(tree, name, index)
+READER = Reader(FORMAT, recognise, read, overrides=("dcp", "torch", "torch-ranks"))
+
+
+def _read_dict(tree: FileTree, name: str) -> dict[Any, Any]:
+    value = tree.load(name)
     if not isinstance(value, dict):
         raise FormatError(
             f"{tree.label(name)}: expected a dict, found {type(value).__name__}: copy the file "
@@ -68,31 +69,19 @@ def _read_dict(tree: FileTree, name: str, index: int) -> dict[Any, Any]:
     return value
 
 
-def _leaves_of_file(tree: FileTree, name: str, state: Mapping[Any, Any]) -> NestedLeaves:
-    """Return the tensors and values of a file."""
-    trainer_values: dict[Path, Any] = {(key,): state[key] for key in _TRAINER_KEYS if key in state}
+def _rename(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a Trainer, by our names."""
     renamed: dict[Any, Any] = {}
     for key, value in state.items():
-        if _VERSION in state and key == "state_dict":
-            renamed["model"] = value
-        elif _VERSION in state and key in _LIST_KEYS and isinstance(value, Sequence):
+        match = _OPTIMIZER_KEY.fullmatch(str(key))
+        if match is not None:
+            renamed[_add_number("optimizer", int(match[1]))] = value
+        elif key in _LIST_KEYS and isinstance(value, Sequence):
             renamed |= {_add_number(_LIST_KEYS[key], i): item for i, item in enumerate(value)}
-        elif key not in _TRAINER_KEYS:
-            renamed[key] = value
-    return find_leaves(renamed, (tree.file(name),), trainer_values)
-
-
-def _rename_trainer_path(path: Path) -> Path:
-    match = _OPTIMIZER_KEY.fullmatch(str(path[0]))
-    if match is not None:
-        return (_add_number("optimizer", int(match[1])), *path[1:])
-    return ("model", *path[1:]) if path[0] == "state_dict" else path
+        else:
+            renamed["model" if key == "state_dict" else key] = value
+    return renamed
 
 
 def _add_number(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
-
-
-def _find_step(state: Mapping[Any, Any]) -> int | None:
-    step = state.get("global_step")
-    return step if type(step) is int and step >= 0 else None

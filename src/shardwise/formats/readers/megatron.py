@@ -7,31 +7,20 @@ optimizer's state is named after the parameter. Older versions flattened it; the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import (
-    Foreign,
-    ForeignFile,
-    PieceTable,
-    StoredArray,
-    row_major_strides,
-)
+from shardwise.formats.foreign import Placed, StoredArray, StoredTensor, row_major_strides
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import GROUPS, ParamGroup
-from shardwise.formats.piece_tables import join_tables, select_rows, table_of_boxes
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
-from shardwise.formats.readers.dcp.reader import DcpContent, count_ranks, read_content
-from shardwise.formats.readers.torch_save import read_value
+from shardwise.formats.readers.dcp.reader import read_contents
 from shardwise.layout import boxes_of_range
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.pieces import Int, Pieces
 
 FORMAT = "Megatron-Core torch_dist"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
@@ -63,7 +52,7 @@ def _config_names_backend(tree: FileTree) -> bool:
     )
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a checkpoint of `megatron.core.dist_checkpointing` with the backend `torch_dist`.
 
     Tensors of the model are `model.<name>`. If the optimizer has master weights, these are
@@ -79,25 +68,22 @@ def read(tree: FileTree) -> Foreign:
     metadata = read_metadata(tree)
     if COMMON_ITEM not in metadata.values:
         tree.require([COMMON_FILE], "Megatron-Core wrote")
-    content = unflatten_optimizer(read_content(tree, metadata), metadata, str(tree))
-    content = unstack_layers(content, str(tree))
-    common_files, common = _read_common(tree, content)
-    builder = Builder((*content.files, *common_files))
-    builder.add_table(content.table)
-    builder.left_out += content.left_out
-    parameters = _add_tensors(builder, content)
-    _add_sharded_objects(
-        builder, {k: value for k, value in content.values.items() if k != COMMON_ITEM}
-    )
+    contents = read_contents(tree, builder, metadata)
+    common = _read_common(tree, builder, contents)
+    values = {name: leaf for name, leaf in contents.items() if not isinstance(leaf, StoredTensor)}
+    tensors = {name: leaf for name, leaf in contents.items() if isinstance(leaf, StoredTensor)}
+    tensors = unflatten_optimizer(tensors, metadata, str(tree))
+    tensors = unstack_layers(tensors, str(tree))
+    parameters = _add_tensors(builder, tensors)
+    _add_sharded_objects(builder, {k: value for k, value in values.items() if k != COMMON_ITEM})
     for key, value in common.items():
         builder.add_value(f"common.{key}", value)
     _add_param_groups(builder, common, parameters)
     step = common.get("iteration")
-    return builder.build(
-        FORMAT,
-        step=step if type(step) is int else None,
-        world_size=count_ranks(content.files),
-    )
+    builder.step = step if type(step) is int else None
+
+
+READER = Reader(FORMAT, recognise, read, overrides=("dcp",))
 
 
 def _check_backend(tree: FileTree) -> None:
@@ -118,7 +104,9 @@ def _check_backend(tree: FileTree) -> None:
         )
 
 
-def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> DcpContent:
+def unflatten_optimizer(
+    tensors: Mapping[str, StoredTensor], metadata: Metadata, path: str
+) -> dict[str, StoredTensor]:
     """Undo the flattening of shards: ranges of flat shards become boxes.
 
     Args:
@@ -128,165 +116,121 @@ def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> D
         FormatError: the ranges do not make up the tensor that was flattened.
     """
     recorded = metadata.extra_fields.get("mcore_data") or {}
-    original_shapes = {
-        name: tuple(fields[_ORIGINAL_SHAPE])
-        for name, fields in (recorded.items() if isinstance(recorded, dict) else ())
-        if isinstance(fields, dict) and isinstance(fields.get(_ORIGINAL_SHAPE), (tuple, list))
-    }
-    shapes = {
-        i: original_shapes[name] for i, name in enumerate(content.names) if name in original_shapes
-    }
-    if not shapes:
-        return content
-    tensors = content.table.pieces.tensor
-    is_flat = np.isin(tensors, list(shapes))
-    boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
-    for row in np.flatnonzero(is_flat).tolist():
-        tensor = int(tensors[row])
+    unflattened = dict(tensors)
+    for name, fields in recorded.items() if isinstance(recorded, dict) else ():
+        shape = fields.get(_ORIGINAL_SHAPE) if isinstance(fields, dict) else None
+        if name not in tensors or not isinstance(shape, (tuple, list)):
+            continue
         try:
-            boxes += _unflatten_piece(content, row, tensor, shapes[tensor])
+            unflattened[name] = _unflatten(tensors[name], tuple(shape))
         except (LayoutError, TypeError, ValueError, ZeroDivisionError) as error:
             raise FormatError(
-                f"{path}: {content.names[tensor]} was flattened, and its pieces do not make up the "
-                f"shape {list(shapes[tensor])}: {error}: copy {METADATA} and all other files from "
-                "one save"
+                f"{path}: {name} was flattened, and its pieces do not make up the shape "
+                f"{list(shape)}: {error}: copy {METADATA} and all other files from one save"
             ) from error
-    table = join_tables(select_rows(content.table, ~is_flat), table_of_boxes(boxes))
-    unflattened = tuple(shapes.get(i, shape) for i, shape in enumerate(content.shapes))
-    return replace(content, shapes=unflattened, table=table)
+    return unflattened
 
 
-def _unflatten_piece(
-    content: DcpContent, row: int, tensor: int, shape: tuple[int, ...]
-) -> Iterator[tuple[int, tuple[int, ...], StoredArray]]:
-    """Yield the boxes of a piece of `[X/x, Y/y, x*y]`, a tensor `[X, Y]` with shards `[x, y]`."""
-    pieces = content.table.pieces
-    shard_counts = content.shapes[tensor][:-1]
+def _unflatten(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """Return a tensor `[X, Y]` of which `[X/x, Y/y, x*y]` are the flat shards `[x, y]`."""
+    shard_counts = tensor.shape[:-1]
     if len(shard_counts) != len(shape) or any(
         n % count for n, count in zip(shape, shard_counts, strict=True)
     ):
         raise ValueError(f"{list(shard_counts)} shards do not divide the shape {list(shape)}")
     shard_shape = tuple(n // count for n, count in zip(shape, shard_counts, strict=True))
-    *coordinate, first_element = pieces.offset[row][: len(shape) + 1].tolist()
-    size = int(pieces.shape[row][len(shape)])
-    if pieces.shape[row][: len(shape)].tolist() != [1] * len(shape):
-        raise ValueError(
-            f"the piece at {pieces.offset[row].tolist()} has shape {pieces.shape[row].tolist()}, "
-            "which spans several shards"
-        )
-    file, start = int(pieces.file[row]), int(pieces.start[row])
-    dtype = content.dtypes[tensor]
-    for box in boxes_of_range(shard_shape, first_element, first_element + size):
-        offset = tuple(
-            index * n + inner
-            for index, n, inner in zip(coordinate, shard_shape, box.offset, strict=True)
-        )
-        yield (
-            tensor,
-            offset,
-            StoredArray(file, start, dtype, box.shape, row_major_strides(box.shape)),
-        )
-        start += box.size * DTYPES[dtype].itemsize
+    boxes: list[Placed] = []
+    for (*coordinate, first_element), array in tensor.boxes:
+        *ones, size = array.shape
+        if ones != [1] * len(shape):
+            raise ValueError(
+                f"the piece at {[*coordinate, first_element]} has shape {list(array.shape)}, which "
+                "spans several shards"
+            )
+        start = array.start
+        for box in boxes_of_range(shard_shape, first_element, first_element + size):
+            place = zip(coordinate, shard_shape, box.offset, strict=True)
+            offset = tuple(index * n + inner for index, n, inner in place)
+            stride = row_major_strides(box.shape)
+            boxes.append((offset, StoredArray(array.file, start, array.dtype, box.shape, stride)))
+            start += box.size * array.itemsize
+    return StoredTensor(tensor.dtype, shape, tuple(boxes))
 
 
-def unstack_layers(content: DcpContent, path: str) -> DcpContent:
+def unstack_layers(tensors: Mapping[str, StoredTensor], path: str) -> dict[str, StoredTensor]:
     """Split tensors that stack layers into one tensor for each layer.
 
     Args:
         path: the path of the checkpoint, for messages.
 
     Raises:
-        FormatError: a tensor has more layers than pieces.
+        FormatError: a tensor has more layers than there are pieces.
     """
-    pieces = content.table.pieces
-    has_one_layer = np.ones(len(content.names), bool)
-    if pieces.offset.shape[1]:
-        has_one_layer[pieces.tensor[pieces.shape[:, 0] != 1]] = False
-    names: list[str] = []
-    dtypes: list[str] = []
-    shapes: list[tuple[int, ...]] = []
-    first_index = np.zeros(len(content.names), np.int64)
-    is_stacked = np.zeros(len(content.names), bool)
-    rows = zip(content.names, content.dtypes, content.shapes, strict=True)
-    for i, (name, dtype, shape) in enumerate(rows):
-        match = STACKED_LAYERS.fullmatch(name)
-        first_index[i] = len(names)
-        is_stacked[i] = match is not None and len(shape) > 0 and has_one_layer[i]
-        if match is None or not is_stacked[i]:
-            names.append(name)
-            dtypes.append(dtype)
-            shapes.append(shape)
+    piece_count = sum(len(tensor.boxes) for tensor in tensors.values())
+    unstacked: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        match, shape = STACKED_LAYERS.fullmatch(name), tensor.shape
+        if match is None or not shape or any(array.shape[0] != 1 for _, array in tensor.boxes):
+            unstacked[name] = tensor
             continue
-        if shape[0] > max(1, len(pieces)):
+        if shape[0] > max(1, piece_count):
             raise FormatError(
-                f"{path}: {name}: it has {shape[0]} layers, but there are only {len(pieces)} "
+                f"{path}: {name}: it has {shape[0]} layers, but there are only {piece_count} "
                 f"pieces: {METADATA} is damaged: copy the file again from an intact source"
             )
-        names += [f"{match[1]}.{layer}.{match[2]}" for layer in range(shape[0])]
-        dtypes += [dtype] * shape[0]
-        shapes += [shape[1:]] * shape[0]
-    in_stack = is_stacked[pieces.tensor]
-    layer = pieces.offset[:, 0] if pieces.offset.shape[1] else 0 * pieces.tensor
-    dims = max(map(len, shapes), default=0)
-
-    def drop_layer_dimension(column: Int, fill: int) -> Int:
-        shifted = np.pad(column[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
-        return np.where(in_stack[:, None], shifted, column)[:, :dims]
-
-    table = PieceTable(
-        Pieces(
-            first_index[pieces.tensor] + np.where(in_stack, layer, 0),
-            pieces.file,
-            pieces.start,
-            drop_layer_dimension(pieces.offset, 0),
-            drop_layer_dimension(pieces.shape, 1),
-        ),
-        drop_layer_dimension(content.table.stride, 0),
-    )
-    return replace(
-        content, names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(shapes), table=table
-    )
+        layers: list[list[Placed]] = [[] for _ in range(shape[0])]
+        for (layer, *offset), each in tensor.boxes:
+            if layer < len(layers):
+                array = StoredArray(
+                    each.file, each.start, each.dtype, each.shape[1:], each.stride[1:]
+                )
+                layers[layer].append((tuple(offset), array))
+        for layer, boxes in enumerate(layers):
+            key = f"{match[1]}.{layer}.{match[2]}"
+            unstacked[key] = StoredTensor(tensor.dtype, shape[1:], tuple(boxes))
+    return unstacked
 
 
-def _read_common(
-    tree: FileTree, content: DcpContent
-) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
-    """Return the state that all ranks share, and the file with it if it is not an item.
+def _read_common(tree: FileTree, builder: Builder, contents: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the state that all ranks share, from its file or its item.
 
     If both exist, the file is read, as Megatron-Core does.
     """
-    files: tuple[ForeignFile, ...] = ()
     if COMMON_FILE in tree.sizes:
-        files, label = (tree.file(COMMON_FILE),), tree.label(COMMON_FILE)
-        common = read_value(tree, COMMON_FILE, len(content.files))
+        label, common = tree.label(COMMON_FILE), tree.load(COMMON_FILE)
+        builder.add_file(COMMON_FILE)
     else:
-        label, value = f"{tree}: {COMMON_ITEM}", content.values[COMMON_ITEM]
+        label, value = f"{tree}: {COMMON_ITEM}", contents[COMMON_ITEM]
         common = value[0] if isinstance(value, list) and len(value) == 1 else None
     if not isinstance(common, dict):
         raise FormatError(
             f"{label}: expected a dict of the state that all ranks share, found "
             f"{type(common).__name__}: copy all files of one save from an intact source"
         )
-    return files, common
+    return common
 
 
-def _add_tensors(builder: Builder, content: DcpContent) -> dict[str, tuple[int, ...]]:
+def _add_tensors(
+    builder: Builder, tensors: Mapping[str, StoredTensor]
+) -> dict[str, tuple[int, ...]]:
     """Add all tensors; return the shapes of the parameters that have optimizer state."""
     parameters: dict[str, tuple[int, ...]] = {}
-    matches = [_OPTIMIZER_STATE.fullmatch(name) for name in content.names]
-    with_master = {match[2] for match in matches if match is not None and match[1] in _MASTER_KEYS}
-    rows = zip(content.names, matches, content.dtypes, content.shapes, strict=True)
-    for name, match, dtype, shape in rows:
+    matches = {name: _OPTIMIZER_STATE.fullmatch(name) for name in tensors}
+    with_master = {
+        match[2] for match in matches.values() if match is not None and match[1] in _MASTER_KEYS
+    }
+    for name, tensor in tensors.items():
+        match = matches[name]
         if match is not None:
             key, parameter = match.groups()
-            parameters[parameter] = shape
+            parameters[parameter] = tensor.shape
             is_master = key in _MASTER_KEYS
-            tensor = f"model.{parameter}" if is_master else f"optimizer.{parameter}.{key}"
+            new_name = f"model.{parameter}" if is_master else f"optimizer.{parameter}.{key}"
         elif _OPTIMIZER_PREFIX.match(name):
-            tensor = name
+            new_name = name
         else:
-            tensor = f"module.{name}" if name in with_master else f"model.{name}"
-        builder.add_tensor(tensor, dtype, shape)
+            new_name = f"module.{name}" if name in with_master else f"model.{name}"
+        builder.add_array(new_name, tensor)
     return parameters
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
     MOST_NAMES_SHOWN,
     is_torch_file,
     read_pickle_bytes,
-    read_torch_file,
 )
 from shardwise.formats.containers.zip_archive import ZIP_START
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, StoredArray
-from shardwise.formats.merge_ranks import merge_ranks
+from shardwise.formats.foreign_builder import Builder
 
 FORMAT = "a file of torch.save"
 RANKS_FORMAT = "torch.save by each rank"
@@ -33,25 +29,6 @@ _CLASSES_OF_PARTS = (b"DTensor", b"ShardedTensor")
 
 FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
 """The file of each rank, by the parts of the file names before and after the rank."""
-
-
-def read_value(
-    tree: FileTree, name: str, index: int = 0, also_allowed: AllowedNames | None = None
-) -> Any:
-    """Return the value in a file of torch.save, with `StoredArray` for tensors.
-
-    Args:
-        index: the index of the file in `Foreign.files`.
-        also_allowed: names that are allowed in pickles, in addition to torch's.
-
-    Raises:
-        FormatError: the file is missing or malformed, or contains objects that are not read from
-            pickles.
-    """
-    with tree.open_range(name, index) as file:
-        return read_torch_file(
-            file, also_allowed=also_allowed, skip_unknown=tree.skip_unknown
-        ).value
 
 
 def contains_text(tree: FileTree, name: str, text: bytes) -> bool:
@@ -71,7 +48,7 @@ def recognise(tree: FileTree) -> bool:
         return is_torch_file(file.read(0, min(64, file.size)))
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a file of torch.save. A value that is not a dict is named `value`.
 
     Raises:
@@ -79,8 +56,10 @@ def read(tree: FileTree) -> Foreign:
             DTensor with parts on other ranks.
     """
     name = tree.single_file or ""
-    value = read_value(tree, name, also_allowed=RANK_TENSOR_NAMES)
-    return merge_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)
+    builder.add_ranks([(name, tree.load(name, also_allowed=RANK_TENSOR_NAMES))])
+
+
+READER = Reader(FORMAT, recognise, read)
 
 
 def recognise_ranks(tree: FileTree) -> bool:
@@ -92,7 +71,7 @@ def recognise_ranks(tree: FileTree) -> bool:
     )
 
 
-def read_ranks(tree: FileTree) -> Foreign:
+def read_ranks(tree: FileTree, builder: Builder) -> None:
     """Read the files of all ranks as one checkpoint of global tensors.
 
     Several sets of files, for example `model_world_size_4_rank_0.pt` and
@@ -112,40 +91,24 @@ def read_ranks(tree: FileTree) -> Foreign:
         )
     _require_files_of_all_ranks(tree, file_sets)
     names = [name for files in file_sets.values() for _, name in sorted(files.items())]
-    indices = {name: index for index, name in enumerate(names)}
-    values = tree.read_each(
-        indices,
-        lambda file: (
-            read_torch_file(
-                file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=tree.skip_unknown
-            ).value
-        ),
-    )
+    values = tree.load_each(names, also_allowed=RANK_TENSOR_NAMES)
     ranks = sorted({rank for files in file_sets.values() for rank in files})
-    states: list[tuple[int, Any]] = [(indices[name], values[name]) for name in names]
-    if len(file_sets) > 1:
-        states = [
-            (indices[files[rank]], {key: values[files[rank]]})
+    builder.add_ranks(
+        [
+            (files[rank], {key: values[files[rank]]} if len(file_sets) > 1 else values[files[rank]])
             for key, files in files_by_key.items()
             for rank in ranks
         ]
-
-    def bytes_of(array: StoredArray) -> bytes:
-        with tree.open_range(names[array.file], array.file) as file:
-            return file.read(array.start, prod(array.shape) * array.itemsize)
-
-    foreign = merge_ranks(
-        states,
-        tuple(map(tree.file, names)),
-        str(tree),
-        RANKS_FORMAT,
-        lambda one, other: bytes_of(one) == bytes_of(other),
     )
-    others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in indices]
-    left_out = [f"{name}: not named after a rank as the other files are" for name in others]
-    return replace(
-        foreign, world_size=len(ranks), left_out=(*foreign.left_out, *left_out[:MOST_NAMES_SHOWN])
-    )
+    builder.world_size = len(ranks)
+    others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in values]
+    builder.left_out += [
+        f"{name}: not named after a rank as the other files are"
+        for name in others[:MOST_NAMES_SHOWN]
+    ]
+
+
+RANKS_READER = Reader(RANKS_FORMAT, recognise_ranks, read_ranks)
 
 
 def _find_files(tree: FileTree) -> dict[tuple[str, str], dict[int, str]]:

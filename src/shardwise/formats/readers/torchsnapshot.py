@@ -6,7 +6,6 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,12 +14,12 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
-from shardwise.formats.nested import NestedLeaves, build_foreign
+from shardwise.formats.foreign import Placed, StoredArray, StoredTensor, row_major_strides
+from shardwise.formats.foreign_builder import Builder
+from shardwise.formats.nested import nest
 from shardwise.formats.optimizers import STATE, Path
-from shardwise.formats.piece_tables import table_of_boxes
-from shardwise.formats.readers.dcp.reader import restore_lists, unflatten_values
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Count, Dims
 
@@ -71,7 +70,7 @@ def recognise(tree: FileTree) -> bool:
     return MANIFEST in tree.sizes
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a snapshot. If values differ between ranks, the first rank's are taken.
 
     Raises:
@@ -98,7 +97,11 @@ def read(tree: FileTree) -> Foreign:
             collector.add_entry(int(rank), tuple(map(unquote, parts)), entry)
         except FormatError as error:
             raise FormatError(f"{path}: {key[:200]}: {error}") from error
-    return replace(collector.build(), world_size=max(1, manifest.world_size))
+    collector.build(builder)
+    builder.world_size = max(1, manifest.world_size)
+
+
+READER = Reader(FORMAT, recognise, read)
 
 
 class _EntryCollector:
@@ -106,13 +109,13 @@ class _EntryCollector:
 
     def __init__(self, tree: FileTree) -> None:
         self._tree = tree
-        self._file_indices: dict[str, int] = {}
+        self._files: dict[str, None] = {}
         self._containers: dict[Path, type] = {}
         self._tensors: dict[Path, tuple[str, tuple[int, ...]]] = {}
-        self._boxes: dict[tuple[Path, tuple[int, ...]], StoredArray] = {}
+        self._boxes: dict[Path, dict[tuple[int, ...], StoredArray]] = {}
         self._values: dict[Path, Any] = {}
         self._first_rank_by_path: dict[Path, int] = {}
-        self._replicas: list[tuple[Path, tuple[int, ...], StoredArray]] = []
+        self._replicas: dict[Path, list[Placed]] = {}
         self._left_out: list[str] = []
 
     def add_entry(self, rank: int, path: tuple[str, ...], entry: _Entry) -> None:
@@ -130,20 +133,50 @@ class _EntryCollector:
         elif entry.type == "Tensor":
             tensor = _require_tensor(entry)
             self._tensors[path] = _parse_dtype(tensor), tensor.shape
-            self._boxes[path, (0,) * len(tensor.shape)] = self._read_array(tensor)
+            self._boxes[path] = {(0,) * len(tensor.shape): self._read_array(tensor)}
         else:
             self._values[path] = self._read_value(entry)
 
-    def build(self) -> Foreign:
-        """Return the manifest of everything that was added."""
-        indices = {path: i for i, path in enumerate(self._tensors)}
-        boxes = [(indices[path], offset, array) for (path, offset), array in self._boxes.items()]
-        replicas = [(indices[path], offset, array) for path, offset, array in self._replicas]
-        files = tuple(map(self._tree.file, self._file_indices))
-        tensors = [(path, dtype, shape) for path, (dtype, shape) in self._tensors.items()]
-        values = unflatten_values(self._join_lists(), list(self._tensors))
-        leaves = NestedLeaves(files, tensors, table_of_boxes(boxes), values, self._left_out)
-        return replace(build_foreign(leaves, FORMAT), replicas=table_of_boxes(replicas))
+    def build(self, builder: Builder) -> None:
+        """Add everything to a builder."""
+        for location in self._files:
+            builder.add_file(location)
+        leaves: dict[Path, Any] = {
+            path: StoredTensor(
+                dtype,
+                shape,
+                tuple(self._boxes[path].items()),
+                tuple(self._replicas.get(path, ())),
+            )
+            for path, (dtype, shape) in self._tensors.items()
+        }
+        parents = {
+            path[:n] for path in (*self._values, *self._tensors) for n in range(1, len(path))
+        }
+        leaves |= self._values
+        leaves |= {
+            path: container()
+            for path, container in self._containers.items()
+            if path not in parents and path[-1] != STATE
+        }
+        builder.add_state(nest(self._with_indices(leaves).items()), is_ordered=False)
+        builder.left_out += self._left_out
+
+    def _with_indices(self, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Return the leaves by paths in which the positions in lists are integers."""
+
+        def is_list(path: Path) -> bool:
+            return self._containers.get(path) is list
+
+        def convert(path: Path) -> Path:
+            return tuple(
+                int(part)
+                if self._containers.get(path[:n]) is list and str(part).isdigit()
+                else part
+                for n, part in enumerate(path)
+            )
+
+        return {convert(path): leaf for path, leaf in leaves.items()}
 
     def _add_shards(self, path: Path, entry: _Entry) -> None:
         shards = (*entry.shards, *entry.chunks)
@@ -176,14 +209,14 @@ class _EntryCollector:
                     f"{array.dtype} of shape {list(array.shape)}, but should be {dtype} of shape "
                     f"{list(shard.sizes)}: copy all files of one save"
                 )
-            first = self._boxes.setdefault((path, shard.offsets), array)
+            first = self._boxes.setdefault(path, {}).setdefault(shard.offsets, array)
             if first.shape != array.shape:
                 raise FormatError(
                     f"two shards at {list(shard.offsets)} have the shapes {list(first.shape)} and "
                     f"{list(array.shape)}: copy all files of one save"
                 )
             if first != array:
-                self._replicas.append((path, shard.offsets, array))
+                self._replicas.setdefault(path, []).append((shard.offsets, array))
 
     def _add_replica(self, rank: int, path: Path, entry: _Entry) -> None:
         """Add an entry of a further rank: as a replica, not at all if equal, or as left out."""
@@ -194,7 +227,8 @@ class _EntryCollector:
             return
         tensor = _require_tensor(entry)
         if self._tensors.get(path) == (_parse_dtype(tensor), tensor.shape):
-            self._replicas.append((path, (0,) * len(tensor.shape), self._read_array(tensor)))
+            copy = (0,) * len(tensor.shape), self._read_array(tensor)
+            self._replicas.setdefault(path, []).append(copy)
         else:
             self._left_out.append(f"{name}: the tensor of rank {rank} differs and is left out")
 
@@ -221,8 +255,10 @@ class _EntryCollector:
                 f"{list(tensor.shape)} of dtype {dtype} needs {size}: the manifest is damaged; "
                 "copy the checkpoint again from an intact source"
             )
-        file = self._file_index_of(tensor.location)
-        return StoredArray(file, start, dtype, tensor.shape, row_major_strides(tensor.shape))
+        self._add_file(tensor.location)
+        return StoredArray(
+            tensor.location, start, dtype, tensor.shape, row_major_strides(tensor.shape)
+        )
 
     def _read_value(self, entry: _Entry) -> Any:
         if entry.type == "object" and entry.location and entry.serializer == "torch_save":
@@ -242,36 +278,16 @@ class _EntryCollector:
 
     def _read_torch_file(self, location: str, byte_range: tuple[int, int] | None) -> Any:
         """Return the value in a file of torch.save, which may be a range of a larger file."""
-        index = self._file_index_of(location)
-        with self._tree.open_range(location, index) as file:
+        self._add_file(location)
+        with self._tree.open_range(location) as file:
             if byte_range is not None:
                 start, stop = byte_range
                 file = file.subrange(start, stop - start, "byte_range")
             return read_torch_file(file, skip_unknown=self._tree.skip_unknown).value
 
-    def _file_index_of(self, location: str) -> int:
+    def _add_file(self, location: str) -> None:
         self._tree.file(location)
-        return self._file_indices.setdefault(location, len(self._file_indices))
-
-    def _join_lists(self) -> dict[Path, Any]:
-        """Return the values. Join the lists that contain no tensors, and add empty containers."""
-        tensor_prefixes = {path[:n] for path in self._tensors for n in range(1, len(path))}
-        value_by_path: dict[Path, Any] = {}
-        for path, value in self._values.items():
-            lists = (n for n in range(1, len(path)) if self._containers.get(path[:n]) is list)
-            value_depth = next((n for n in lists if path[:n] not in tensor_prefixes), len(path))
-            parent: dict[Any, Any] = value_by_path
-            key: Any = path[:value_depth]
-            for n in range(value_depth, len(path)):
-                parent = parent.setdefault(key, {})
-                in_list = self._containers.get(path[:n]) is list and str(path[n]).isdigit()
-                key = int(path[n]) if in_list else path[n]
-            parent[key] = value
-        parents = {path[:n] for path in (*self._values, *self._tensors) for n in range(len(path))}
-        for path, container in self._containers.items():
-            if path not in parents and path[-1] != STATE:
-                value_by_path[path] = container()
-        return {path: restore_lists(value) for path, value in value_by_path.items()}
+        self._files[location] = None
 
 
 def _describe_saved(saved: object) -> str:

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.nested import MODULE_PREFIX, LeafNames
+from shardwise.formats.foreign import StoredArray
+from shardwise.formats.nested import MODULE_PREFIX, LeafNames, find_leaves, nest
 from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
 from shardwise.formats.readers.dcp.metadata import Metadata
-from shardwise.formats.readers.dcp.reader import unflatten_values
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import check_name
 from shardwise.state.plain_values import JsonValue, decode, encode
@@ -27,6 +27,8 @@ from shardwise.state.plain_values import JsonValue, decode, encode
 DCP_METADATA = "dcp_metadata"
 _PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
 _ARRAYS = "arrays"
+_TENSOR = StoredArray("", 0, "uint8", (), ())
+"""Stands for each tensor of a state."""
 _LONGEST_LIST = 1 << 20
 """The largest total length of all lists in a state, as the paths in a file describe it."""
 
@@ -83,13 +85,11 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
     state = replace(state, values=plain)
     values = {state.path(name): value for name, value in plain.items()}
     whole = [state.path(name) for name in (*state.tensors, *state.encoded)]
-    optimizers = find_optimizers((*whole, *values), values)
-    group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
-    unflattened = {
-        path: value
-        for path, value in unflatten_values(values, whole).items()
-        if path not in group_paths
-    }
+    leaves = find_leaves(nest([*((path, _TENSOR) for path in whole), *values.items()]))
+    unflattened = {path: value for path, value in leaves.items() if value is not _TENSOR}
+    optimizers = find_optimizers(leaves, unflattened)
+    for path in {path for optimizer in optimizers for path in optimizer.group_paths}:
+        del unflattened[path]
     names = LeafNames(
         optimizers,
         [state.path(name) for name in state.tensors],

@@ -8,17 +8,15 @@ heads of tensors of the same shape are equal, and equal heads are parsed once.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import UnknownClassError
-from shardwise.formats.containers.pickle_values import AllowedNames, UnknownObject
+from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import parse_storage_id, read_torch_file
@@ -26,14 +24,12 @@ from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
 from shardwise.formats.file_tree import BytesFile, FileTree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
-from shardwise.manifest.pieces import Int
 from shardwise.store import ReadableFile
-
-T = TypeVar("T")
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"
 _DESCRIPTOR_BYTES = 16
+_FIRST_STORAGE = "0"
 _HEAD_SIZE = 1024
 """The number of bytes of an item that are read first."""
 _LARGEST_HEAD = 2**20
@@ -43,26 +39,13 @@ _LARGEST_WINDOW = 2**22
 _THREADS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ItemArrays:
-    """The arrays of n items.
-
-    Attributes:
-        distinct_arrays: the distinct dtypes, shapes and strides. The fields `file` and `start` of
-            these arrays have no meaning.
-        distinct_index: `(n,)`, the index of each array in `distinct_arrays`.
-        start: `(n,)`, the offset of each array in its file, in bytes.
-        unknown: names of tensors of unknown classes, and these classes. The rows of such tensors
-            have no meaning.
-    """
-
-    distinct_arrays: Sequence[StoredArray]
-    distinct_index: Int
-    start: Int
-    unknown: Mapping[str, UnknownObject] = field(default_factory=dict)
+Found: TypeAlias = StoredArray | UnknownObject
+"""The array of an item, or its class if it is a tensor of an unknown class."""
 
 
-def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
+def find_arrays(
+    tree: FileTree, names: Sequence[str], items: Sequence[Item], offsets: object = None
+) -> list[Found]:
     """Read the head (the first bytes) of each item, and find where the item's array starts.
 
     Args:
@@ -73,44 +56,35 @@ def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> 
         UnknownClassError: an item is a tensor of an unknown class, and is not to be skipped.
     """
     heads = _ParsedHeads(tree.skip_unknown)
-    unknown: dict[str, UnknownObject] = {}
-    distinct_index, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
+    found: dict[int, Found] = {}
 
     def find_array_of_item(index: int, head: bytes, file: ReadableFile) -> None:
         item, head_size = items[index], len(head)
         array = heads.find_array(head, names[index])
         while array is None and head_size < min(item.length, _LARGEST_HEAD):
             head_size = min(4 * head_size, item.length)
-            whole_file = FileRange(file, 0, item.offset, item.length, names[index])
+            whole_file = FileRange(file, item.file, item.offset, item.length, names[index])
             array = heads.find_array(whole_file.read(0, head_size), names[index])
         if array is None:
             raise FormatError(
                 f"{names[index]}: the bytes that .metadata lists are not a tensor saved by "
                 "torch.save: copy .metadata and all other files from one save"
             )
-        if isinstance(array, UnknownObject):
-            unknown[names[index]] = array
-            return
-        distinct_index[index], array_start = array
-        start[index] = item.offset + array_start
+        found[index] = array if isinstance(array, UnknownObject) else item.place(array)
 
     _read_items(tree, names, items, _HEAD_SIZE, find_array_of_item)
-    return ItemArrays(heads.distinct_arrays, distinct_index, start, unknown)
+    return [found[index] for index in range(len(items))]
 
 
 def read_values(
     tree: FileTree,
     names: Sequence[str],
     items: Sequence[Item],
-    file_indices: Sequence[int],
-    also_allowed: AllowedNames | None = None,
 ) -> list[Any]:
     """Read the values of pickled items, with `StoredArray` for tensors in them.
 
     Args:
         names: names of the items, for messages.
-        file_indices: the index of each item's file.
-        also_allowed: names that are allowed in pickles, in addition to torch's.
 
     Raises:
         FormatError: an item is malformed, or contains objects that are not read from pickles.
@@ -124,10 +98,8 @@ def read_values(
             values[index] = value_by_data[data]
             return
         source: ReadableFile = BytesFile(data, item.offset) if len(data) == item.length else file
-        item_range = FileRange(source, file_indices[index], item.offset, item.length, names[index])
-        values[index] = read_torch_file(
-            item_range, also_allowed=also_allowed, skip_unknown=tree.skip_unknown
-        ).value
+        item_range = FileRange(source, item.file, item.offset, item.length, names[index])
+        values[index] = read_torch_file(item_range, skip_unknown=tree.skip_unknown).value
         if b"/data/" not in data and len(data) == item.length:
             value_by_data[data] = values[index]
 
@@ -140,12 +112,11 @@ class _ParsedHeads:
 
     def __init__(self, skip_unknown: bool) -> None:
         self._skip_unknown = skip_unknown
-        self.distinct_arrays: list[StoredArray] = []
-        self._array_by_head: dict[bytes, tuple[int, int]] = {}
+        self._array_by_head: dict[bytes, StoredArray] = {}
         self._head_lengths: tuple[int, ...] = ()
 
-    def find_array(self, head: bytes, name: str) -> tuple[int, int] | UnknownObject | None:
-        """Return the index of the array in `distinct_arrays`, and its start in the item, in bytes.
+    def find_array(self, head: bytes, name: str) -> Found | None:
+        """Return the array, as if the item began at offset 0 of a file.
 
         Return None if the head is incomplete, and an `UnknownObject` for an unknown class.
         """
@@ -157,8 +128,7 @@ class _ParsedHeads:
         if not isinstance(parsed, tuple):
             return parsed
         array, storage_start = parsed
-        self.distinct_arrays.append(array)
-        found = len(self.distinct_arrays) - 1, storage_start + array.start
+        found = replace(array, start=storage_start + array.start)
         self._array_by_head[head[:storage_start]] = found
         self._head_lengths = tuple({*self._head_lengths, storage_start})
         return found
@@ -191,7 +161,7 @@ def _parse_head(
 def read_pickled_tensor(
     pickle: bytes, source: str, skip_unknown: bool
 ) -> StoredArray | UnknownObject | None:
-    """Return the array of a pickled tensor, as if its only storage began at offset 0 of file 0.
+    """Return the array of a pickled tensor, as if its only storage began at offset 0 of a file.
 
     Return an `UnknownObject` for a tensor of an unknown class, and None for any other value.
 
@@ -207,7 +177,7 @@ def read_pickled_tensor(
     ).value
     if isinstance(value, UnknownObject):
         return value
-    return value if isinstance(value, StoredArray) and value.file == 0 else None
+    return value if isinstance(value, StoredArray) and value.file == _FIRST_STORAGE else None
 
 
 def _load_storage(persistent_id: object) -> object:
@@ -215,7 +185,7 @@ def _load_storage(persistent_id: object) -> object:
     storage_type, key, numel = parse_storage_id(persistent_id)
     if isinstance(storage_type, UnknownObject):
         return storage_type
-    return Storage(int(key != "0"), 0, numel * storage_type.itemsize, storage_type.dtype)
+    return Storage(key, 0, numel * storage_type.itemsize, storage_type.dtype)
 
 
 def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
@@ -279,7 +249,7 @@ def _read_items(
                 window_stop = max(
                     items[i].offset + min(items[i].length, max_bytes) for i in indices
                 )
-                data = FileRange.whole_file(file, 0, tree.label(group[0])).read(
+                data = FileRange.whole_file(file, group[0], tree.label(group[0])).read(
                     window_start, window_stop - window_start
                 )
                 for index in indices:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
@@ -16,6 +16,7 @@ from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.sharded_tensors import TENSOR_PROPERTIES_NAMES
 from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.file_tree import FileTree
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.manifest import LARGEST_INTEGER
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.state.hash_collisions import UnsafeKeysError, check_keys
@@ -58,6 +59,11 @@ class Item:
     offset: int
     length: int
 
+    def place(self, array: StoredArray) -> StoredArray:
+        """Return an array of this item, whose `start` counts from the start of the item."""
+        start = self.offset + array.start
+        return StoredArray(self.file, start, array.dtype, array.shape, array.stride)
+
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
@@ -77,12 +83,6 @@ class Metadata:
     items: Mapping[tuple[str, Ints | None], Item]
     paths: Mapping[str, Path]
     extra_fields: Mapping[str, Any]
-
-    def without(self, names: Container[str]) -> Metadata:
-        """Return the metadata without the tensors of these names."""
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in names}
-        items = {key: item for key, item in self.items.items() if key[0] not in names}
-        return replace(self, tensors=tensors, items=items)
 
 
 def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:

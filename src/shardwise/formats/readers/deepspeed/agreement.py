@@ -17,7 +17,7 @@ MOST_FILES_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 STEP = "step"
 
-Scalars: TypeAlias = Mapping[tuple[int, int], float]
+Scalars: TypeAlias = Mapping[tuple[str, int], float]
 """The values of 0-d arrays, by the index of the file and the offset in it, in bytes."""
 
 
@@ -74,18 +74,17 @@ def read_scalars(tree: FileTree, arrays: Iterable[StoredArray]) -> Scalars:
     Raises:
         FormatError: an array lies outside of its file.
     """
-    names = list(tree.sizes)
-    by_file: dict[int, dict[int, StoredArray]] = {}
+    by_file: dict[str, dict[int, StoredArray]] = {}
     for array in arrays:
         by_file.setdefault(array.file, {})[array.start] = array
 
-    def read(file: FileRange) -> dict[tuple[int, int], float]:
+    def read(file: FileRange) -> dict[tuple[str, int], float]:
         return {
-            (file.file_index, start): _decode_scalar(file.read(start, array.itemsize), array.dtype)
-            for start, array in by_file[file.file_index].items()
+            (file.name, start): _decode_scalar(file.read(start, array.itemsize), array.dtype)
+            for start, array in by_file[file.name].items()
         }
 
-    by_name = tree.read_each({names[index]: index for index in by_file}, read)
+    by_name = tree.read_each(by_file, read)
     return {key: value for values in by_name.values() for key, value in values.items()}
 
 

@@ -38,8 +38,8 @@ def tensor_name(parameter: str, key: str) -> str:
     return f"model.{parameter}" if key == MASTER else f"optimizer.{parameter}.{key}"
 
 
-def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement) -> Int:
-    """Add a tensor unless the builder has it, and return its index for each rank.
+def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement) -> tuple[str, ...]:
+    """Add a tensor unless the builder has it, and return its name for each rank.
 
     If a parameter is averaged, each rank has a hidden tensor.
 
@@ -47,16 +47,12 @@ def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement)
         FormatError: the shape is too large.
     """
     ranks = range(len(placement.parts))
-    if name not in builder:
+    if name not in builder and placement.averaged:
+        terms = [f"{name}.of_rank_{rank}" for rank in ranks]
+        builder.add_mean(name, dtype, placement.shape, terms)
+    elif name not in builder:
         builder.add_tensor(name, dtype, placement.shape)
-    if not placement.averaged:
-        return np.full(len(ranks), builder.index_of(name))
-    if name not in builder.averages:
-        hidden_names = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
-        builder.averages[name] = hidden_names
-        for hidden_name in hidden_names:
-            builder.add_tensor(hidden_name, dtype, placement.shape)
-    return np.array([builder.index_of(hidden) for hidden in builder.averages[name]], np.int64)
+    return builder.terms_of(name) or (name,) * len(ranks)
 
 
 def add_shards(
@@ -84,7 +80,7 @@ def add_shards(
         is_replica = replica or (placement.replicated and rank > 0)
         for box, offset in boxes:
             if box.size:
-                builder.add_box(int(tensors[rank]), offset, array, box, replica=is_replica)
+                builder.add_box(tensors[rank], offset, array, box, replica=is_replica)
 
 
 def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
@@ -131,13 +127,14 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
         stride = row_major(shapes)[boxes.parameter]
         for key, (indices, replicated) in tensors.items():
             flat = group.flat[key]
+            file = np.array([builder.add_file(name) for name in flat.file], np.int64)
             start = flat.start[boxes.rank] + boxes.flat_start * DTYPES[flat.dtype].itemsize
             is_replica = replicated[rank][boxes.parameter]
             for rows, replica in ((~is_replica, False), (is_replica, True)):
                 if rows.any():
                     pieces = Pieces(
                         indices[rank][boxes.parameter][rows],
-                        flat.file[boxes.rank][rows],
+                        file[boxes.rank][rows],
                         start[rows],
                         offset[rows],
                         boxes.shape[rows],
@@ -162,7 +159,8 @@ def _ensure_tensors(
         replicated[:, i] = name in builder
         if placement.replicated:
             replicated[1:, i] = True
-        indices[:, i] = ensure_tensor(builder, name, group.flat[key].dtype, placement)
+        names = ensure_tensor(builder, name, group.flat[key].dtype, placement)
+        indices[:, i] = [builder.index_of(each) for each in names]
         if builder.entry(name).shape != placement.shape:
             raise FormatError(
                 f"{name}: pipeline stages have it in different shapes, "
@@ -206,11 +204,9 @@ def add_scalars(
 ) -> None:
     """Add the first of the 0-d arrays as state of each parameter; the others are replicas."""
     first = arrays[0]
-    tensors = [
-        builder.add_tensor(tensor_name(name, key), first.dtype, first.shape)
-        for name in names
-        if tensor_name(name, key) not in builder
-    ]
+    tensors = [tensor_name(name, key) for name in names if tensor_name(name, key) not in builder]
+    for tensor in tensors:
+        builder.add_tensor(tensor, first.dtype, first.shape)
     if not tensors or any(array.shape for array in arrays):
         return
     for tensor in tensors:
@@ -304,6 +300,6 @@ def _join_frozen_slices(
                 "all files of one save"
             )
         slices.append(array)
-    file: Int = np.array([array.file for array in slices], np.int64)
+    file = tuple(array.file for array in slices)
     start: Int = np.array([array.start for array in slices], np.int64)
     return FlatArray(slices[0].dtype, file, start)

@@ -225,9 +225,8 @@ def read_values(tree: FileTree, names: Iterable[str], left_out: list[str]) -> di
 def _read_contents(
     tree: FileTree, names: Iterable[str], left_out: list[str], cache: ParseCache | None = None
 ) -> dict[str, TorchFileContents]:
-    indices = {name: index for index, name in enumerate(tree.sizes)}
     contents = tree.read_each(
-        {name: indices.get(name, 0) for name in names},  # a missing file cannot be opened
+        names,
         lambda file: read_torch_file(
             file, also_allowed=DEEPSPEED_NAMES, skip_unknown=tree.skip_unknown, cache=cache
         ),
@@ -247,14 +246,13 @@ def _read_model_states(
         key: parse_model_state(values[name], tree.label(name)) for key, name in first_files.items()
     }
     other_files = {key: name for key, name in files.model.items() if key[0]}
-    indices = {name: index for index, name in enumerate(tree.sizes)}
     contents = _read_contents(tree, other_files.values(), left_out, ParseCache())
-    model_by_file_index: dict[int, ModelState] = {}
+    model_by_file: dict[str, ModelState] = {}
     for key, name in other_files.items():
         file, path = contents[name], tree.label(name)
-        if file.file_index not in model_by_file_index:
-            model_by_file_index[file.file_index] = parse_model_state(file.value, path)
-        states[key] = model_by_file_index[file.file_index].for_rank(indices[name], path)
+        if file.file not in model_by_file:
+            model_by_file[file.file] = parse_model_state(file.value, path)
+        states[key] = model_by_file[file.file].for_rank(name, path)
     if other_files:
         left_out.append(
             f"buffers of {len(other_files)} other ranks: under ZeRO 3 each rank has its own; the "

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import FormatError
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
-from shardwise.formats.foreign_builder import Builder, are_plain_values_equal
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
@@ -26,6 +26,7 @@ from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import find_flat_groups
+from shardwise.formats.values import are_plain_values_equal
 
 FORMAT = "DeepSpeed"
 
@@ -35,11 +36,18 @@ def recognise(tree: FileTree) -> bool:
     return has_native_files(tree)
 
 
-def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None = None) -> Foreign:
+def read(
+    tree: FileTree,
+    builder: Builder,
+    tag: str | None = None,
+    *,
+    place: PlacementRule | None = None,
+) -> None:
     """Read a checkpoint of DeepSpeed's engine; no tensor is read.
 
     Args:
         tree: the directory of a tag, or its parent.
+        builder: receives the tensors and values.
         tag: the tag; by default the one that `latest` names.
         place: the rule by which tensor-parallel shards make up parameters; by default the
             checkpoint records it.
@@ -50,7 +58,8 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
     """
     files = find_files(tree, tag)
     ranks = read_ranks(tree, files)
-    builder = Builder(tree.file(name) for name in tree.sizes)
+    for name in tree.sizes:
+        builder.add_file(name)
     builder.left_out += ranks.left_out
     place = place or ranks.placement_rule()
     modules = ranks.modules()
@@ -72,7 +81,7 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
     for name in (*files.unknown, *in_parent):
         if name not in FILES_WITHOUT_STATE:
             builder.left_out.append(f"the file {name}: DeepSpeed's engine does not write it")
-    return builder.build(FORMAT, step=ranks.step, world_size=ranks.world_size)
+    builder.step, builder.world_size = ranks.step, ranks.world_size
 
 
 def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule) -> None:
@@ -220,3 +229,12 @@ def add_values(builder: Builder, ranks: AllRanks) -> None:
             builder.left_out.append(
                 f"{prefix}.{key}: {differing} ranks have other values; the first rank's is taken"
             )
+
+
+READER = Reader(
+    FORMAT,
+    recognise,
+    read,
+    # DeepSpeed's converter and trainers write other formats into the same directory.
+    overrides=("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),
+)

@@ -74,13 +74,13 @@ class ModelState:
     optimizer: Mapping[Any, Any] | None
     values: Mapping[str, Any]
 
-    def for_rank(self, file: int, path: str) -> ModelState:
+    def for_rank(self, file: str, path: str) -> ModelState:
         """Return the model states of another rank, whose file contains the same pickle.
 
         Only the frozen slices are taken from that file; other arrays come from the first rank.
 
         Args:
-            file: the index of the other rank's file.
+            file: the name of the other rank's file.
             path: its path.
         """
         frozen = {name: replace(array, file=file) for name, array in self.frozen.items()}

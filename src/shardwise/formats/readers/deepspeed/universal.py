@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
+from shardwise.formats.foreign import StoredArray, row_major_strides
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.agreement import STEP
@@ -52,7 +53,13 @@ def recognise(tree: FileTree) -> bool:
     return has_universal_files(tree)
 
 
-def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None = None) -> Foreign:
+def read(
+    tree: FileTree,
+    builder: Builder,
+    tag: str | None = None,
+    *,
+    place: PlacementRule | None = None,
+) -> None:
     """Read a universal checkpoint; no tensor is read.
 
     Weights and optimizer state come from the files of the parameters. Frozen parameters and
@@ -61,6 +68,7 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
 
     Args:
         tree: the universal directory, or its parent.
+        builder: receives the tensors and values.
         tag: the tag; by default the one that `latest_universal` names.
         place: as for `reader.read`.
 
@@ -69,7 +77,8 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
     """
     files = find_files(tree, tag, universal=True)
     ranks = read_ranks(tree, files, universal=True)
-    builder = Builder(tree.file(name) for name in tree.sizes)
+    for name in tree.sizes:
+        builder.add_file(name)
     builder.left_out += ranks.left_out
     names = [
         name.removeprefix(files.folder) for name in tree.sizes if name.startswith(files.folder)
@@ -92,7 +101,7 @@ def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None 
     add_modules(builder, ranks.modules(), place, zero_3=ranks.zero_3)
     _add_untrained_weights(builder, parameter_files, values, trained)
     add_values(builder, ranks)
-    return builder.build(FORMAT, step=ranks.step, world_size=ranks.world_size)
+    builder.step, builder.world_size = ranks.step, ranks.world_size
 
 
 def _trained_shapes(ranks: AllRanks) -> dict[str, tuple[Shape, ...]]:
@@ -246,3 +255,6 @@ def _add_untrained_weights(
             f"zero/*/{WEIGHTS_KEY}.pt of {copies} buffers, frozen and tied parameters: copies in "
             "float32 of tensors in the model states"
         )
+
+
+READER = Reader(FORMAT, recognise, read)

@@ -62,12 +62,12 @@ class FlatArray:
 
     Attributes:
         dtype: torch's name.
-        file: for each rank, the index of its file.
+        file: for each rank, the name of its file.
         start: for each rank, the offset of its part in the file, in bytes.
     """
 
     dtype: str
-    file: Int
+    file: tuple[str, ...]
     start: Int
 
 
@@ -357,8 +357,8 @@ def _join_momentum_of_parameters(
         return None
     itemsize = held[0].itemsize
     start = [0 if each is None else each.start for each in arrays]
-    file = [0 if each is None else each.file for each in arrays]
-    return FlatArray(held[0].dtype, np.array(file), np.array(start) + shifts * itemsize)
+    file = tuple((each or held[0]).file for each in arrays)
+    return FlatArray(held[0].dtype, file, np.array(start) + shifts * itemsize)
 
 
 def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
@@ -368,7 +368,7 @@ def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
             f"{label}: the ranks have different dtypes, {', '.join(sorted(dtypes))}: the files are "
             "from different saves: copy all files of one save"
         )
-    file: Int = np.array([part.file for part in parts], np.int64)
+    file = tuple(part.file for part in parts)
     return FlatArray(dtypes.pop(), file, np.array([part.start for part in parts], np.int64))
 
 

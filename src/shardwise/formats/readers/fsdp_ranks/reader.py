@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
-from shardwise.formats.containers.torch_files import MOST_NAMES_SHOWN, read_torch_file
+from shardwise.formats.containers.torch_files import MOST_NAMES_SHOWN
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, StoredArray
-from shardwise.formats.merge_ranks import RankValue, SameBytes, merge_ranks
+from shardwise.formats.foreign_builder import Builder
+from shardwise.formats.merge_ranks import SameBytes
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
@@ -55,7 +55,7 @@ def recognise(tree: FileTree) -> bool:
     return tree.single_file is None and any(map(_FILE.fullmatch, tree.sizes))
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read the files of all ranks as one checkpoint.
 
     The keys are `model`, `optimizer`, `scheduler` (if there is one), and `extra_state` for other
@@ -68,54 +68,39 @@ def read(tree: FileTree) -> Foreign:
     """
     files = _find_files(tree)
     names = files.all_names()
-    indices = {name: index for index, name in enumerate(names)}
-    values = _read_dicts(tree, indices)
-
-    def bytes_of(array: StoredArray) -> bytes:
-        with tree.open_range(names[array.file], array.file) as file:
-            return file.read(array.start, prod(array.shape) * array.itemsize)
-
-    def same_bytes(one: StoredArray, other: StoredArray) -> bool:
-        return bytes_of(one) == bytes_of(other)
-
-    left_out = _list_left_out(tree, names)
+    values = _read_dicts(tree, names)
     by_kind: dict[str, list[Any]] = {
         kind: [values[name] for name in names] for kind, names in files.names.items()
     }
+    builder.left_out += _list_left_out(tree, names)
     try:
-        _convert_optimizers(by_kind, same_bytes)
+        _convert_optimizers(by_kind, builder.have_same_bytes)
     except UnknownLayoutError as error:
         del by_kind[OPTIMIZER]
-        left_out.append(
+        builder.left_out.append(
             f"optimizer: its state is in flat parameters of FSDP1, and {error}. To keep it, "
             "save FSDP.optim_state_dict(model, optimizer)"
         )
-    states: list[RankValue] = [
-        (indices[name], _state_of_file(kind, value))
-        for kind, its_values in by_kind.items()
-        for name, value in zip(files.names[kind], its_values, strict=True)
-    ]
     if any(_RANDOM_STATE in value for value in by_kind.get(EXTRA_STATE, [])):
-        left_out.append("extra_state.rng: random states of ranks; they belong to the program")
-    foreign = merge_ranks(states, tuple(map(tree.file, names)), str(tree), FORMAT, same_bytes)
-    return replace(
-        foreign,
-        step=_find_step(tree),
-        world_size=files.world_size,
-        left_out=(*foreign.left_out, *left_out),
+        builder.left_out.append(
+            "extra_state.rng: random states of ranks; they belong to the program"
+        )
+    builder.add_ranks(
+        [
+            (name, _state_of_file(kind, value))
+            for kind, its_values in by_kind.items()
+            for name, value in zip(files.names[kind], its_values, strict=True)
+        ]
     )
+    builder.step, builder.world_size = _find_step(tree), files.world_size
 
 
-def _read_dicts(tree: FileTree, indices: Mapping[str, int]) -> dict[str, dict[Any, Any]]:
+READER = Reader(FORMAT, recognise, read, overrides=("torch-ranks",))
+
+
+def _read_dicts(tree: FileTree, names: Iterable[str]) -> dict[str, dict[Any, Any]]:
     """Return the dict in each file."""
-    values = tree.read_each(
-        indices,
-        lambda file: (
-            read_torch_file(
-                file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=tree.skip_unknown
-            ).value
-        ),
-    )
+    values = tree.load_each(names, also_allowed=RANK_TENSOR_NAMES)
     for name, value in values.items():
         if not isinstance(value, dict):
             raise FormatError(

@@ -228,8 +228,8 @@ def read_ranks(tree: FileTree, files: IterationFiles) -> list[Rank]:
     Raises:
         FormatError: a file is malformed.
     """
-    indices = {file.name: index for index, file in enumerate(list_files(tree, files))}
-    values = tree.read_each(indices, lambda file: read_torch_file(file, skip_unknown=True).value)
+    names = [path for paths in files.ranks.values() for path in paths.values()]
+    values = tree.read_each(names, lambda file: read_torch_file(file, skip_unknown=True).value)
     return [
         _parse_rank(tree, numbers, {name: (path, values[path]) for name, path in paths.items()})
         for numbers, paths in files.ranks.items()

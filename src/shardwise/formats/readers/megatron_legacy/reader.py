@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_parts import find_unknown
+from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import MOST_FILES, FileTree
 from shardwise.formats.foreign import CatalogueRow, Foreign, build_catalogue
-from shardwise.formats.foreign_builder import Builder, describe_differing_values
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import (
     GROUPS,
@@ -54,6 +55,7 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     require_files,
 )
 from shardwise.formats.specs import load_builtin
+from shardwise.formats.values import describe_differing_values
 from shardwise.manifest.pieces import Int
 
 FORMAT = "legacy Megatron-LM"
@@ -68,7 +70,7 @@ def recognise(tree: FileTree) -> bool:
     return has_rank_files(tree)
 
 
-def read(tree: FileTree) -> Foreign:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read the latest iteration; no tensor is read.
 
     Raises:
@@ -93,17 +95,13 @@ def read(tree: FileTree) -> Foreign:
     assembled = apply_spec(
         load_builtin(SPEC_NAME), catalogue, sizes={"gates": geometry.gates}, checkpoint=str(tree)
     )
-    builder = Builder.from_foreign(assembled)
+    builder.add_foreign(assembled)
     _add_param_groups(builder, assembled, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
     step = ranks[0].values.get(ITERATION)
-    return builder.build(
-        FORMAT,
-        step=step if type(step) is int and step >= 0 else None,
-        world_size=len(ranks),
-        replica_names=assembled.replica_names,
-    )
+    builder.step = step if type(step) is int and step >= 0 else None
+    builder.world_size = len(ranks)
 
 
 def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
@@ -301,9 +299,9 @@ def _add_param_groups(
         builder.left_out.append(f"optimizer.*: {optimizers[0].reason_unassigned}")
 
 
-def _names_by_start(assembled: Foreign) -> dict[tuple[int, int], str]:
+def _names_by_start(assembled: Foreign) -> dict[tuple[str, int], str]:
     """Return the names of parameters by the file and offset at which a rank's weights begin."""
-    names: dict[tuple[int, int], str] = {}
+    names: dict[tuple[str, int], str] = {}
     tables: list[tuple[Int, Int, Int]] = [
         (table.pieces.file, table.pieces.start, table.pieces.tensor)
         for table in (assembled.table, assembled.replicas)
@@ -312,7 +310,7 @@ def _names_by_start(assembled: Foreign) -> dict[tuple[int, int], str]:
         for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
             prefix, _, name = assembled.tensors[tensor].name.partition(".")
             if prefix in ("model", "module"):
-                names[file, start] = name
+                names[assembled.files[file].name, start] = name
     return names
 
 
@@ -352,3 +350,6 @@ def _select_plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, A
         else:
             builder.left_out.append(f"{ARGS}.{name}: {unknown.name} is not read from pickles")
     return plain
+
+
+READER = Reader(FORMAT, recognise, read)

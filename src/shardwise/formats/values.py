@@ -1,0 +1,155 @@
+"""Plain values from pickles: encode them as shardwise stores them, and compare those of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import StateError
+from shardwise.formats.containers.pickle_values import (
+    AllowedCallable,
+    PickledInstance,
+    UnknownObject,
+)
+from shardwise.formats.containers.torch_values import Storage
+from shardwise.formats.foreign import StoredArray, StoredTensor
+from shardwise.formats.nested import STORED
+from shardwise.state.plain_values import JsonValue, encode
+
+_NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValue:
+    """An encoded value, and the arrays that the value refers to by name.
+
+    Attributes:
+        value: the value, as `shardwise.state.plain_values` encodes it.
+        arrays: arrays in files, by name.
+        contents: numpy arrays from pickles, by name.
+    """
+
+    value: JsonValue
+    arrays: Mapping[str, StoredArray | StoredTensor]
+    contents: Mapping[str, torch.Tensor]
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor in memory, row-major."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def encode_plain(value: object, name: str) -> PlainValue:
+    """Encode a value as `shardwise.state.plain_values` does.
+
+    Namespaces become dicts; other objects become dicts with the key `class`.
+
+    Raises:
+        StateError: a part of the value has no plain form.
+    """
+    encoder = _Encoder(name)
+    encoded = encode(encoder.convert(value), name, encoder.record_array)
+    return PlainValue(encoded, encoder.arrays, encoder.contents)
+
+
+@dataclass(slots=True)
+class _Encoder:
+    """Replaces stored arrays with meta tensors, which `encode` returns with their names.
+
+    Attributes:
+        name: the name of the value, for messages.
+        arrays: the stored arrays in the value, by name.
+        contents: the numpy arrays in the value, by name.
+        stored_by_id: for the id of each meta tensor, its stored array.
+    """
+
+    name: str
+    arrays: dict[str, StoredArray | StoredTensor] = field(default_factory=dict)
+    contents: dict[str, torch.Tensor] = field(default_factory=dict)
+    stored_by_id: dict[int, tuple[torch.Tensor, StoredArray | StoredTensor]] = field(
+        default_factory=dict
+    )
+
+    def record_array(self, path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        if isinstance(array, np.ndarray):
+            self.contents[path] = torch.from_numpy(np.array(array, order="C"))
+        else:
+            self.arrays[path] = self.stored_by_id[id(array)][1]
+
+    def _make_meta_tensor(self, array: StoredArray | StoredTensor) -> torch.Tensor:
+        tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
+        self.stored_by_id[id(tensor)] = (
+            tensor,
+            array,
+        )  # the tensor is kept, so that its id stays unique
+        return tensor
+
+    def convert(self, value: Any) -> Any:
+        if isinstance(value, STORED):
+            return self._make_meta_tensor(value)
+        if isinstance(value, Storage):
+            return self._make_meta_tensor(
+                StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
+            )
+        if isinstance(value, PickledInstance):
+            fields = {key: self.convert(item) for key, item in value.fields.items()}
+            if value.name in _NAMESPACE_CLASSES:
+                return fields
+            args = {"args": [self.convert(item) for item in value.args]} if value.args else {}
+            return {"class": value.name, **args, **fields}
+        if isinstance(value, AllowedCallable):
+            return {"class": value.name}
+        if isinstance(value, UnknownObject):
+            raise StateError(f"{self.name}: {value.reason}")
+        if type(value) in (list, tuple):
+            return type(value)(self.convert(item) for item in value)
+        if isinstance(value, dict):
+            new_dict = type(value)()
+            new_dict.update({key: self.convert(item) for key, item in value.items()})
+            return new_dict
+        return value
+
+
+def are_plain_values_equal(value: object, other: object) -> bool:
+    """Return whether two values are equal. Values without a plain form count as equal."""
+    if value is other:
+        return True
+    try:
+        plain, other_plain = encode_plain(value, ""), encode_plain(other, "")
+    except StateError:
+        return True
+    contents, other_contents = (
+        {name: bytes_of_tensor(tensor) for name, tensor in each.contents.items()}
+        for each in (plain, other_plain)
+    )
+    return (plain.value, plain.arrays, contents) == (
+        other_plain.value,
+        other_plain.arrays,
+        other_contents,
+    )
+
+
+def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each name whose values differ between ranks.
+
+    Args:
+        ranks: for each rank, its values by name. Readers take the values of the first rank.
+    """
+    lines = []
+    for name in dict.fromkeys(name for values in ranks for name in values):
+        if name not in ranks[0]:
+            lines.append(f"{name}: missing in the first rank's file, whose values are taken")
+            continue
+        other_values = [values[name] for values in ranks[1:] if name in values]
+        differing_count = sum(
+            not are_plain_values_equal(other, ranks[0][name]) for other in other_values
+        )
+        if differing_count:
+            lines.append(
+                f"{name}: {differing_count} ranks have other values; the first rank's is taken"
+            )
+    return lines

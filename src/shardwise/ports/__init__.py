@@ -1,0 +1,1 @@
+"""The interfaces by which other packages extend shardwise: one module for each."""
