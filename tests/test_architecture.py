@@ -118,6 +118,7 @@ PUBLIC = [
     "Shards",
     "ShardwiseError",
     "SnapshotStatus",
+    "SoloGroup",
     "SpecError",
     "StateError",
     "StoreError",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.divergence import Divergence as Divergence
+    from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.engine.verify import Damage as Damage
@@ -96,6 +97,7 @@ _MODULE_OF_NAME = {
     "Shards": "state.leaves",
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
+    "SoloGroup": "engine.group",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",

@@ -60,7 +60,13 @@ class Group(Protocol):
 
 
 class SoloGroup:
-    """A group of one process."""
+    """This process alone, as `group=` of `save` and `load`, although others have joined it.
+
+    Example:
+
+        if rank == 0:
+            sw.save(path, state, group=sw.SoloGroup())
+    """
 
     rank = 0
     size = 1

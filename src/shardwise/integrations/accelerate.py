@@ -28,13 +28,8 @@ except ImportError as error:
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.data import PerRankLoader
-from shardwise.errors import MismatchError, StateError
-from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.retention import Choice
-from shardwise.state.rng import RngState
-from shardwise.state.selection import is_below
+import shardwise as sw
+import shardwise.data
 
 __all__ = ["collect_state", "load_state", "save_state"]
 _REFUSED_BACKENDS = {
@@ -81,7 +76,7 @@ class LoaderEpoch:
             sampler.set_epoch(epoch)
 
 
-class LoaderPosition(PerRankLoader):
+class LoaderPosition(shardwise.data.PerRankLoader):
     """The position of a prepared loader within an epoch, under `use_stateful_dataloader=True`."""
 
     def restore(self, value: Mapping[str, Any]) -> None:
@@ -112,7 +107,7 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
         StateError: the accelerator uses Megatron-LM or XLA.
     """
     if advice := _REFUSED_BACKENDS.get(accelerator.distributed_type):
-        raise StateError(
+        raise sw.StateError(
             f"the Accelerator uses {accelerator.distributed_type.value}, which shardwise does not "
             f"save through accelerate: {advice}"
         )
@@ -134,20 +129,20 @@ def collect_state(accelerator: Accelerator) -> dict[str, object]:
         state[f"custom_checkpoint_{index}"] = custom
     # A load may leave the scaler out: only some parallelisms have one, and its value adapts.
     objects = [key for key in state if key != "scaler"]
-    state["rng"] = RngState()
+    state["rng"] = sw.RngState()
     state["accelerator"] = {**_read_counters(accelerator), _OBJECTS: ",".join(objects)}
     return state
 
 
 def save_state(
     accelerator: Accelerator,
-    checkpointer: Checkpointer,
+    checkpointer: sw.Checkpointer,
     step: int,
     *,
     metrics: Mapping[str, float] | None = None,
     overwrite: bool = False,
     force: bool = False,
-) -> SaveHandle | None:
+) -> sw.SaveHandle | None:
     """Save all objects that the accelerator prepared or registered. All ranks call this together.
 
     Args:
@@ -165,7 +160,7 @@ def save_state(
     """
     state = collect_state(accelerator)
     if state.keys() <= {"rng", "accelerator", "scaler"}:
-        raise StateError(
+        raise sw.StateError(
             "the Accelerator has no objects to save: call save_state after prepare or "
             "register_for_checkpointing"
         )
@@ -182,9 +177,9 @@ def save_state(
 
 def load_state(
     accelerator: Accelerator,
-    checkpointer: Checkpointer,
+    checkpointer: sw.Checkpointer,
     *,
-    step: Choice | Literal["best"] = "newest",
+    step: int | sw.Best | Literal["newest", "best"] = "newest",
     strict: bool = True,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
@@ -216,9 +211,11 @@ def load_state(
         restored = checkpointer.restore(
             {**state, **further}, step=step, strict=strict, only=only, skip=skip
         )
-    except MismatchError as error:
+    except sw.MismatchError as error:
         names = [problem.partition(":")[0] for problem in error.problems]
-        _refuse_lacking([key for key in further if any(is_below(n, {key}) for n in names)], error)
+        _refuse_lacking(
+            [key for key in further if any(f"{n}.".startswith(f"{key}.") for n in names)], error
+        )
         raise
     if checkpointer.last_restore is None:
         return restored
@@ -248,7 +245,7 @@ def _further_keys(state: Mapping[str, object]) -> dict[str, nn.Module]:
 
 def _refuse_lacking(lacking: Sequence[str], cause: Exception | None = None) -> None:
     if lacking:
-        raise StateError(
+        raise sw.StateError(
             f"the checkpoint has {', '.join(lacking)}, and the Accelerator has no such objects: "
             "call load_state after prepare and register_for_checkpointing; or, to leave them out, "
             "pass strict=False or only="
@@ -282,7 +279,7 @@ def _restore_rng_before_training(model: nn.Module) -> None:
     The start of an iteration over a loader draws a seed. If a run resumes within an epoch, the
     uninterrupted run has drawn that seed before the save.
     """
-    rng = RngState()
+    rng = sw.RngState()
     restored = rng.state_dict()
 
     def restore(module: nn.Module, arguments: object) -> None:

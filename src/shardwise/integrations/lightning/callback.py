@@ -17,17 +17,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 
-from shardwise.adapters.trainable import trainable
-from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, StateError, add_note
+import shardwise as sw
 from shardwise.integrations.lightning.plugin import has_only_weights
 from shardwise.integrations.lightning.resumable_data import without_warning_of_lost_position
 from shardwise.integrations.lightning.trainer_values import TrainerValues, validation_follows
-from shardwise.manifest.names import step_directory
-from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.retention import Best, Choice, Keep, choose_step
-from shardwise.state.rng import RngState
-from shardwise.store import open_store
 
 log = logging.getLogger("shardwise")
 
@@ -88,7 +81,7 @@ class ShardwiseCheckpoint(Checkpoint):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
-        resume: Choice | Literal["best"] | None = "newest",
+        resume: int | sw.Best | Literal["newest", "best"] | None = "newest",
         data: TrainedData | None = None,
         trainable_only: bool = False,
         extra: Mapping[str, Any] | None = None,
@@ -124,8 +117,8 @@ class ShardwiseCheckpoint(Checkpoint):
         self._validated: tuple[int, Tensor | None] | None = None
         self._rng_state: dict[str, Any] | None = None
         self._until_first_batch = ExitStack()
-        self.checkpointer: Checkpointer | None = None
-        self.last_handle: SaveHandle | None = None
+        self.checkpointer: sw.Checkpointer | None = None
+        self.last_handle: sw.SaveHandle | None = None
 
     @property
     def best_model_path(self) -> str:
@@ -133,38 +126,38 @@ class ShardwiseCheckpoint(Checkpoint):
 
         Lightning reads it for `ckpt_path="best"`, which needs the plugin `ShardwiseCheckpointIO`.
         """
-        return self._path_of("newest" if self._monitor is None else self._best())
+        return self._path_of(None if self._monitor is None else self._best())
 
     @property
     def last_model_path(self) -> str:
         """The path or URL of the newest checkpoint in storage; empty without one."""
-        return self._path_of("newest")
+        return self._path_of(None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the training, unless `fit` was called with the path of another checkpoint."""
         if getattr(trainer, "fast_dev_run", False):
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise StateError(
+            raise sw.StateError(
                 "ShardwiseCheckpoint does not support Lightning's DeepSpeedStrategy: use DDP, FSDP "
                 "or ModelParallelStrategy, or let Lightning save, and load its files with sw.load"
             )
         path = str(trainer.ckpt_path or "")
         if os.path.basename(path).startswith("hpc_ckpt"):
-            raise StateError(
+            raise sw.StateError(
                 f"Lightning resumes from {path}, which it saved when it requeued the Slurm job. "
                 "This file lacks the position of the data: remove it, and let ShardwiseCheckpoint("
                 'save_on_signals=[signal.SIGUSR1], after_signal="requeue") save and requeue instead'
             )
         if path and has_only_weights(path):
-            raise StateError(
+            raise sw.StateError(
                 f"fit(ckpt_path={path!r}): Lightning can load only the weights of this checkpoint, "
                 "because the plugin ShardwiseCheckpointIO did not save it: leave ckpt_path out; to "
                 "resume a run of ShardwiseCheckpoint, pass ShardwiseCheckpoint(root, resume=STEP)"
             )
         self._refuse_second_callback(trainer)
         self._validated = None
-        self.checkpointer = Checkpointer(self._root, **self._options)
+        self.checkpointer = sw.Checkpointer(self._root, **self._options)
         if trainer.ckpt_path is not None:
             return
         if self._resume is None:
@@ -173,11 +166,12 @@ class ShardwiseCheckpoint(Checkpoint):
         choice = self._best() if self._resume == "best" else self._resume
         try:
             restored = self.checkpointer.restore(self._state(trainer), step=choice)
-        except CheckpointExistsError as error:
-            add_note(error, "with Lightning, pass that path as fit(…, ckpt_path=…) instead")
-            raise
+        except sw.CheckpointExistsError as error:
+            raise sw.CheckpointExistsError(
+                f"{error}; with Lightning, pass that path as fit(…, ckpt_path=…) instead"
+            ) from error
         if restored is not None and not trainer.is_last_batch:
-            self._rng_state = RngState().capture()
+            self._rng_state = sw.RngState().capture()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the random states again, if the training resumes in the middle of an epoch.
@@ -188,7 +182,7 @@ class ShardwiseCheckpoint(Checkpoint):
         self._saved_step = self._last_step = trainer.global_step  # save only after a further step
         self._has_stepped = False
         if self._rng_state is not None:
-            RngState().restore(self._rng_state)
+            sw.RngState().restore(self._rng_state)
             self._rng_state = None
             if self._data is not None:
                 self._until_first_batch.enter_context(
@@ -324,15 +318,15 @@ class ShardwiseCheckpoint(Checkpoint):
     def _refuse_second_callback(self, trainer: Trainer) -> None:
         callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ShardwiseCheckpoint)]
         if self._root in [each._root for each in callbacks if each is not self]:
-            raise StateError(
+            raise sw.StateError(
                 f"the Trainer has two ShardwiseCheckpoint callbacks for {self._root}: pass one "
                 "with the options of both, or choose another root for one of them"
             )
 
-    def _refuse_later_steps(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
+    def _refuse_later_steps(self, trainer: Trainer, checkpointer: sw.Checkpointer) -> None:
         newest = trainer.strategy.broadcast(checkpointer.latest())
         if newest is not None and newest > trainer.global_step:
-            raise StateError(
+            raise sw.StateError(
                 f"{self._root} has checkpoints of an earlier training, up to step {newest}, and "
                 "ShardwiseCheckpoint(resume=None) would begin another one at step "
                 f"{trainer.global_step}: choose another root; or, to continue the training, leave "
@@ -343,38 +337,46 @@ class ShardwiseCheckpoint(Checkpoint):
         is_fsdp1 = isinstance(trainer.strategy, FSDPStrategy)
         model: Any = trainer.model if is_fsdp1 else trainer.lightning_module
         state: dict[str, Any] = {
-            "model": trainable(model) if self._trainable_only else model,
+            "model": sw.trainable(model) if self._trainable_only else model,
             "optimizers": {str(i): each for i, each in enumerate(trainer.optimizers)},
             "trainer": TrainerValues(trainer),
-            "random": RngState(),
+            "random": sw.RngState(),
         }
         if self._data is not None:
             state["data"] = self._data
         if clash := state.keys() & self._extra.keys():
-            raise StateError(
+            raise sw.StateError(
                 f"ShardwiseCheckpoint(extra): the names {sorted(clash)} are taken: choose others"
             )
         return {**state, **self._extra}
 
-    def _best(self) -> Best:
+    def _best(self) -> sw.Best:
         if self._monitor is None:
-            raise StateError("ShardwiseCheckpoint has no monitor=, so no checkpoint is the best")
-        return Best(self._monitor, mode=self._mode)
+            raise sw.StateError("ShardwiseCheckpoint has no monitor=, so no checkpoint is the best")
+        return sw.Best(self._monitor, mode=self._mode)
 
-    def _path_of(self, choice: Choice) -> str:
-        root = open_store(self._root)
+    def _path_of(self, best: sw.Best | None) -> str:
+        """Return the path of the best, or of the newest checkpoint in storage; "" without one."""
         try:
-            return str(root.at(step_directory(choose_step(root, choice))))
-        except CheckpointNotFoundError:
+            listed = sw.list_checkpoints(self._root).checkpoints
+        except sw.CheckpointNotFoundError:
             return ""
+        found = {
+            each.step: each
+            for each in listed
+            if each.state == "committed" and each.step is not None
+        }
+        metrics = {step: each.metrics or {} for step, each in found.items()}
+        ranking = sorted(found, reverse=True) if best is None else best.rank_steps(metrics)
+        return found[ranking[0]].path if ranking else ""
 
 
-def _rules_of_retention(save_top_k: int, best: Best | None) -> Keep:
+def _rules_of_retention(save_top_k: int, best: sw.Best | None) -> sw.Keep:
     if save_top_k == -1:
-        return Keep()
+        return sw.Keep()
     if best is None:
-        return Keep(last=save_top_k)
-    return Keep(last=1, best=replace(best, n=save_top_k))
+        return sw.Keep(last=save_top_k)
+    return sw.Keep(last=1, best=replace(best, n=save_top_k))
 
 
 def _is_same(value: Tensor | None, earlier: Tensor | None) -> bool:
@@ -392,7 +394,7 @@ def _check_options(
             f"ShardwiseCheckpoint(save_top_k={save_top_k!r}): expected -1 to keep all "
             "checkpoints, or at least 1"
         )
-    if unknown := sorted(options.keys() - signature(Checkpointer).parameters.keys()):
+    if unknown := sorted(options.keys() - signature(sw.Checkpointer).parameters.keys()):
         raise TypeError(
             f"ShardwiseCheckpoint({unknown[0]}=): unknown option. Its options are its own and "
             "those of shardwise.Checkpointer; not all options of ModelCheckpoint have a "
@@ -400,7 +402,7 @@ def _check_options(
         )
     if "keep" in options and save_top_k != 1:
         raise ValueError("ShardwiseCheckpoint: pass either keep= or save_top_k=, not both")
-    ranked = options["keep"].best if isinstance(options.get("keep"), Keep) else None
+    ranked = options["keep"].best if isinstance(options.get("keep"), sw.Keep) else None
     if ranked is not None and ranked.metric != monitor:
         raise ValueError(
             f"ShardwiseCheckpoint(monitor={monitor!r}, keep=): the rule best= of keep ranks "

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from shardwise import api
-from shardwise.engine.group import SoloGroup
-from shardwise.errors import StateError
-from shardwise.manifest.names import MANIFEST
-from shardwise.retention import remove_checkpoint
-from shardwise.store import open_store
+import shardwise as sw
 
 _OPTIMIZERS, _REST = "optimizer_states", "lightning"
 TENSORS = ("state_dict", _OPTIMIZERS)
@@ -57,12 +53,12 @@ class ShardwiseCheckpointIO(TorchCheckpointIO):
         state = {key: checkpoint[key] for key in TENSORS if key in checkpoint}
         # Values in a list keep their keys. Names of a dict's items are joined by dots.
         try:
-            api.save(str(path), {**state, _REST: [rest]}, overwrite=True, group=SoloGroup())
-        except StateError as error:
+            sw.save(str(path), {**state, _REST: [rest]}, overwrite=True, group=sw.SoloGroup())
+        except sw.StateError as error:
             value, found, _ = str(error).partition(" cannot be saved")
             if not found or "hyper_parameters" not in value:
                 raise
-            raise StateError(
+            raise sw.StateError(
                 f"{value} cannot be saved, because ShardwiseCheckpointIO writes no pickles: pass a "
                 "plain value to the LightningModule, or leave this one out with "
                 "save_hyperparameters(ignore=[…])"
@@ -84,7 +80,7 @@ class ShardwiseCheckpointIO(TorchCheckpointIO):
         """
         if Path(path).is_file():
             return super().load_checkpoint(path, map_location, weights_only)
-        opened = api.open(str(path))
+        opened = sw.open(str(path))
         if _REST not in opened:
             version = {"pytorch-lightning_version": lightning.__version__}
             return {"state_dict": opened.state_dict("model"), **version}
@@ -98,12 +94,16 @@ class ShardwiseCheckpointIO(TorchCheckpointIO):
         if Path(path).is_file():
             super().remove_checkpoint(path)
         else:
-            remove_checkpoint(open_store(str(path)))
+            with suppress(sw.StoreError):  # another process reads it
+                sw.remove(path)
 
 
 def has_only_weights(path: str) -> bool:
     """Return whether a path is a checkpoint of shardwise that this plugin did not save."""
-    store = open_store(path)
-    if store.is_file() or not store.exists() or MANIFEST not in store.list():
+    if Path(path).is_file():
         return False
-    return _REST not in api.open(store)
+    try:
+        opened = sw.open(path)
+    except sw.ShardwiseError:
+        return False
+    return opened.manifest.format == "shardwise" and _REST not in opened

@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import torch
 
-from shardwise.errors import StateError
+from shardwise import StateError
 from shardwise.integrations.lightning.plugin import TENSORS
 
 _PLATEAUS = "shardwise_metrics_for_plateaus"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from pathlib import Path
 
 import shardwise as sw
-from shardwise.store import Store, open_store
-from shardwise.store.store_url import scheme_of
 
 _DCP_DIRECTORY = re.compile(r"step-(\d{1,15})")
 
@@ -22,26 +21,17 @@ def find_newest_step(folder: str) -> int | None:
 
 
 def list_dcp_steps(folder: str) -> set[int]:
-    """Return the steps that torchtitan's own back end saved in a folder."""
-    store = open_store(folder)
-    directories = store.stores_with(".metadata") if store.exists() else set()
-    matches = map(_DCP_DIRECTORY.fullmatch, directories)
+    """Return the steps that torchtitan's own back end saved in a folder of a file system."""
+    found = Path(folder.removeprefix("file://")).glob("step-*/.metadata")
+    matches = (_DCP_DIRECTORY.fullmatch(path.parent.name) for path in found)
     return {int(match[1]) for match in matches if match is not None}
 
 
 def place_below(place: str, name: str) -> str:
     """Return the place of a name below a path or URL. An absolute path or URL stays as it is."""
-    if scheme_of(name) is not None:
+    if "://" in name:
         return name
-    if scheme_of(place) is None:
+    if "://" not in place:
         return os.path.join(place, name)
     path, mark, options = place.partition("?")
     return posixpath.join(path, name) + mark + options
-
-
-def remove_model_directory(store: Store) -> None:
-    """Remove the directory of an earlier model, in any format."""
-    if store.exists():
-        for name in store.list():
-            store.delete(name)
-        store.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,15 +24,11 @@ from torchtitan.components.checkpointer import (
 from torchtitan.config import TORCH_DTYPE_MAP
 
 import shardwise as sw
-from shardwise.errors import add_note
 from shardwise.integrations.torchtitan.folders import (
     find_newest_step,
     list_dcp_steps,
     place_below,
-    remove_model_directory,
 )
-from shardwise.retention import Choice, remove_checkpoint
-from shardwise.store import open_store
 
 MODEL_DIRECTORY = "model-step-{step}"
 """The directory of a model that is saved alone at the last step, below the checkpoint folder."""
@@ -200,7 +197,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         config = self.config
         place = place_below(self.folder, MODEL_DIRECTORY.format(step=step))
         if dist.get_rank() == 0:  # the others wait in the save
-            remove_model_directory(open_store(place))
+            shutil.rmtree(place.removeprefix("file://"), ignore_errors=True)
         dtype = TORCH_DTYPE_MAP[config.export_dtype]
         state = {
             name: _cast_floats(value, dtype) for name, value in self._model.state_dict().items()
@@ -212,7 +209,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         sw.save(native, {MODEL: self.sd_adapter.to_hf(state)}, overwrite=True)
         sw.export(native, place, to="hf")
         if dist.get_rank() == 0:
-            remove_checkpoint(open_store(native))
+            sw.remove(native)
 
     def _maybe_wait_for_staging(self) -> None:
         if self._handle is not None:
@@ -281,14 +278,13 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return restored
 
     def _restore_state(self, state: dict[str, Any], step: int | None) -> int | None:
-        choice: Choice = "newest" if step is None else step
         if self._checkpointer is not None:
-            return self._checkpointer.restore(state, step=choice)
+            return self._checkpointer.restore(state, step="newest" if step is None else step)
         if find_newest_step(self.folder) is None:
             if step is None:
                 return None
             raise sw.CheckpointNotFoundError(f"{self.folder} has no checkpoint of step {step}")
-        return sw.load(self.folder, state, step=choice).step
+        return sw.load(self.folder, state, step="newest" if step is None else step).step
 
     def _load_dcp(self, step: int) -> None:
         """Load a checkpoint of torchtitan's own back end. Step 0 is a seed: only the model."""
@@ -353,9 +349,9 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 sw.load(place, {MODEL: self._state[MODEL]}, cast=True)
             else:
                 self._load_everything(place)
-        except sw.ShardwiseError as error:
+        except sw.ShardwiseError:
             option = "initial_load_path" if config.initial_load_path else "initial_load_in_hf"
-            add_note(error, f"checkpoint.{option}: the run starts from {place}")
+            log.error("checkpoint.%s: the run could not start from %s", option, place)
             raise
         return True
 

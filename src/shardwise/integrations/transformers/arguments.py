@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.errors import StateError
-from shardwise.retention import Best, Keep
+from shardwise import Best, Keep, StateError
 
 BEST_STEP = "best_model_step"
 """The metric of the steps that were the best so far when they were saved. Its value is the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from shardwise.adapters.trainable import trainable
+from shardwise import trainable
 
 
 def without_base(saved: Any, model: Any) -> Any:

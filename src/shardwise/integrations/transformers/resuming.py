@@ -6,17 +6,12 @@ import logging
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from accelerate.utils import broadcast_object_list
 
-from shardwise import api
-from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CheckpointNotFoundError
-from shardwise.manifest.names import step_of_directory
-from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.retention import Best, Choice, committed_steps
-from shardwise.store import open_store
+import shardwise as sw
+from shardwise import Best, Checkpointer, CheckpointNotFoundError, SaveHandle
 
 SUBDIRECTORY = "shardwise"
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -75,7 +70,7 @@ class RestoreStep:
     """
 
     checkpointer: Checkpointer
-    choice: Choice
+    choice: int | Best | Literal["newest"]
     may_be_earlier: bool = False
 
     def __call__(self, state: Any) -> None:
@@ -117,7 +112,9 @@ def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_
         folder, is_own, steps = output_dir, True, shared_steps(load.checkpointer)
     elif os.path.basename(os.path.normpath(load.path)) == SUBDIRECTORY:
         folder, is_own = os.path.dirname(os.path.normpath(load.path)), False
-        steps = from_rank_0(committed_steps(open_store(load.path)))
+        listed = sw.list_checkpoints(load.path).checkpoints
+        committed = [each.step for each in listed if each.state == "committed"]
+        steps = from_rank_0([step for step in committed if step is not None])
     else:
         return
     path = os.path.join(folder, f"checkpoint-{step}")
@@ -154,14 +151,13 @@ class LoadPath:
     """
 
     path: str
-    step: Choice = "newest"
+    step: int | Literal["newest"] = "newest"
 
     def __call__(self, state: Any) -> None:
-        report = api.load(self.path, state, step=self.step)
-        name, own_name = (os.path.basename(os.path.abspath(p)) for p in (report.path, self.path))
-        step = step_of_directory(name)
-        if step is not None and name != own_name:  # the path is a root
-            self.step = step
+        report = sw.load(self.path, state, step=self.step)
+        is_root = os.path.basename(report.path) != os.path.basename(os.path.abspath(self.path))
+        if is_root and report.step is not None:
+            self.step = report.step
 
 
 def step_of_path(path: object) -> int | None:

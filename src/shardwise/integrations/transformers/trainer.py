@@ -14,9 +14,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from shardwise import api
-from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CorruptionError, MismatchError, StateError
+import shardwise as sw
+from shardwise import Checkpointer, CorruptionError, Keep, MismatchError, RngState, StateError
 from shardwise.integrations.accelerate import LoaderEpoch, unwrap_optimizer
 from shardwise.integrations.transformers.arguments import (
     best_checkpoint,
@@ -38,8 +37,6 @@ from shardwise.integrations.transformers.resuming import (
     shared_steps,
     step_of_path,
 )
-from shardwise.retention import Keep
-from shardwise.state.rng import RngState
 
 log = logging.getLogger("shardwise")
 
@@ -164,7 +161,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         if folder is None:
             run.checkpointer.restore(state, step=step, only=["model.*"])
         else:
-            api.load(os.path.join(folder, SUBDIRECTORY), state, step=step, only=["model.*"])
+            sw.load(os.path.join(folder, SUBDIRECTORY), state, step=step, only=["model.*"])
 
     def _folder_of_other_run(self, checkpoint: str) -> str | None:
         """Return the output directory of a `checkpoint-…`; None for that of this training."""
