@@ -27,7 +27,7 @@ COPY = "copy of each rank's share"
 WHOLE = "sw: restore, nothing lost"
 LOST = "sw: restore, one of four hosts gone"
 PENDING = "sw: restore, one gone that alone could complete a newer step"
-PHASES = ("asking", "choosing", "reading", "decoding", "rebuilding")
+PHASES = ("asking", "choosing", "reading", "rebuilding")
 FIXED = 1.5
 
 

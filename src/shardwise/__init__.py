@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shardwise.api import save as save
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
-    from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
     from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.divergence import Divergence as Divergence
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
     from shardwise.memory.trainer.save_handle import SaveHandle as SaveHandle
+    from shardwise.ports.hooks import RestoreReport as RestoreReport
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
@@ -86,7 +86,7 @@ _MODULE_OF_NAME = {
     "NodeStatus": "memory.agent.status",
     "PerRank": "state.per_rank",
     "RankError": "errors",
-    "RestoreReport": "checkpointer.restoring",
+    "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
     "RunStatus": "memory.agent.status",
     "SaveHandle": "memory.trainer.save_handle",

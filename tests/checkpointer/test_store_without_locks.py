@@ -208,10 +208,10 @@ def test_a_run_and_its_nodes_are_recorded_as_objects(server: Server, root: Memor
     assert resume_from(root, lineage.run, 7).epoch == 1
     registry = NodeRegistry(root, RUN)
     registry.write_entry(HERE, 0)
-    assert [info.url for info in registry.read().infos] == [HERE.url]
+    assert [info.url for info in registry.read()[0]] == [HERE.url]
     assert HERE.token.encode() not in b"".join(data for data, _ in server.objects.values())
     registry.remove_entry(HERE.node)
-    assert registry.read().infos == []
+    assert registry.read()[0] == []
 
 
 def test_agents_need_a_root_that_they_can_open(root: MemoryStore, tmp_path: Path) -> None:

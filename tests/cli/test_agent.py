@@ -53,7 +53,9 @@ def home(tmp_path: Path) -> Home:
         there.mkdir()
         (there / OWN).write_bytes(bytes(1000 * step))
         entry = FileEntry(OWN, 0, 1000 * step, 0, 0, 0, 0)
-        written(there / records.staged_record(OWN), StagedFile(entry, "a.slot", 2, STAGES), ago)
+        written(
+            there / records.file_record(OWN, "staged"), StagedFile(entry, "a.slot", 2, STAGES), ago
+        )
     for step, stage, failure in (
         (1, "commit", ""),
         (1, "protect", ""),
@@ -62,16 +64,16 @@ def home(tmp_path: Path) -> Home:
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
         done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
-        written(run.step_path(step) / records.cluster_outcome_record(stage, SAVE), done, 35.0)
+        written(run.step_path(step) / records.save_record(stage, SAVE, "all"), done, 35.0)
     (run.step_path(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     retry = Retry(
         save_id=SAVE, stage="persist", failure="no answer", since=time.time() - 30, attempts=4
     )
-    written(run.step_path(3) / records.retry_record("persist", SAVE), retry, 1.0)
+    written(run.step_path(3) / records.save_record("persist", SAVE, "retry"), retry, 1.0)
     protection = form_groups(members, SAVE, copies=1)
     request = ProtectRequest(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
-    write_record(run.step_path(1) / records.request_record("protect", SAVE), request)
+    write_record(run.step_path(1) / records.save_record("protect", SAVE), request)
     return home
 
 
@@ -139,7 +141,7 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
 def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, home: Home) -> None:
     """The stage "protect" of a run on one node is done at once, and protects nothing."""
     place = home.run(home.runs()[0]).step_path(1)
-    (place / records.request_record("protect", SAVE)).unlink()
+    (place / records.save_record("protect", SAVE)).unlink()
     status = ["agent", "status", "--dir", home.path.parent]
 
     def shown_of_step_1() -> str:
@@ -147,7 +149,7 @@ def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, h
         return next(line.rstrip() for line in lines if line.split()[:1] == ["1"])
 
     assert shown_of_step_1().endswith("storage")
-    (place / records.cluster_outcome_record("persist", SAVE)).unlink()
+    (place / records.save_record("persist", SAVE, "all")).unlink()
     assert shown_of_step_1().endswith("nothing")
     (one,) = run(*status, "--json").document["runs"]
     assert one["snapshots"][0]["protect"] == {"state": "", "seconds": None, "failure": ""}

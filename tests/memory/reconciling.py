@@ -49,8 +49,10 @@ class Attendant:
 
     def look(self) -> list[Action]:
         """Decide once, and carry out the actions."""
-        runs = self.observer.node().runs
-        actions = [each for run in runs for each in decide_run(run, self.now, self.periods)]
+        actions: list[Action] = []
+        for run in self.observer.node().values():
+            assert not isinstance(run, Exception)
+            actions += decide_run(run, self.now, self.periods)
         for action in actions:
             if isinstance(action, decide.Free):
                 _free_unlocked(action)

@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> SnapshotDirectory:
     place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 3)
     place.path.mkdir(parents=True)
     entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
-    write_record(place.path / records.staged_record(FILE), StagedFile(entry, "slot", 2, ()))
+    write_record(place.path / records.file_record(FILE, "staged"), StagedFile(entry, "slot", 2, ()))
     (place.path / FILE).touch()
     return place
 
@@ -135,7 +135,7 @@ def test_races_with_removal_are_no_errors(
 
 
 def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: SnapshotDirectory) -> None:
-    path = place.path / records.retry_record("persist", SAVE)
+    path = place.path / records.save_record("persist", SAVE, "retry")
 
     def no_answer() -> int:
         raise StoreUnavailableError("no answer")
@@ -182,14 +182,14 @@ def test_a_run_whose_action_takes_long_keeps_no_other_waiting(
     def seal(action: Seal) -> None:
         begun.append(action.place.run)
         release.wait(20.0)
-        write_record(action.place.path / records.entry_record(FILE), {})
+        write_record(action.place.path / records.file_record(FILE, "entry"), {})
 
     agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
     agent.start()
     until(lambda: len(begun) == 2)
     release.set()
-    until((place.path / records.entry_record(FILE)).exists)
-    until((other.path / records.entry_record(FILE)).exists)
+    until((place.path / records.file_record(FILE, "entry")).exists)
+    until((other.path / records.file_record(FILE, "entry")).exists)
     assert agent.stop(20.0)
     assert sorted(run.name for run in begun) == [place.run.name, other.run.name]
 
@@ -220,7 +220,7 @@ def test_a_snapshot_that_others_hold_is_left_alone_and_no_error(
 def test_what_was_done_meanwhile_is_not_done_again(place: SnapshotDirectory) -> None:
     trial = Trial(place)
     (action,) = trial.agent.due_actions()
-    write_record(place.path / records.entry_record(FILE), {})
+    write_record(place.path / records.file_record(FILE, "entry"), {})
     assert trial.agent.perform(action)
     assert trial.times == 0
     assert not trial.agent.due_actions()
@@ -240,7 +240,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotD
     def seal(action: Action) -> None:
         begun.append(action)
         release.wait(20.0)
-        write_record(place.path / records.entry_record(FILE), {})
+        write_record(place.path / records.file_record(FILE, "entry"), {})
 
     agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
     agent.start()
@@ -249,7 +249,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotD
         time.sleep(0.005)
     until(lambda: begun)
     release.set()
-    until((place.path / records.entry_record(FILE)).exists)
+    until((place.path / records.file_record(FILE, "entry")).exists)
     agent.wake()
     assert agent.stop(20.0)
     assert len(begun) == 1

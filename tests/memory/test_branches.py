@@ -19,7 +19,7 @@ from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
 from shardwise.memory.record_cache import RecordCache
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
 from tests.memory.reconciling import Attendant
@@ -51,12 +51,12 @@ def leave(
     place.path.mkdir(parents=True)
     (place.path / file.name).write_bytes(b"data")
     write_record(
-        place.path / records.staged_record(file.name),
+        place.path / records.file_record(file.name, "staged"),
         StagedFile(file, f"r00000-{step}.slot", 2, stages, epoch),
     )
     for stage in ended:
         write_record(
-            place.path / records.cluster_outcome_record(stage, save),
+            place.path / records.save_record(stage, save, "all"),
             StageOutcome(save_id=save, stage=stage),
         )
     if committed:
@@ -71,11 +71,11 @@ def leave(
             files=[],
             nodes=[],
             leader=leader,
-            root="",
             epoch=epoch or 0,
             durable=durable,
+            storage=StorageTask(root=""),
         )
-        write_record(place.path / records.pending_copy_record(save), pending)
+        write_record(place.path / records.save_record("pending", save, "copy"), pending)
 
 
 def went(*steps: int) -> Lineage:
@@ -121,7 +121,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     """Of nodes that are lost, one after the other, which may take long."""
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
-    write_record(run.step_path(47) / records.request_record("persist", f"{47:016x}"), {})
+    write_record(run.step_path(47) / records.save_record("persist", f"{47:016x}"), {})
     discard_superseded(run, 48, went(), [HERE], 2)
     assert run.steps() == [46]
 
@@ -174,7 +174,8 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"data")
     write_record(
-        place.path / records.staged_record(file.name), StagedFile(file, "again.slot", 2, (), 1)
+        place.path / records.file_record(file.name, "staged"),
+        StagedFile(file, "again.slot", 2, (), 1),
     )
     assert not is_superseded(read_snapshot(place), went(6))
 
@@ -273,7 +274,7 @@ def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     save = f"{step:016x}"
     note = StageOutcome(save_id=save, stage="commit", failure="a node is lost")
-    write_record(run.step_path(step) / records.cluster_outcome_record("commit", save), note)
+    write_record(run.step_path(step) / records.save_record("commit", save, "all"), note)
 
 
 def aged(run: Run, step: int, seconds: float) -> None:

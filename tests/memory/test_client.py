@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -105,15 +104,14 @@ def test_a_range_past_the_end_is_an_error(client: AgentClient) -> None:
 
 
 def test_small_verbs(shared: Served, client: AgentClient) -> None:
-    assert client.health().pid == os.getpid()
-    assert client.size(RUN, 10, DATA) == SIZE
+    assert client.list_failing() == []
     assert client.read(RUN, 10, DATA, limit=SIZE) == noise(SIZE)
     before = len(shared.wakes)
-    client.wake()
     client.put(RUN, 11, "commit-0123456789abcdef.json", b"{}")
-    assert len(shared.wakes) == before + 2
-    assert [(each.step, len(each.files)) for each in client.list(RUN)] == [(10, 1), (11, 1)]
-    assert client.list("f" * 16) == []
+    assert len(shared.wakes) == before + 1
+    record = {"commit-0123456789abcdef.json": 2}
+    assert client.list_files(RUN) == {10: {DATA: SIZE}, 11: record}
+    assert client.list_files("f" * 16) == {}
 
 
 def test_what_is_not_there_is_not_found(client: AgentClient) -> None:
@@ -122,7 +120,7 @@ def test_what_is_not_there_is_not_found(client: AgentClient) -> None:
         client.read(RUN, 10, "absent.json", limit=10, wait=0.1)
     assert time.monotonic() - start >= 0.1
     with pytest.raises(FileNotFoundError):
-        client.size(RUN, 10, "absent.json")
+        client.read(RUN, 10, "absent.json", limit=1)
     with pytest.raises(FileNotFoundError):
         client.read_range_into(RUN, 12, DATA, 0, np.zeros(1, np.uint8))
 
@@ -132,15 +130,15 @@ def test_limits_hold_before_anything_is_read(client: AgentClient) -> None:
         client.read(RUN, 10, DATA, limit=SIZE - 1)
     with pytest.raises(StoreError, match="at most 268,435,456"):
         client.put(RUN, 10, "a.json", bytes(LARGEST_RECORD + 1))
-    assert client.health().runs == 1
+    assert client.list_failing() == []
 
 
 @pytest.mark.parametrize("name", [*UNSAFE, "..", ".a", "%2e%2e", "a?b", "a\r\nb"])
 def test_no_unsafe_name_is_sent(client: AgentClient, name: str) -> None:
     with pytest.raises(StoreError, match="plain"):
-        client.size(RUN, 10, name)
+        client.read(RUN, 10, name, limit=1)
     with pytest.raises(StoreError, match="not a run id"):
-        client.list(name)
+        client.list_files(name)
 
 
 def test_a_wrong_token_is_refused_and_never_told(shared: Served) -> None:
@@ -163,20 +161,20 @@ def test_a_line_is_kept_and_made_anew_once_it_is_dead(tmp_path: Path) -> None:
     with serve(tmp_path) as one:
         client = AgentClient(running_agent(one.port))
         for _ in range(5):
-            client.health()
+            client.list_failing()
         assert len(client._idle) == 1
         first = client._idle[0].sock.getsockname()
         with pytest.raises(FileNotFoundError):
             client.read(RUN, 1, "a.json", limit=1)
         assert client._idle[0].sock.getsockname() == first
     with serve(tmp_path, port=one.port):
-        assert client.health().pid == os.getpid()
+        assert client.list_failing() == []
         client.close()
         assert client._idle == []
-        client.health()
+        client.list_failing()
         assert client._idle == []
     with pytest.raises(StoreError, match="node-b"):
-        client.health()
+        client.list_failing()
 
 
 def test_many_threads_share_a_client(client: AgentClient) -> None:
@@ -222,7 +220,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
         process.send_signal(number)
 
     with calling(info, read_timeout=1.0) as one:
-        one.health()
+        one.list_failing()
         striker = threading.Thread(target=strike)
         striker.start()
         start = time.monotonic()
@@ -232,7 +230,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
         striker.join()
         start = time.monotonic()
         with pytest.raises(StoreError, match="node-b"):
-            one.health()
+            one.list_failing()
         assert time.monotonic() - start < 10
 
 
@@ -263,7 +261,7 @@ def answering(answer: bytes) -> tuple[AgentInfo, threading.Thread]:
     [
         b"",
         b"SSH-2.0-OpenSSH\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
         b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"pid":1',
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}",
@@ -279,7 +277,7 @@ def test_a_peer_that_is_no_agent(answer: bytes) -> None:
         calling(info, read_timeout=2.0) as one,
         pytest.raises(StoreError, match="node-b") as caught,
     ):
-        one.health()
+        one.list_failing()
     assert "\x1b" not in str(caught.value)
     thread.join(5)
 
@@ -308,7 +306,7 @@ def test_no_unsafe_name_is_received(name: str) -> None:
         f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     )
     with calling(info) as one, pytest.raises(StoreError, match="node-b"):
-        one.list(RUN)
+        one.list_files(RUN)
     thread.join(5)
 
 
@@ -322,7 +320,7 @@ def test_over_tls(tmp_path: Path) -> None:
         out = np.zeros(200_000, np.uint8)
         client.read_range_into(RUN, 10, DATA, 1001, out)
         client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-        assert client.size(RUN, 10, DATA) == SIZE
+        assert client.list_files(RUN)[10][DATA] == SIZE
         client.close()
         assert out.tobytes() == noise(SIZE)[1001:201_001]
         stranger = Tls(
@@ -330,7 +328,7 @@ def test_over_tls(tmp_path: Path) -> None:
         )
         for tls in (theirs.issue("y"), stranger):
             with calling(info, tls=tls.for_client()) as other, pytest.raises(StoreError):
-                other.health()
+                other.list_failing()
         assert not one.wakes
 
 
@@ -347,12 +345,12 @@ def test_nothing_is_sent_in_clear_where_tls_is_asked_for(tmp_path: Path) -> None
             calling(running_agent(one.port, scheme="https")) as client,
             pytest.raises(StoreError, match="the agent requires TLS: pass certificates"),
         ):
-            client.health()
+            client.list_failing()
         with (
             calling(running_agent(one.port), read_timeout=2.0) as client,
             pytest.raises(StoreError),
         ):
-            client.health()
+            client.list_failing()
 
 
 def test_files_that_do_not_belong_together_are_told(tmp_path: Path) -> None:
@@ -406,7 +404,7 @@ def test_a_node_that_sends_one_byte_at_a_time_has_one_limit(beginning: bytes, sa
     with dripping(beginning) as info, calling(info, read_timeout=0.5) as one:
         start = time.monotonic()
         with pytest.raises(StoreError, match=f"node-b.*{said}"):
-            one.list(RUN)
+            one.list_files(RUN)
         assert 0.4 < time.monotonic() - start < 10
 
 
@@ -461,7 +459,7 @@ def test_all_requests_of_a_client_can_have_one_limit(shared: Served) -> None:
     now = [0.0]
     deadline = Deadline(1.0, clock=lambda: now[0])
     with calling(running_agent(shared.port), deadline=deadline) as one:
-        assert one.health().runs == 1
+        assert one.list_failing() == []
         now[0] = 2.0
         with pytest.raises(StoreError, match=r"node-b.*no answer in 0 s"):
-            one.health()
+            one.list_failing()

@@ -18,18 +18,18 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import decode_record, encode_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
-from shardwise.memory.mirror_tasks import MirrorTask, read_mirror_task, set_mirror_task
+from shardwise.memory.mirror_tasks import read_mirror_task, set_mirror_task
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
     PersistRequest,
     ProtectRequest,
-    RemoveOldRequest,
     Retry,
     RingFile,
     StagedFile,
     StageOutcome,
+    StorageTask,
 )
 from shardwise.memory.redundancy.placement import Member, Protection, ProtectionGroup
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
@@ -48,13 +48,19 @@ STAGED = StagedFile(FileEntry(FILE, 0, 8, 0, 0, 0, 0), "r00000-0.slot", 2, ("com
 RECORDS = [
     AgentInfo("a", "http://127.0.0.1:1", "t"),
     STAGED,
-    RingFile(GROUP, FILE, "r00000-1.slot", None, {FILE: (0, 8)}),
+    RingFile(GROUP, FILE, "r00000-1.slot", {FILE: (0, 8)}),
     PendingManifest(
-        save_id=SAVE, step=1, manifest="{}", files=[(FILE, "a")], nodes=[], leader="a", root="/r"
+        save_id=SAVE,
+        step=1,
+        manifest="{}",
+        files=[(FILE, "a")],
+        nodes=[],
+        leader="a",
+        storage=StorageTask(root="/r"),
     ),
     PersistRequest(save_id=SAVE, root="/r", files=[FILE], wait=1.0),
     ProtectRequest(save_id=SAVE, protection=Protection(SAVE, (GROUP,)), nodes=[], wait=1.0),
-    RemoveOldRequest(save_id=SAVE, step=1, root="/r", keep={}),
+    StorageTask(newest=1, root="/r", keep={}),
     Retry(save_id=SAVE, stage="persist", failure="no answer", since=0.0, attempts=1),
     StageOutcome(save_id=SAVE, stage="commit"),
 ]
@@ -80,11 +86,11 @@ def test_each_flipped_bit_is_noticed(record: msgspec.Struct) -> None:
         (STAGED, {"stages": ("cOmmit",)}),
         (STAGED, {"slot": "../slot"}),
         (STAGED, {"snapshots_to_keep": -1}),
-        (RECORDS[2], {"parity_index": -1}),
+        (RECORDS[2], {"slot": "../slot"}),
         (RECORDS[3], {"save_id": "another"}),
         (RECORDS[3], {"files": [("../file", "a")]}),
         (RECORDS[4], {"wait": -1.0}),
-        (RECORDS[6], {"step": -1}),
+        (RECORDS[6], {"newest": -1}),
         (RECORDS[7], {"stage": "cOmmit"}),
         (RECORDS[8], {"save_id": "ABCDEF"}),
         (RECORDS[8], {"bytes": -1}),
@@ -175,7 +181,7 @@ def test_a_damaged_task_of_a_mirror_is_set_aside(
 ) -> None:
     home = Home(tmp_path)
     run = home.run("0" * 16)
-    set_mirror_task(run, MirrorTask(root="/r", mirror=MirrorRequest("/m")))
+    set_mirror_task(run, StorageTask(root="/r", mirror=MirrorRequest("/m")))
     (path,) = (home.path / "mirrors").iterdir()
     path.write_bytes(path.read_bytes().replace(b"/m", b"/n"))
     assert Mirrors(home).is_busy()

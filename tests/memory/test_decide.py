@@ -27,7 +27,7 @@ from shardwise.memory.decide import (
 )
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile
+from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile, StorageTask
 from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
 from tests.breadth import examples
 
@@ -61,10 +61,10 @@ def save(
         files=[],
         nodes=[],
         leader="here",
-        root="",
         epoch=epoch,
         durable=durable,
         rescue=rescue,
+        storage=StorageTask(root=""),
     )
     sealed = states.get("seal", StageState.DONE) is StageState.DONE
     return SaveView(

@@ -19,6 +19,7 @@ from shardwise.memory.lineage import (
     read_or_create_lineage,
     resume_from,
 )
+from shardwise.memory.records import StorageTask
 from shardwise.memory.remote.search import NodeFiles, Search
 from shardwise.store import LocalStore
 
@@ -115,13 +116,13 @@ def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]
             files=[],
             nodes=[],
             leader="a",
-            root="",
             epoch=epoch,
+            storage=StorageTask(root=""),
         )
         name = (
-            records.pending_copy_record(save_id)
+            records.save_record("pending", save_id, "copy")
             if of == "copy"
-            else records.pending_record(save_id)
+            else records.save_record("pending", save_id)
         )
         found[name] = encode_record(pending)
     return found

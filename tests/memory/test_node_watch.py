@@ -78,8 +78,8 @@ def watch(root: str, shm: str) -> list[str]:
     """A node without an agent, one that is suspended, and one whose ranks have ended."""
     memory = memory_of(shm, 2)
     cp = sw.Checkpointer(root, save_every=100, memory=memory)
-    assert cp._snapshots is not None
-    nodes = cp._snapshots._staging.watch
+    assert cp._saver is not None
+    nodes = cp._saver._staging.watch
     assert nodes is not None
     other, said = Path(shm) / f"node{1 - dist.get_rank()}", []
     dist.barrier()

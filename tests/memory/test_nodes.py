@@ -25,8 +25,8 @@ from tests.memory.test_server import RUN, TOKEN, Served, served
 __all__ = ["served"]
 SAVE = "f" * 16
 REQUEST, DONE = (
-    records.request_record("protect", SAVE),
-    records.node_outcome_record("protect", SAVE),
+    records.save_record("protect", SAVE),
+    records.save_record("protect", SAVE, "done"),
 )
 WAIT = 0.3
 

@@ -13,7 +13,7 @@ from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.record_cache import RecordCache
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.view import StageState
 
 SAVE = "0" * 16
@@ -26,7 +26,7 @@ def place(tmp_path: Path) -> SnapshotDirectory:
     place = SnapshotDirectory(Home(tmp_path).run(new_run_id()), 1)
     place.path.mkdir(parents=True)
     stage(place, FILES[0])
-    write_record(place.path / records.request_record("persist", SAVE), {})
+    write_record(place.path / records.save_record("persist", SAVE), {})
     (place.path / records.copying_marker(FILES[1])).touch()
     return place
 
@@ -34,7 +34,7 @@ def place(tmp_path: Path) -> SnapshotDirectory:
 def stage(place: SnapshotDirectory, name: str) -> None:
     entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
     write_record(
-        place.path / records.staged_record(name),
+        place.path / records.file_record(name, "staged"),
         StagedFile(entry, "slot", 2, ("commit", "protect")),
     )
     (place.path / name).touch()
@@ -74,7 +74,7 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
 ) -> None:
     lock = RankLock(place.run, 1)
     done = StageOutcome(save_id=SAVE, stage="commit", failure="stuck")
-    write_record(place.path / records.cluster_outcome_record("commit", SAVE), done)
+    write_record(place.path / records.save_record("commit", SAVE, "all"), done)
     assert due(place) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 
@@ -87,8 +87,8 @@ def pending(leader: str, *, durable: bool = False) -> PendingManifest:
         files=[],
         nodes=[],
         leader=leader,
-        root="",
         durable=durable,
+        storage=StorageTask(root=""),
     )
 
 
@@ -100,13 +100,17 @@ def test_the_stages_of_a_save(
     place: SnapshotDirectory, leads: bool, durable: bool, called: bool, commit: str | None
 ) -> None:
     """On the node that leads it, and on another."""
-    name = records.pending_record(SAVE) if leads else records.pending_copy_record(SAVE)
+    name = (
+        records.save_record("pending", SAVE)
+        if leads
+        else records.save_record("pending", SAVE, "copy")
+    )
     write_record(place.path / name, pending("here", durable=durable))
     if called:
-        write_record(place.path / records.request_record("rescue", SAVE), {})
+        write_record(place.path / records.save_record("rescue", SAVE), {})
     if commit is not None:
         done = StageOutcome(save_id=SAVE, stage="commit", failure=commit)
-        write_record(place.path / records.cluster_outcome_record("commit", SAVE), done)
+        write_record(place.path / records.save_record("commit", SAVE, "all"), done)
     save = read_snapshot(place, "here").saves[SAVE]
     if commit is None:
         assert save.state_of("commit") is (StageState.RUNNING if leads else StageState.WAITING)
@@ -123,7 +127,7 @@ def test_the_stages_of_a_save(
 
 
 def test_records_are_read_again_only_when_they_are_replaced(place: SnapshotDirectory) -> None:
-    cache, path = RecordCache(), place.path / records.staged_record(FILES[0])
+    cache, path = RecordCache(), place.path / records.file_record(FILES[0], "staged")
 
     def read() -> object:
         found = cache.read(path, StagedFile)

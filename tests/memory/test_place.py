@@ -20,7 +20,14 @@ from shardwise.memory.decide import Commit, Seal, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_outcome, read_run_view
-from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    RingFile,
+    StagedFile,
+    StageOutcome,
+    StorageTask,
+)
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup
 from shardwise.memory.seal import MappedFiles
 from tests.memory.test_nodes import unreachable
@@ -40,7 +47,13 @@ def place(tmp_path: Path) -> SnapshotDirectory:
 
 def pending(save_id: str) -> PendingManifest:
     return PendingManifest(
-        save_id=save_id, step=1, manifest="", files=[], nodes=[], leader="a", root="/nowhere"
+        save_id=save_id,
+        step=1,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader="a",
+        storage=StorageTask(root="/nowhere"),
     )
 
 
@@ -49,21 +62,29 @@ def staged(save_id: str) -> StagedFile:
 
 
 def kept(save_id: str) -> RingFile:
-    return RingFile(ProtectionGroup((Member("a", "", ()),)), save_id, "slot", None, {})
+    return RingFile(ProtectionGroup((Member("a", "", ()),)), save_id, "slot", {})
 
 
 @pytest.mark.parametrize(
     ("name", "note", "found"),
     [
-        (records.pending_record, pending, SnapshotDirectory.pending_manifests),
-        (records.pending_copy_record, pending, SnapshotDirectory.pending_copies),
         (
-            lambda save_id: records.staged_record(f"r00000-{save_id}.safetensors"),
+            lambda save_id: records.save_record("pending", save_id),
+            pending,
+            SnapshotDirectory.pending_manifests,
+        ),
+        (
+            lambda save_id: records.save_record("pending", save_id, "copy"),
+            pending,
+            SnapshotDirectory.pending_manifests,
+        ),
+        (
+            lambda save_id: records.file_record(f"r00000-{save_id}.safetensors", "staged"),
             staged,
             SnapshotDirectory.staged_files,
         ),
         (
-            lambda save_id: records.ring_record(f"r00000-{save_id}.safetensors", 0),
+            lambda save_id: records.file_record(f"r00000-{save_id}.safetensors", "kept-0"),
             kept,
             SnapshotDirectory.ring_files,
         ),
@@ -92,7 +113,7 @@ def test_a_damaged_note_is_passed_over_and_told_of_once(
 
 def test_a_damaged_outcome_is_a_failure(place: SnapshotDirectory) -> None:
     assert read_outcome(place, "commit", ONE) is None
-    write_record(place.path / records.cluster_outcome_record("commit", ONE), DAMAGES[0])
+    write_record(place.path / records.save_record("commit", ONE, "all"), DAMAGES[0])
     ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "damaged" in ended.failure
@@ -100,7 +121,7 @@ def test_a_damaged_outcome_is_a_failure(place: SnapshotDirectory) -> None:
 
 @pytest.mark.parametrize("stage", ["persist", "protect"])
 def test_a_damaged_request_ends_as_a_failure(place: SnapshotDirectory, stage: str) -> None:
-    write_record(place.path / records.request_record(stage, ONE), DAMAGES[0])
+    write_record(place.path / records.save_record(stage, ONE), DAMAGES[0])
     following = Follower("a", MappedFiles())
     (action,) = decide_run(read_run_view(place.run), 0.0)
     if isinstance(action, decide.Copy):
@@ -108,23 +129,27 @@ def test_a_damaged_request_ends_as_a_failure(place: SnapshotDirectory, stage: st
     else:
         assert isinstance(action, decide.ProtectOthers)
         following.protect_others(action)
-    done = read_record(place.path / records.node_outcome_record(stage, ONE), StageOutcome)
+    done = read_record(place.path / records.save_record(stage, ONE, "done"), StageOutcome)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
-    assert records.request_record(stage, ONE) in done.failure
+    assert records.save_record(stage, ONE) in done.failure
     assert not decide_run(read_run_view(place.run), 0.0)
 
 
 def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(
     place: SnapshotDirectory,
 ) -> None:
-    write_record(place.path / records.staged_record(f"r00000-{ONE}.safetensors"), DAMAGES[0])
-    write_record(place.path / records.staged_record(f"r00000-{OTHER}.safetensors"), staged(OTHER))
+    write_record(
+        place.path / records.file_record(f"r00000-{ONE}.safetensors", "staged"), DAMAGES[0]
+    )
+    write_record(
+        place.path / records.file_record(f"r00000-{OTHER}.safetensors", "staged"), staged(OTHER)
+    )
     (place.path / f"r00000-{OTHER}.safetensors").touch()
     actions = decide_run(read_run_view(place.run), 0.0)
     assert actions == [Seal(place, OTHER, (f"r00000-{OTHER}.safetensors",))]
     Follower("a", MappedFiles()).seal(actions[0])
-    assert place.has(records.entry_record(f"r00000-{OTHER}.safetensors"))
+    assert place.has(records.file_record(f"r00000-{OTHER}.safetensors", "entry"))
 
 
 def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
@@ -135,7 +160,7 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
     )
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
-    write_record(place.path / records.pending_record(ONE), damaged)
+    write_record(place.path / records.save_record("pending", ONE), damaged)
     Leader("a").commit(Commit(place, ONE))
     ended = read_outcome(place, "commit", ONE)
     assert ended is not None
@@ -156,7 +181,7 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
         led = msgspec.structs.replace(
             pending(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced
         )
-        write_record(place.path / records.pending_record(ONE), led)
+        write_record(place.path / records.save_record("pending", ONE), led)
         with ThreadPoolExecutor(1) as pool:
             committing = pool.submit(Leader("a").commit, Commit(place, ONE))
             deadline = time.monotonic() + 1.5

@@ -18,7 +18,7 @@ from shardwise.memory.lineage import read_or_create_lineage
 from shardwise.memory.prefetched import (
     PREFETCH_DIRECTORY,
     Prefetcher,
-    PrefetchOptions,
+    parse_ranks,
     prefetched_files,
 )
 from shardwise.store import LocalStore, open_store
@@ -135,15 +135,15 @@ def test_a_restore_does_not_wait_for_the_agent(
             assert origins.keys() == {"root"}
 
 
-def prefetch(home: Home, options: PrefetchOptions, kept_seconds: float = 1800.0) -> Prefetcher:
-    made = Prefetcher(home, options, kept_seconds)
+def prefetch(home: Home, root: str, kept_seconds: float = 1800.0) -> Prefetcher:
+    made = Prefetcher(home, root, kept_seconds=kept_seconds)
     made.start()
     return made
 
 
 def test_files_are_removed_when_nobody_restores(url: str, shm: Path) -> None:
     home = Home(shm)
-    made = prefetch(home, PrefetchOptions(url))
+    made = prefetch(home, url)
     until(lambda: len(prefetched(shm)) == 2)
     run = home.run(read_or_create_lineage(open_store(url)).run)
     files = prefetched_files(run)
@@ -153,7 +153,7 @@ def test_files_are_removed_when_nobody_restores(url: str, shm: Path) -> None:
         assert files.read(name, limit=1 << 30) == source.read(name, limit=1 << 30)
     assert made.stop(10.0)
     assert prefetched_files(run) is None
-    made = prefetch(home, PrefetchOptions(url), 0.0)
+    made = prefetch(home, url, 0.0)
     made._thread.join(SECONDS)
     assert not list(home.path.glob(f"*{PREFETCH_DIRECTORY}*"))
 
@@ -161,7 +161,7 @@ def test_files_are_removed_when_nobody_restores(url: str, shm: Path) -> None:
 def test_a_root_without_checkpoints_or_server_is_no_failure(moto: Server, shm: Path) -> None:
     home = Home(shm)
     for place in (moto.new_url(), "s3://bucket/run?endpoint=http://127.0.0.1:9&retry=1"):
-        made = prefetch(home, PrefetchOptions(place), 0.0)
+        made = prefetch(home, place, 0.0)
         made._thread.join(SECONDS)
         assert not made._thread.is_alive()
         assert not list(home.path.glob(f"*{PREFETCH_DIRECTORY}*"))
@@ -177,14 +177,14 @@ def test_what_does_not_fit_is_left_out(
         free = largest * 3  # of which half is used
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    made = prefetch(Home(shm), PrefetchOptions(url))
+    made = prefetch(Home(shm), url)
     until(lambda: prefetched(shm))
     made.stop(10.0)
     assert len(prefetched(shm)) <= 1
 
 
 def test_ranks_are_checked() -> None:
-    assert PrefetchOptions.parse("x", "8-10").ranks == {8, 9, 10}
-    assert PrefetchOptions.parse("x", None).ranks is None
+    assert parse_ranks("8-10") == {8, 9, 10}
+    assert parse_ranks(None) is None
     with pytest.raises(sw.StoreError, match="such as 8-15"):
-        PrefetchOptions.parse("x", "1,2")
+        parse_ranks("1,2")

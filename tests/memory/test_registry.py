@@ -43,20 +43,20 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 
 def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
     registry = NodeRegistry(LocalStore(tmp_path), RUN)
-    assert registry.read().infos == []
+    assert registry.read()[0] == []
     for info in (HERE, THERE):
         registry.write_entry(info, 0)
     found = registry.read()
-    assert {info.node: info.url for info in found.infos} == {c.node: c.url for c in (HERE, THERE)}
-    assert {info.token for info in found.infos} == {make_run_token(TOKEN, RUN)}
-    assert not found.unreachable
+    assert {info.node: info.url for info in found[0]} == {c.node: c.url for c in (HERE, THERE)}
+    assert {info.token for info in found[0]} == {make_run_token(TOKEN, RUN)}
+    assert not found[1]
     for path in (tmp_path / NODES_DIRECTORY).iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN.encode() not in path.read_bytes()
-    assert NodeRegistry(LocalStore(tmp_path), "f" * 16).read().infos == [], "that is another run"
-    assert [info.node for info in registry.read({HERE.node}).infos] == [THERE.node]
+    assert NodeRegistry(LocalStore(tmp_path), "f" * 16).read()[0] == [], "that is another run"
+    assert [info.node for info in registry.read({HERE.node})[0]] == [THERE.node]
     registry.remove_entry(THERE.node)
-    assert [info.node for info in registry.read().infos] == [HERE.node]
+    assert [info.node for info in registry.read()[0]] == [HERE.node]
 
 
 def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> Non
     with serve(home.path) as served:
         info = AgentInfo("n", f"http://127.0.0.1:{served.port}", make_run_token(TOKEN, RUN))
         client = AgentClient(info)
-        assert [each.step for each in client.list(RUN)] == [1]
+        assert list(client.list_files(RUN)) == [1]
         refusals = (
-            client.health,
-            lambda: client.list("f" * 16),
+            client.list_failing,
+            lambda: client.list_files("f" * 16),
             lambda: client.put(RUN, 1, "persist-0123456789abcdef.json", b"{}"),
         )
         for refused in refusals:
@@ -86,8 +86,8 @@ def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, 
     (path,) = (tmp_path / NODES_DIRECTORY).iterdir()
     path.chmod(mode)
     found = registry.read()
-    assert found.infos == []
-    assert "others may read or write" in found.unreachable[HERE.node]
+    assert found[0] == []
+    assert "others may read or write" in found[1][HERE.node]
 
 
 def test_no_token_is_written_where_files_are_not_private(
@@ -100,7 +100,7 @@ def test_no_token_is_written_where_files_are_not_private(
     assert "does not enforce file modes" in caplog.text
     (path,) = (tmp_path / NODES_DIRECTORY).iterdir()
     assert make_run_token(TOKEN, RUN) not in path.read_text()
-    assert list(registry.read().unreachable) == [HERE.node]
+    assert list(registry.read()[1]) == [HERE.node]
 
 
 def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -> None:
@@ -110,14 +110,14 @@ def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -
     NodeRegistry(LocalStore(tmp_path), "f" * 16).write_entry(THERE, 0)
     damaged = tmp_path / NODES_DIRECTORY / "damaged.json"
     damaged.touch(0o600)
-    assert "is damaged" in registry.read().unreachable["damaged"]
+    assert "is damaged" in registry.read()[1]["damaged"]
     registry.remove_old_entries()
     assert {path.name for path in (tmp_path / NODES_DIRECTORY).iterdir()} == {
         "here-1.json",
         damaged.name,
     }
     now[0] += LONGEST_AGE + 1
-    assert registry.read().infos == []
+    assert registry.read()[0] == []
     registry.remove_old_entries()
     assert [path.name for path in (tmp_path / NODES_DIRECTORY).iterdir()] == [damaged.name]
 
@@ -127,8 +127,8 @@ def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> 
     registry = NodeRegistry(LocalStore(tmp_path), RUN)
     registry.write_entry(replace(HERE, host="elsewhere"), 0)
     found = registry.read()
-    assert found.infos == []
-    assert "serves its own host only, elsewhere" in found.unreachable[HERE.node]
+    assert found[0] == []
+    assert "serves its own host only, elsewhere" in found[1][HERE.node]
 
 
 def test_a_root_that_cannot_be_written_to_costs_one_warning(
@@ -152,9 +152,9 @@ def test_an_entry_is_written_in_the_background_and_again_after_a_failure(tmp_pat
         registration.update(HERE, 0, removes_old_entries=True)
         registration.finish()
         assert len(fault.operations) == expected
-    assert NodeRegistry(root, RUN).read().infos != []
+    assert NodeRegistry(root, RUN).read()[0] != []
     registration.remove(HERE.node)
-    assert NodeRegistry(root, RUN).read().infos == []
+    assert NodeRegistry(root, RUN).read()[0] == []
 
 
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     run.path.mkdir()
     write_record(run.path / ROOT_RECORD, str(LocalStore(tmp_path / "root")))
     update_address(run, moved)
-    assert registry.read().infos == [], "it never saved"
+    assert registry.read()[0] == [], "it never saved"
     registry.write_entry(HERE, 0)
     update_address(run, moved)
-    assert [info.url for info in registry.read().infos] == [moved.url]
+    assert [info.url for info in registry.read()[0]] == [moved.url]
     remove_entry(run, HERE.node)
-    assert registry.read().infos == []
+    assert registry.read()[0] == []
 
 
 def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(

@@ -55,7 +55,7 @@ def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) ->
         handle = cp.save(step, state)
         assert handle is not None
         handle.protected(20.0)
-        kept = SnapshotDirectory(cp._snapshots.run, step).ring_files()  # type: ignore[union-attr]
+        kept = SnapshotDirectory(cp._saver.run, step).ring_files()  # type: ignore[union-attr]
         made.append(sum(each.file.startswith(".") for each in kept))  # the agent has taken it up
     cp.close(wait=False)
     return made

@@ -18,13 +18,13 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
-from shardwise.memory.agent.persist import lock_for_publishing, make_removal_request
+from shardwise.memory.agent.persist import lock_for_publishing
 from shardwise.memory.decide import RemoveOld, decide_run
 from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.reclaim import discard, free
-from shardwise.memory.records import PendingManifest, StageOutcome
+from shardwise.memory.records import PendingManifest, StageOutcome, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.pending_saves import PendingSaves
@@ -88,7 +88,13 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
     """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
     store = LocalStore(tmp_path / step_directory(1))
     pending = PendingManifest(
-        save_id=SAVE, step=1, manifest="", files=[], nodes=[], leader="", root=str(tmp_path)
+        save_id=SAVE,
+        step=1,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader="",
+        storage=StorageTask(root=str(tmp_path)),
     )
     with ExitStack() as looking:
         assert looking.enter_context(store.hold(lock_file(SAVE), shared=False))
@@ -104,7 +110,13 @@ def test_a_lock_that_others_hold_is_tried_again(tmp_path: Path) -> None:
     """An agent ends its save if it gets this error, unless it is `StoreUnavailableError`."""
     store = LocalStore(tmp_path / step_directory(1))
     pending = PendingManifest(
-        save_id=SAVE, step=1, manifest="", files=[], nodes=[], leader="", root=str(tmp_path)
+        save_id=SAVE,
+        step=1,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader="",
+        storage=StorageTask(root=str(tmp_path)),
     )
     with (
         store.hold(lock_file(SAVE), shared=False),
@@ -129,7 +141,7 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
         files=[(file.name, "node") for file in own.files],
         nodes=[],
         leader="node",
-        root=str(root),
+        storage=StorageTask(root=str(root)),
     )
     with lock_for_publishing(pending, root, Deadline(5.0)) as publication:
         for file in own.files:
@@ -218,23 +230,6 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
     cp.close(wait=False)
 
 
-def pending_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
-    return PendingManifest(
-        save_id=SAVE,
-        step=step,
-        manifest="",
-        files=[],
-        nodes=[],
-        leader="here",
-        root=str(root),
-        keep=asdict(keep),
-    )
-
-
-def test_where_all_are_kept_nothing_is_asked_for(tmp_path: Path) -> None:
-    assert make_removal_request(pending_of(tmp_path, 2, sw.Keep())) is None
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> SnapshotDirectory:
     """Step 3, as its agent has persisted it; steps 1 and 2 are in storage as well."""
@@ -243,11 +238,11 @@ def place(tmp_path: Path) -> SnapshotDirectory:
         sw.save(root / step_directory(step), {"t": step})
     place = SnapshotDirectory(Home(tmp_path / "home").run(new_run_id()), 3)
     place.path.mkdir(parents=True)
-    request = make_removal_request(pending_of(root, 3, sw.Keep(last=1)))
-    write_record(place.path / records.request_record(records.REMOVE_OLD, SAVE), request)
+    request = StorageTask(root=str(root), keep=asdict(sw.Keep(last=1)), newest=3)
+    write_record(place.path / records.save_record(records.REMOVE_OLD, SAVE), request)
     for stage in ("commit", "persist"):
         done = StageOutcome(save_id=SAVE, stage=stage, node="here")
-        write_record(place.path / records.cluster_outcome_record(stage, SAVE), done)
+        write_record(place.path / records.save_record(stage, SAVE, "all"), done)
     return place
 
 
@@ -270,7 +265,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     stages = stages_of(place)
     for _ in range(2):
         assert free(place, 0.0, keep_removal_requests=True)
-        assert place.list_names("") == [records.request_record(records.REMOVE_OLD, SAVE)]
+        assert place.list_names("") == [records.save_record(records.REMOVE_OLD, SAVE)]
         assert stages.outcome(records.REMOVE_OLD) is None
         assert not stages.has_succeeded()
         assert decide_run(read_run_view(place.run), 0.0) == [RemoveOld(place, SAVE)]
@@ -281,9 +276,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     assert free(place, 0.0, keep_removal_requests=True)
     assert not place.path.exists()
     assert (
-        place.run.path
-        / OUTCOMES_DIRECTORY
-        / records.cluster_outcome_record(records.REMOVE_OLD, SAVE)
+        place.run.path / OUTCOMES_DIRECTORY / records.save_record(records.REMOVE_OLD, SAVE, "all")
     ).exists()
 
 
@@ -306,7 +299,7 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(
     tmp_path: Path, place: SnapshotDirectory
 ) -> None:
-    (place.path / records.request_record(records.REMOVE_OLD, SAVE)).write_bytes(b"{")
+    (place.path / records.save_record(records.REMOVE_OLD, SAVE)).write_bytes(b"{")
     Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
     with pytest.raises(
         StoreError,
@@ -325,7 +318,7 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: SnapshotDi
 
     def fails(each: SnapshotDirectory) -> None:
         done = StageOutcome(save_id=SAVE, stage=records.REMOVE_OLD, failure="busy")
-        write_record(each.path / records.cluster_outcome_record(records.REMOVE_OLD, SAVE), done)
+        write_record(each.path / records.save_record(records.REMOVE_OLD, SAVE, "all"), done)
 
     begun.raise_failure()
     fails(place)

@@ -17,14 +17,14 @@ from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, Resumption
-from shardwise.memory.records import AgentInfo, PendingManifest
+from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
 from shardwise.memory.remote.search import (
     CONNECT_TIMEOUT,
     READ_TIMEOUT,
     SEARCH_TIMEOUT,
     NodeFiles,
     Search,
-    ask_all_nodes,
+    ask_nodes,
     list_own_files,
     make_reader,
 )
@@ -38,7 +38,9 @@ EMPTY = Manifest(
 )
 
 
-@pytest.mark.parametrize("name", [records.pending_record(SAVE), records.pending_copy_record(SAVE)])
+@pytest.mark.parametrize(
+    "name", [records.save_record("pending", SAVE), records.save_record("pending", SAVE, "copy")]
+)
 def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> None:
     """A run that comes back to a node which was idle knows of the last nodes only in part."""
     with ExitStack() as served:
@@ -52,7 +54,7 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
             place.path.mkdir(parents=True)
             write_record(place.path / name, together)
         held = [NodeFiles("a", {}, [infos["b"], nowhere])]
-        found, known = ask_all_nodes(held, {"a": AgentInfo("a", "", "")}, RUN, None)
+        found, known = ask_nodes(held, {"a": AgentInfo("a", "", "")}, RUN, None)
     assert [each.node for each in found] == ["a", "b", "c"]
     assert all(list(each.steps) == [3] for each in found[1:])
     assert known["c"] == infos["c"]
@@ -66,11 +68,11 @@ def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> N
 
     with silent() as port:
         held, start = knowing(port), time.monotonic()
-        assert ask_all_nodes(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
+        assert ask_nodes(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
         assert time.monotonic() - start < READ_TIMEOUT
     with unreachable() as port:
         held, start = knowing(port), time.monotonic()
-        assert ask_all_nodes(held, infos, RUN, None) == (held, infos)
+        assert ask_nodes(held, infos, RUN, None) == (held, infos)
         assert CONNECT_TIMEOUT <= time.monotonic() - start < SEARCH_TIMEOUT / 2
 
 
@@ -83,7 +85,7 @@ def test_a_node_that_sends_one_byte_at_a_time_is_left_out_at_the_end_of_the_sear
         held = [NodeFiles("a", {}, [replace(slow, node="b"), quick])]
         infos = {"a": AgentInfo("a", "", "")}
         start = time.monotonic()
-        found, _ = ask_all_nodes(held, infos, RUN, None, deadline=Deadline(1.0))
+        found, _ = ask_nodes(held, infos, RUN, None, deadline=Deadline(1.0))
         assert [each.node for each in found] == ["a", "c"]
         read = make_reader({"b": slow}, Home(tmp_path).run(RUN), "a", None, Deadline(1.0))
         for _ in range(3):  # it is asked once
@@ -97,7 +99,9 @@ def committed(home: Home, step: int, epoch: int) -> NodeFiles:
     place = SnapshotDirectory(home.run(RUN), step)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
-    write_record(place.path / records.pending_record(SAVE), replace(pending([]), epoch=epoch))
+    write_record(
+        place.path / records.save_record("pending", SAVE), replace(pending([]), epoch=epoch)
+    )
     return list_own_files(home.run(RUN), "a")
 
 
@@ -128,5 +132,11 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
 def pending(nodes: list[AgentInfo]) -> PendingManifest:
     """Of step 3, on these nodes."""
     return PendingManifest(
-        save_id=SAVE, step=3, manifest="", files=[], nodes=nodes, leader="a", root=""
+        save_id=SAVE,
+        step=3,
+        manifest="",
+        files=[],
+        nodes=nodes,
+        leader="a",
+        storage=StorageTask(root=""),
     )

@@ -17,7 +17,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Run, SnapshotDirectory, SnapshotInUse, new_run_id
 from shardwise.memory.reclaim import discard, discard_all
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from tests.memory.reconciling import free_decided
 
@@ -235,11 +235,11 @@ def leave_committed(
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
     staged = StagedFile(file, f"r00000-{step}.slot", 2, stages)
-    write_record(place.path / records.staged_record(file.name), staged)
+    write_record(place.path / records.file_record(file.name, "staged"), staged)
     write_record(place.path / "manifest.json", b"{}")
     for stage in ended:
         write_record(
-            place.path / records.cluster_outcome_record(stage, save),
+            place.path / records.save_record(stage, save, "all"),
             StageOutcome(save_id=save, stage=stage),
         )
 
@@ -253,7 +253,7 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = StageOutcome(save_id=save, stage="protect")
-    write_record(run.step_path(7) / records.cluster_outcome_record("protect", save), outcome)
+    write_record(run.step_path(7) / records.save_record("protect", save, "all"), outcome)
     with SnapshotDirectory(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
     assert free_decided(run)
@@ -267,7 +267,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         leave_committed(run, step, "commit")
         save = f"{step:016x}"
         failed = StageOutcome(save_id=save, stage="protect", failure="no node is left")
-        write_record(run.step_path(step) / records.cluster_outcome_record("protect", save), failed)
+        write_record(run.step_path(step) / records.save_record("protect", save, "all"), failed)
     assert free_decided(run)
     assert run.steps() == [5, 7]
 
@@ -286,13 +286,13 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
         files=[],
         nodes=[],
         leader="here",
-        root="",
         durable=True,
+        storage=StorageTask(root=""),
     )
-    write_record(promised.path / records.pending_record(pending.save_id), pending)
+    write_record(promised.path / records.save_record("pending", pending.save_id), pending)
     free_decided(run)
     assert run.steps() == [5, 7]
-    outcome = records.cluster_outcome_record("persist", pending.save_id)
+    outcome = records.save_record("persist", pending.save_id, "all")
     write_record(promised.path / outcome, StageOutcome(save_id=pending.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
     assert free_decided(run)
@@ -325,12 +325,13 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"of before")
     write_record(
-        place.path / records.staged_record(file.name), StagedFile(file, "r00000-old.slot", 2, ())
+        place.path / records.file_record(file.name, "staged"),
+        StagedFile(file, "r00000-old.slot", 2, ()),
     )
     assert not free_decided(run)
     assert _staged_saves(place) == {old, saved.save_id}
     failed = StageOutcome(save_id=old, stage="commit", failure="a rank was killed")
-    write_record(place.path / records.cluster_outcome_record("commit", old), failed)
+    write_record(place.path / records.save_record("commit", old, "all"), failed)
     assert free_decided(run)
     assert _staged_saves(place) == {saved.save_id}
     assert (run.free_directory / "r00000-old.slot").read_bytes() == b"of before"
@@ -366,7 +367,7 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
     run.free_directory.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
-    request = records.request_record(records.REMOVE_OLD, f"{5:016x}")
+    request = records.save_record(records.REMOVE_OLD, f"{5:016x}")
     (run.step_path(5) / request).write_bytes(b"{}")
     free_decided(run)
     assert SnapshotDirectory(run, 5).list_names("") == [request]

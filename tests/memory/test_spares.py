@@ -44,7 +44,7 @@ def leave(run: Run, step: int, *made: tuple[str, int]) -> None:
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
     write_record(
-        place.path / records.staged_record(file.name),
+        place.path / records.file_record(file.name, "staged"),
         StagedFile(file, f"r00000-{step}.slot", 1, ()),
     )
     write_record(place.path / "manifest.json", b"{}")

@@ -420,14 +420,14 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     copying = trial.begin(content, 2)
     place = SnapshotDirectory(trial.run, 2)
     deadline = time.monotonic() + BOUND
-    while not records.copying_markers(place.list_names("")):
+    while not place.list_names(records.COPYING_SUFFIX):
         assert time.monotonic() < deadline, "nobody says that it copies"
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
     staged = StagedFile(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
-    write_record(place.path / records.staged_record(other), staged)
+    write_record(place.path / records.file_record(other, "staged"), staged)
     (place.path / other).touch()
-    (place.path / records.request_record("persist", f"{2:016x}")).touch()
+    (place.path / records.save_record("persist", f"{2:016x}")).touch()
 
     def due() -> tuple[StageState, StageState]:
         """Whether checksums are taken, and files copied to storage."""
@@ -604,16 +604,16 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     place = SnapshotDirectory(trial.run, 1)
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
-        place.wait_for(name, Deadline(BOUND), failure_name=records.staging_failure_record(name))
+        place.wait_for(name, Deadline(BOUND), failure_name=records.file_record(name, "failed"))
     with (
         closing(Nodes(place, [], "here", BOUND)) as nodes,
         pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
     ):
         nodes.wait_for_record(
             "here",
-            records.entry_record(name),
+            records.file_record(name, "entry"),
             FileEntry,
-            failure_name=records.staging_failure_record(name),
+            failure_name=records.file_record(name, "failed"),
         )
 
 
@@ -642,5 +642,5 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     assert 121 < seconds_waited() < 130
     (place.path / records.copying_marker(data_file(0, save_id))).touch()
     assert 600 < seconds_waited() < 730
-    (place.path / records.pending_record(save_id)).touch()
+    (place.path / records.save_record("pending", save_id)).touch()
     assert seconds_waited() == 3600

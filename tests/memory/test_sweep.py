@@ -157,7 +157,7 @@ def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     left = Home(directory).run(run)
     whole = [each.file.name for each in SnapshotDirectory(left, 1).staged_files()]
     names = SnapshotDirectory(left, 1).list_names("")
-    assert not any(records.entry_record(file) in names for file in whole)
+    assert not any(records.file_record(file, "entry") in names for file in whole)
     discard_all(left)
     work(directory, run, *range(11, 11 + SLOTS))
     discard_all(left)

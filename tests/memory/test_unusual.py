@@ -26,7 +26,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training, training_lock
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.remote.search import list_own_files
 from shardwise.memory.trainer import staging
@@ -85,14 +85,14 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             files=[],
             nodes=place.pending_manifests()[0].nodes,
             leader=place.pending_manifests()[0].leader,
-            root=str(tmp_path / "root"),
             durable=True,
+            storage=StorageTask(root=str(tmp_path / "root")),
         )
         write_record(
-            place.path / records.cluster_outcome_record("commit", pending.save_id),
+            place.path / records.save_record("commit", pending.save_id, "all"),
             records.StageOutcome(save_id=pending.save_id, stage="commit"),
         )
-        write_record(place.path / records.pending_record(pending.save_id), pending)
+        write_record(place.path / records.save_record("pending", pending.save_id), pending)
         Leader(pending.leader).persist(decide.Persist(place, pending.save_id))
         done = read_outcome(place, "persist", pending.save_id)
         assert done is not None
@@ -270,7 +270,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     place = SnapshotDirectory(home.run("0" * 16), 1)
     save_id = "f" * 16
     place.path.mkdir(parents=True)
-    commit = records.cluster_outcome_record("commit", save_id)
+    commit = records.save_record("commit", save_id, "all")
     write_record(place.path / commit, StageOutcome(save_id=save_id, stage="commit"))
     stages = PendingSave(
         agents=SaveAgents(home, None, None, 10.0),
@@ -288,7 +288,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
     write_record(
-        ended / records.cluster_outcome_record("persist", save_id),
+        ended / records.save_record("persist", save_id, "all"),
         StageOutcome(save_id=save_id, stage="persist"),
     )
     assert stages.wait_for("persist", 10.0).failure == ""
@@ -316,13 +316,14 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
         )
         write_record(place.path / "manifest.json", encode_manifest(manifest))
         done = StageOutcome(save_id=save_id, stage="commit")
-        write_record(place.path / records.cluster_outcome_record("commit", save_id), done)
+        write_record(place.path / records.save_record("commit", save_id, "all"), done)
 
     for save_id in (first, second):
         file = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
         (place.path / file.name).touch()
         write_record(
-            place.path / records.staged_record(file.name), StagedFile(file, "slot", 2, ("commit",))
+            place.path / records.file_record(file.name, "staged"),
+            StagedFile(file, "slot", 2, ("commit",)),
         )
     commit(first)
     named = SnapshotDirectory.list_names

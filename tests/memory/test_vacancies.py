@@ -16,7 +16,7 @@ from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import lock_directory, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
-from shardwise.memory.records import AgentInfo, PendingManifest
+from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
 from tests.memory.reconciling import Attendant
 from tests.memory.test_server import serve
 
@@ -160,10 +160,10 @@ def test_records_that_others_write_after_the_end_keep_nothing(home: Home, is_kno
     with serve(home.path) as served:
         for name in (
             MANIFEST,
-            records.pending_copy_record(save),
-            records.request_record("persist", save),
-            records.request_record("rescue", save),
-            records.cluster_outcome_record("commit", save),
+            records.save_record("pending", save, "copy"),
+            records.save_record("persist", save),
+            records.save_record("rescue", save),
+            records.save_record("commit", save, "all"),
         ):
             for step in (7, 99_999_999):
                 path = f"/runs/{run.name}/{step_directory(step)}/{name}"
@@ -179,8 +179,14 @@ def test_records_of_a_save_that_must_still_be_persisted_are_kept(home: Home) -> 
     place = SnapshotDirectory(run, 7)
     place.path.mkdir()
     pending = PendingManifest(
-        save_id=save, step=7, manifest="", files=[], nodes=[], leader="there", root="/nowhere"
+        save_id=save,
+        step=7,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader="there",
+        storage=StorageTask(root="/nowhere"),
     )
-    write_record(place.path / records.pending_copy_record(save), pending)
+    write_record(place.path / records.save_record("pending", save, "copy"), pending)
     Attendant(home).after(10.0)
     assert run.steps() == [7]

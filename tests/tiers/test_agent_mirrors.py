@@ -17,10 +17,10 @@ from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.home import Home
 from shardwise.memory.mirror_tasks import (
     TASKS_DIRECTORY,
-    MirrorTask,
     read_mirror_task,
     set_mirror_task,
 )
+from shardwise.memory.records import StorageTask
 from shardwise.memory.spawn import running_agent
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
@@ -105,8 +105,8 @@ def test_a_task_ends_when_the_run_has_ended_and_all_is_copied(tmp_path: Path) ->
     home = Home(tmp_path / "home")
     run = home.run(RUN)
     request = MirrorRequest(str(mirror))
-    set_mirror_task(run, MirrorTask(root=str(root), mirror=request, newest=1, damaged=[7]))
-    set_mirror_task(run, MirrorTask(root=str(root), mirror=request))
+    set_mirror_task(run, StorageTask(root=str(root), mirror=request, newest=1, damaged=[7]))
+    set_mirror_task(run, StorageTask(root=str(root), mirror=request))
     task = read_mirror_task(run)
     assert task is not None
     assert (task.newest, task.damaged) == (1, [7])  # a restart of the training does not forget
@@ -127,7 +127,7 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     sw.save(root / "step-00000001", state(1), step=1)
     mirror.write_text("in the way")
     home = Home(tmp_path / "home")
-    set_mirror_task(home.run(RUN), MirrorTask(root=str(root), mirror=MirrorRequest(str(mirror))))
+    set_mirror_task(home.run(RUN), StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
     now = time.time()
     mirrors = Mirrors(home, lambda: now)
     mirrors.update_tasks()

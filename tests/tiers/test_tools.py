@@ -12,7 +12,8 @@ import shardwise as sw
 from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.status import read_status
 from shardwise.memory.home import Home
-from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
+from shardwise.memory.mirror_tasks import set_mirror_task
+from shardwise.memory.records import StorageTask
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
@@ -95,7 +96,7 @@ def test_the_status_of_an_agent_shows_a_failing_mirror(
     )
     assert committed_steps(LocalStore(root)) == [3, 4]
     home = Home(tmp_path / "shm")
-    task = MirrorTask(root=str(root), mirror=MirrorRequest(str(mirror)), newest=4)
+    task = StorageTask(root=str(root), mirror=MirrorRequest(str(mirror)), newest=4)
     set_mirror_task(home.run("0" * 16), task)
     (status,) = read_status(home).mirrors
     assert (status.root, status.mirror) == (str(root), str(mirror))

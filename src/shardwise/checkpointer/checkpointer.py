@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer import starting
-from shardwise.checkpointer.restoring import RestoreReport, Restoring, resolve_choice
-from shardwise.checkpointer.saving import Saving, open_snapshots
+from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks
+from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
+from shardwise.checkpointer.restoring import Restoring, resolve_choice
+from shardwise.checkpointer.saver import DirectSaver, Saver
+from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import (
     Settings,
     call_at_exit,
@@ -24,12 +27,12 @@ from shardwise.checkpointer.settings import (
     install_signals,
     open_mirror,
     open_root_store,
+    prepare_root_and_check_memory,
 )
 from shardwise.checkpointer.signals import AfterSignal
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.divergence import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
-from shardwise.engine.load import LoadReport
 from shardwise.engine.options import check_integer
 from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
@@ -37,10 +40,13 @@ from shardwise.events import Recorder, Sink
 from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.save_handle import SaveHandle
+from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
+from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
 from shardwise.tiers.options import Mirror
+from shardwise.tiers.watch import MirrorWatch
 
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification
@@ -132,6 +138,7 @@ class Checkpointer:
         )
         self._comparison = compare = ReplicaComparison(settings.on_divergence)
         self._damaged: set[int] = set()
+        self._hooks = RunHooks()
         self._signals = install_signals(save_on_signals, after_signal)
         self._closed, self._process = False, os.getpid()
         self.last_restore: RestoreReport | None = None
@@ -141,9 +148,7 @@ class Checkpointer:
         try:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()
-            self._snapshots, steps = open_snapshots(
-                settings, self._signals, self._group, compare, has_start=start_from is not None
-            )
+            self._saver, steps = self._open_saver(compare)
         except BaseException:
             self._release()
             raise
@@ -151,8 +156,31 @@ class Checkpointer:
             api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
             group=self._group, on_event=on_event,
         )  # fmt: skip
-        self._saving = Saving(settings, self._group, self._snapshots, self._damaged, compare, steps)
+        self._saving = Saving(
+            self._settings, self._group, self._saver, self._hooks, self._damaged, steps
+        )
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
+
+    def _open_saver(self, comparison: ReplicaComparison) -> tuple[Saver, list[int]]:
+        """Check the root, and return what saves to it; and the steps that it has. Add the hooks."""
+        settings, group, hooks = self._settings, self._group, self._hooks
+        can_use_memory, steps = prepare_root_and_check_memory(
+            settings, self._signals, group, has_start=self._start_from is not None
+        )
+        place = settings.mirror_store
+        watch = None if place is None else MirrorWatch(settings.root)
+        saver: Saver = DirectSaver(settings.root, group, comparison, watch)
+        if settings.memory is None or not can_use_memory:
+            self._settings = settings = replace(settings, memory=None)
+        else:
+            saver = Snapshots(settings.root, settings.memory, group, comparison, watch)
+        if place is not None:
+            hooks.add(RunMirror(settings, place, group, saver.request_mirroring, self._damaged))
+        elif group.rank == 0:
+            warn_of_unused_mirror(settings.root)
+        hooks.add(DivergenceWatch(comparison, group, settings.on_event))
+        hooks.add_plugins(Run(settings.root, group.rank, group.size))
+        return saver, steps
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -192,27 +220,30 @@ class Checkpointer:
             wait, failed = False, True
             raise
         finally:
-            self._close_snapshots(wait=wait, failed=failed)
+            self._close_saver(wait=wait, failed=failed)
 
-    def _close_snapshots(self, *, wait: bool, failed: bool) -> None:
-        """Close the snapshots, then release the group, the hooks and the signal handlers."""
+    def _close_saver(self, *, wait: bool, failed: bool) -> None:
+        """Close the saver and the hooks, then release the group and the signal handlers."""
+        completed = False
         if not wait:
             self._close_group()  # first, because other ranks may be waiting for this one
         try:
             if wait and self._settings.on_failure == "warn":
                 self._saving.log_failures()
-            if self._snapshots is not None:
-                self._snapshots.close(wait=wait, failed=failed)
-            self._saving.close_mirror(wait=wait)
-            if wait:
-                self._saving.compare_last_replicas()
+            self._saver.close(wait=wait, failed=failed)
+            self._saving.tell_saved()
+            completed = wait
         except StoreError as error:
+            self._hooks.call("failed", error)
             if self._settings.on_failure == "raise":
                 raise
             log.error("a save to %s is not durable: %s", self._root, error)
         finally:
-            self._saving.close()
-            self._release()
+            try:
+                self._hooks.call("closed", completed=completed)
+            finally:
+                self._saving.close()
+                self._release()
 
     def _close_group(self) -> None:
         if self._own_group is not None:
@@ -220,10 +251,10 @@ class Checkpointer:
 
     def _wait_at_exit(self) -> None:
         """Wait until this rank's saves are durable, and log failures; runs at process exit."""
-        if self._closed or self._snapshots is None:
+        if self._closed:
             return
         try:
-            self._snapshots.wait_until_durable()
+            self._saver.wait_until_durable()
         except StoreError as error:
             log.error("a save to %s is not durable: %s", self._root, error)
 
@@ -351,26 +382,25 @@ class Checkpointer:
             StateError: `step` is invalid, or `"best"` is given without `Keep(best=…)`.
         """
         self._refuse_closed()
-        bound = partial(self._load, strict=strict, only=only, skip=skip, rename=rename, cast=cast)
-
-        def load(place: api.Place) -> LoadReport:
-            return bound(place, state, spec=spec, read_once=read_once)
-
+        load = partial(
+            self._load, state=state, strict=strict, only=only, skip=skip, rename=rename,
+            cast=cast, spec=spec, read_once=read_once,
+        )  # fmt: skip
         self._saving.begin_restore()
         recorder = Recorder(self._settings.on_event)
-        tiers, suspect = self._settings.store_to_read(), self._saving.suspect
-        restoring = Restoring(tiers, self._group, self._snapshots, self._damaged, recorder, suspect)
+        restoring = Restoring(self._settings, self._group, self._saver, self._damaged, recorder)
         report = restoring.restore(step, self._settings.keep.best, load)
         restored_step = start_step = report.step if report else None
         if report is None:
-            source = self._start_from, self._root
-            report, start_step = starting.start(*source, state, load, self._group)
+            place = self._start_from
+            report, start_step = starting.start(place, self._root, state, load, self._group)
         self._saving.end_restore()
-        if self._snapshots is not None:
-            with recorder.stage("rebuilding"):
-                self._snapshots.resume_from(restored_step)
-                self.prepare(state)
+        with recorder.stage("rebuilding"):
+            self._saver.resume_from(restored_step)
+            self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
+        if self.last_restore is not None:
+            self._hooks.call("restored", self.last_restore)
         return start_step
 
     def best(self) -> int | None:

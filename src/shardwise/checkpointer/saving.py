@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
-from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
-from shardwise.checkpointer.settings import Settings, prepare_root_and_check_memory
-from shardwise.checkpointer.signals import Signals
+from shardwise.checkpointer.hooks import RunHooks
+from shardwise.checkpointer.saver import Saver
+from shardwise.checkpointer.settings import Settings
 from shardwise.checkpointer.starting import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
@@ -24,17 +24,12 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions, check_step
 from shardwise.engine.planning import SaveRequest
-from shardwise.engine.replica_comparison import ReplicaComparison
-from shardwise.engine.save import save_all
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.memory.trainer.storage_policy import StoragePolicy
 from shardwise.plan.cache import PlanCache
-from shardwise.retention import apply_retention
 from shardwise.store import Store
 
 LONGEST_LAST_SAVE = 600.0  # seconds
@@ -58,9 +53,9 @@ class Saving:
     Args:
         settings: the options of the Checkpointer.
         group: the ranks.
-        snapshots: the snapshots of the run in memory; None if saves go directly to storage.
+        saver: saves to memory or directly to storage.
+        hooks: the hooks of the run.
         damaged: steps that `restore` found to be damaged; a save replaces them.
-        comparison: compares the replicas of the ranks.
         found_steps: the committed steps of the root. Unless a restore succeeds first, the first
             save refuses to add to them.
 
@@ -72,26 +67,21 @@ class Saving:
         self,
         settings: Settings,
         group: Group,
-        snapshots: Snapshots | None,
+        saver: Saver,
+        hooks: RunHooks,
         damaged: set[int],
-        comparison: ReplicaComparison,
         found_steps: list[int],
     ) -> None:
         self._settings = settings
         self._group = group
-        self._snapshots = snapshots
+        self._saver = saver
+        self._hooks = hooks
         self._damaged = damaged
-        self._comparison = comparison
         self._fence_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
         self._has_stepped = False  # whether an optimizer has stepped since that call
         self._found_steps = found_steps  # empty once this run has restored or saved
-        self._mirror: RunMirror | None = None
-        if settings.mirror is not None:
-            self._mirror = RunMirror(settings, settings.mirror, group, snapshots, damaged)
-        elif group.rank == 0:
-            warn_of_unused_mirror(settings.root)
         self.plan_cache = PlanCache()
 
     def save(
@@ -121,8 +111,7 @@ class Saving:
         call = _SaveCall(step, state, metrics, overwrite)
         handle = self._save_or_log(call, durable=True) if durable else None
         is_saved = handle is not None
-        in_memory = self._snapshots is not None and self._settings.is_snapshot_step(step)
-        if in_memory and not is_saved:
+        if not is_saved and self._settings.is_snapshot_step(step):
             handle = self._save_or_log(call, durable=False)
         if self._settings.save_at_end and not is_saved:
             self._unsaved_call = call
@@ -140,43 +129,37 @@ class Saving:
         try:
             if handle is not None:
                 handle.result(LONGEST_LAST_SAVE)
+            self.tell_saved()
         except TimeoutError as error:
             log.error(
                 "the save after a signal is not durable yet; the agents continue it: %s", error
             )
         except StoreError as error:
+            self._hooks.call("failed", error)
             if self._settings.on_failure == "raise":
                 raise
             log.error("a save failed: %s", error)
 
+    def tell_saved(self) -> None:
+        """Tell the hooks which steps have become durable."""
+        for step in self._saver.take_saved():
+            self._hooks.call("saved", step)
+
     def log_failures(self) -> None:
         """Wait until all saves are durable or have failed, and log the failures."""
-        snapshots = self._snapshots
-        while snapshots is not None and (error := _failure_of_saves(snapshots)) is not None:
+        while (error := _failure_of_saves(self._saver)) is not None:
             log.error("a save failed: %s", error)
-            if snapshots.take_failure() is None:  # no further failure: the agent is gone
+            if self._saver.take_failure() is None:  # no further failure: the agent is gone
                 return
 
     def begin_restore(self) -> None:
-        """Forget the last call of `save`, because `restore` replaces the state.
-
-        So `save_last` does not save its step, and its replicas are not compared. Saves may add to
-        the steps that the root had when it was opened.
-        """
+        """Forget the last call of `save`, so that `save_last` does not save its step."""
         self._unsaved_call = None
-        self._comparison.forget()
+        self.tell_saved()
 
     def end_restore(self) -> None:
         """Accept that saves add to the steps of the root, because the state continues from them."""
         self._found_steps = []
-
-    def compare_last_replicas(self) -> None:
-        """Compare the replicas of the last save, because no save follows.
-
-        Raises:
-            MismatchError: replicas differ, and `on_divergence` is "raise".
-        """
-        self._comparison.compare_last(self._group, Recorder(self._settings.on_event))
 
     def save_last(self) -> None:
         """Save the last step that `save` was called with to the root, if the root does not have it.
@@ -187,12 +170,8 @@ class Saving:
         call, self._unsaved_call = self._unsaved_call, None
         if call is None:
             return
-        removes_old = self._settings.keep.has_rules or self._mirror is not None
-        if self._snapshots is not None and self._snapshots.persist(
-            call.step, removes_old=removes_old
-        ):
-            if self._mirror is not None:
-                self._mirror.report_saved(call.step)
+        removes_old = self._settings.keep.has_rules or self._settings.mirror is not None
+        if self._saver.persist(call.step, removes_old=removes_old):
             return
         has_stepped = b"1" if self._has_stepped else b""
         if exchange(self._group, "saving the last step", lambda: has_stepped, max):
@@ -213,7 +192,7 @@ class Saving:
         """Save a step. With `on_failure="warn"`, log failures of storage and return None."""
         if self._settings.on_failure == "raise":
             return self._save(call, durable=durable)
-        while self._snapshots is not None and (earlier := self._snapshots.take_failure()):
+        while earlier := self._saver.take_failure():
             log.error("an earlier save failed; the training continues: %s", earlier)
         handle: SaveHandle | None = None
         failure: Exception | None = None
@@ -260,60 +239,34 @@ class Saving:
                 self._require_ranked_metric(options)
             return self._make_save(call.state, settings.root.at(step_directory(step)), options)
 
+        self._fence_optimizer_steps(call.state)
+        damaged = self._damaged - ({call.step} if is_damaged else set())
+        step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
+        storage = settings.storage_task(step, damaged)
         try:
             with pause_gc():
-                if self._snapshots is not None:
-                    self._fence_optimizer_steps(call.state)
-                    damaged = tuple(sorted(self._damaged - ({call.step} if is_damaged else set())))
-                    policy = StoragePolicy(
-                        durable, settings.keep, damaged, settings.mirror_request()
-                    )
-                    handle = self._snapshots.save(make_save, policy, self.plan_cache, recorder)
-                else:
-                    report = save_all(
-                        make_save, self._group, self.plan_cache, recorder, self._comparison
-                    )
-                    handle = SaveHandle(report)
+                handle = self._saver.save(
+                    make_save, storage, self.plan_cache, recorder, durable=durable
+                )
         except OSError as error:
-            if self._mirror is not None:
-                self._mirror.note_mirror_failure(error)
+            self._hooks.call("failed", error)
             raise
         if handle is None:
             return None
         self._damaged.discard(call.step)
-        if self._mirror is None and self._snapshots is None:
-            self._remove_old_checkpoints(call.step)
-        if self._mirror is not None and durable:
-            self._mirror.report_saved(call.step)
-        return (
-            handle if self._mirror is None else self._mirror.with_mirror_progress(handle, recorder)
-        )
+        self._hooks.call("staged", handle.report, durable=durable)
+        self.tell_saved()
+        return handle
 
     def prepare(self, state: State) -> int:
         """Allocate memory for snapshots of this state, and return the bytes for this rank."""
-        snapshots = self._snapshots
-        if snapshots is None:
-            return 0
 
         def make_save() -> SaveRequest:
             return self._make_save(state, self._settings.root, SaveOptions())
 
         with pause_gc():
-            return snapshots.prepare(make_save, self.plan_cache, Recorder(self._settings.on_event))
-
-    def suspect(self, step: int) -> None:
-        """Request to check and repair a step in the root: parts of it came from the mirror."""
-        if self._mirror is not None:
-            self._mirror.suspect(step)
-
-    def close_mirror(self, *, wait: bool) -> None:
-        """Stop mirroring in this process.
-
-        Args:
-            wait: first wait until the mirror has all checkpoints. If it fails, log an error.
-        """
-        if self._mirror is not None:
-            self._mirror.close(wait=wait)
+            recorder = Recorder(self._settings.on_event)
+            return self._saver.prepare(make_save, self.plan_cache, recorder)
 
     def close(self) -> None:
         """Remove the hooks from optimizers."""
@@ -350,46 +303,12 @@ class Saving:
     def _fence_optimizer_steps(self, state: Mapping[str, object]) -> None:
         """Make the steps of all optimizers in the state wait for copies in progress."""
         memory = self._settings.memory
-        if self._snapshots is None or memory is None or not memory.overlap:
+        if memory is None or not memory.overlap:
             return
-        fence = self._snapshots.fence
+        fence = self._saver.fence
         for optimizer in torch_optimizers_in(state):
             if optimizer not in self._fence_hooks:
                 self._fence_hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
-
-    def _remove_old_checkpoints(self, newest: int) -> None:
-        settings = self._settings
-
-        def remove(_: list[bytes]) -> bytes:
-            damaged = frozenset(self._damaged)
-            apply_retention(settings.root, settings.keep, newest=newest, damaged=damaged)
-            return b""
-
-        exchange(self._group, "removing old checkpoints", lambda: b"", remove)
-
-
-def open_snapshots(
-    settings: Settings,
-    signals: Signals | None,
-    group: Group,
-    comparison: ReplicaComparison,
-    *,
-    has_start: bool,
-) -> tuple[Snapshots | None, list[int]]:
-    """Check the root. All ranks call this together.
-
-    Returns:
-        The snapshots of the run, None if they cannot be used; and the steps that the root has.
-
-    Args:
-        comparison: compares the replicas of the ranks.
-        settings, signals, group, has_start: as for `prepare_root_and_check_memory`, which says
-            what this raises.
-    """
-    can_use, steps = prepare_root_and_check_memory(settings, signals, group, has_start=has_start)
-    if settings.memory is None or not can_use:
-        return None, steps
-    return Snapshots(settings.root, settings.memory, group, comparison), steps
 
 
 def _is_storage_failure(error: Exception) -> bool:
@@ -399,10 +318,10 @@ def _is_storage_failure(error: Exception) -> bool:
     )
 
 
-def _failure_of_saves(snapshots: Snapshots) -> StoreError | None:
+def _failure_of_saves(saver: Saver) -> StoreError | None:
     """Wait until all saves are durable or have failed, and return a failure, if any."""
     try:
-        snapshots.wait_until_durable()
+        saver.wait_until_durable()
     except StoreError as error:
         return error
     return None

@@ -6,8 +6,8 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, get_args
 
 import msgspec
@@ -24,6 +24,7 @@ from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.home import Home, find_newest_snapshot
 from shardwise.memory.options import Memory
+from shardwise.memory.records import StorageTask
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep, committed_steps
 from shardwise.store import Store, can_be_reopened, open_absolute, open_store
@@ -75,16 +76,33 @@ class Settings:
             if option.name not in _MAY_DIFFER_BETWEEN_NODES
         }
 
-    def mirror_request(self) -> MirrorRequest | None:
-        """Return the mirror in the form for the records of agents; None if there is none."""
-        mirror = self.mirror
-        return None if mirror is None else MirrorRequest.of(mirror, open_store(mirror.place))
+    def storage_task(
+        self,
+        newest: int | None,
+        damaged: Collection[int],
+        suspected: Mapping[int, float] | None = None,
+    ) -> StorageTask:
+        """Return what to do in storage after the save of the step `newest`."""
+        mirror = None
+        if self.mirror is not None:
+            mirror = MirrorRequest.of(self.mirror, open_store(self.mirror.place))
+        return StorageTask(
+            root=str(self.root),
+            keep=asdict(self.keep),
+            mirror=mirror,
+            newest=newest,
+            damaged=sorted(damaged),
+            suspected=dict(suspected or {}),
+        )
+
+    @property
+    def mirror_store(self) -> Store | None:
+        """The mirror, opened; None if there is none."""
+        return None if self.mirror is None else open_store(self.mirror.place)
 
     def store_to_read(self) -> Store:
-        """Return the store to restore from: the root, or the root and its mirror."""
-        if self.mirror is None:
-            return self.root
-        return TieredStore([self.root, open_store(self.mirror.place)])
+        """Return the store to list: the root, or the root and its mirror."""
+        return TieredStore.over(self.root, self.mirror_store)
 
     def is_durable_step(self, step: object) -> bool:
         """Return whether this step must be saved to the root."""

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
-from shardwise.checkpointer.restoring import START, RestoreReport, bytes_by_origin
+from shardwise.checkpointer.restoring import START, all_origins
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
 from shardwise.errors import CheckpointExistsError, StateError, add_note
 from shardwise.loading import State
 from shardwise.opening import newest_foreign_step
+from shardwise.ports.hooks import RestoreReport
 from shardwise.store import Store
 
 StartFrom = api.Place | Callable[[State], LoadReport]
@@ -53,7 +54,8 @@ def start(
         return b"1" if loaded.optimizers or not has_optimizers else b""
 
     any_keeps_step = exchange(group, "starting from another run", keeps_step, max)
-    report = RestoreReport(loaded.step, START, loaded, (), bytes_by_origin(loaded, None))
+    origins = all_origins({START: loaded.bytes_read})
+    report = RestoreReport(loaded.step, START, loaded, (), origins)
     return report, loaded.step if any_keeps_step else None
 
 

@@ -33,7 +33,7 @@ from itertools import islice
 
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import DATA_SUFFIXES, REMOVE_OLD, request_record
+from shardwise.memory.records import DATA_SUFFIXES, REMOVE_OLD, save_record
 from shardwise.memory.view import RunView, SaveView, SnapshotView, StageState
 
 TRAINER_LOST = "a trainer was lost"
@@ -256,7 +256,7 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
 def _only_removes_old(snapshot: SnapshotView) -> bool:
     """Return whether the snapshot consists only of requests to remove old checkpoints."""
     open_requests = {
-        request_record(REMOVE_OLD, save.save_id)
+        save_record(REMOVE_OLD, save.save_id)
         for save in snapshot.saves.values()
         if save.state_of(REMOVE_OLD).is_open
     }

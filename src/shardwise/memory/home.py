@@ -256,23 +256,13 @@ class SnapshotDirectory:
             return []
 
     def pending_manifests(self) -> list[PendingManifest]:
-        """Return the pending manifests of the saves that this node leads."""
-        return self._read_pending("pending")
-
-    def pending_copies(self) -> list[PendingManifest]:
-        """Return the copies of the pending manifests of saves that other nodes lead."""
-        return self._read_pending("pending-copy")
-
-    def _read_pending(self, stage: str) -> list[PendingManifest]:
-        names = [
-            records.request_record(stage, each)
-            for each in records.requested_saves(stage, self.list_names(""))
-        ]
+        """Return the pending manifests of saves, and the copies of those that other nodes lead."""
+        names = records.pending_records(self.list_names(".json"))
         return self._read_all(names, PendingManifest)
 
     def staged_files(self) -> list[StagedFile]:
         """Return the records of staged files. Records without a file are left out."""
-        found = self._read_all(self.list_names(".staged.json"), StagedFile)
+        found = self._read_all(self.list_names(records.STAGED_SUFFIX), StagedFile)
         return [each for each in found if self.has(each.file.name)]
 
     def ring_files(self) -> list[RingFile]:

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Run
-from shardwise.retention import PlainKeep
-from shardwise.tiers.options import MirrorRequest
+from shardwise.memory.records import StorageTask
 
 TASKS_DIRECTORY = "mirrors"
 log = logging.getLogger("shardwise.agent")
@@ -28,28 +26,7 @@ MOST_SUSPECTED = 16
 """The number of suspected steps in a task; older ones are forgotten."""
 
 
-@prepare_decoding
-class MirrorTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A root, and its mirror.
-
-    Attributes:
-        root: the path or URL of the root.
-        mirror: the mirror.
-        keep: the retention rules of the root.
-        newest: the step that was saved last; None if no step was saved yet.
-        damaged: steps in the root that are known to be damaged in both tiers.
-        suspected: steps to check in the root; see `shardwise.tiers.mirroring.SavedSteps`.
-    """
-
-    root: str
-    mirror: MirrorRequest
-    keep: PlainKeep = {}
-    newest: int | None = None
-    damaged: list[int] = []
-    suspected: dict[int, float] = {}
-
-
-def set_mirror_task(run: Run, task: MirrorTask) -> None:
+def set_mirror_task(run: Run, task: StorageTask) -> None:
     """Have the agent of this node keep a mirror up to date.
 
     A task without a newest step keeps the newest step of the earlier task for the same root. The
@@ -66,11 +43,11 @@ def set_mirror_task(run: Run, task: MirrorTask) -> None:
     write_record(path, task)
 
 
-def read_mirror_task(run: Run) -> MirrorTask | None:
+def read_mirror_task(run: Run) -> StorageTask | None:
     """Return the task of a run, or None if there is none. A damaged one is set aside."""
     path = _task_path(run)
     try:
-        return read_record(path, MirrorTask)
+        return read_record(path, StorageTask)
     except StoreError as error:
         log.error("the next save requests the mirror again: %s", error)
         with suppress(FileNotFoundError):

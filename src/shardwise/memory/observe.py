@@ -18,7 +18,6 @@ from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, rank_in_name
 from shardwise.memory.view import (
-    NodeView,
     RootView,
     RunView,
     SaveView,
@@ -51,8 +50,8 @@ class Observer:
         self._unused_since: dict[str, float] = {}
         self._roots: dict[str, RootView] = {}
 
-    def node(self) -> NodeView:
-        """Read the whole node. A run that cannot be read does not affect the others."""
+    def node(self) -> dict[Run, RunView | Exception]:
+        """Read all runs of the node. For a run that cannot be read, return the error."""
         with self._lock:
             read = {run: self._try_to_read_run(run) for run in self._list_runs()}
             self._cache.forget_unused()
@@ -60,9 +59,7 @@ class Observer:
             for known in (self._unattended_since, self._unused_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
-            views = tuple(each for each in read.values() if isinstance(each, RunView))
-            failures = {run: each for run, each in read.items() if isinstance(each, Exception)}
-            return NodeView(self._node, views, failures)
+            return read
 
     def run(self, run: Run) -> RunView:
         """Read one run."""
@@ -146,7 +143,7 @@ def read_outcome(place: SnapshotDirectory, stage: str, save_id: str) -> StageOut
     The record remains after the snapshot was freed. This reads no other record, so that polling is
     cheap. A damaged record counts as a failure.
     """
-    name = records.cluster_outcome_record(stage, save_id)
+    name = records.save_record(stage, save_id, "all")
     try:
         outcome = read_record(place.path / name, StageOutcome)
         return outcome or read_record(place.run.path / OUTCOMES_DIRECTORY / name, StageOutcome)
@@ -193,8 +190,8 @@ class _SnapshotReader:
         staged = tuple(each for each in found if each and each.file.name in self.names)
         files = map(records.data_file_of, staged_names)
         unsealed = tuple(name for name in files if self._is_unsealed(name))
-        own = self._read_pending(records.pending_record(save_id))
-        pending = own or self._read_pending(records.pending_copy_record(save_id))
+        own = self._read_pending(records.save_record("pending", save_id))
+        pending = own or self._read_pending(records.save_record("pending", save_id, "copy"))
         epoch = next((each.epoch for each in staged), None) if pending is None else pending.epoch
         return SaveView(
             save_id=save_id,
@@ -205,7 +202,7 @@ class _SnapshotReader:
             has_pending_manifest=own is not None,
             epoch=epoch,
             stages={
-                **self._read_cluster_stages(save_id, staged, pending, own is not None),
+                **self._read_cluster_stages(save_id, staged, pending, own),
                 "seal": Stage(self._seal_state(save_id, staged, unsealed)),
                 "protect_others": Stage(self._state_on_this_node("protect", save_id)),
                 "copy": Stage(self._state_on_this_node("persist", save_id)),
@@ -213,9 +210,12 @@ class _SnapshotReader:
             },
         )
 
+    def _has(self, stage: str, save_id: str, part: records.Part = "") -> bool:
+        return records.save_record(stage, save_id, part) in self.names
+
     def _is_unsealed(self, data_file: str) -> bool:
         """Return whether a data file exists, and still has to be sealed."""
-        answers = (records.entry_record(data_file), records.staging_failure_record(data_file))
+        answers = (records.file_record(data_file, kind) for kind in ("entry", "failed"))
         return data_file in self.names and not any(each in self.names for each in answers)
 
     def _read_cluster_stages(
@@ -223,65 +223,38 @@ class _SnapshotReader:
         save_id: str,
         staged: tuple[StagedFile, ...],
         pending: PendingManifest | None,
-        has_pending_manifest: bool,
+        own: PendingManifest | None,
     ) -> dict[str, Stage]:
-        """Return the stages that have an outcome for the cluster, or will have one."""
+        """Return the stages that have an outcome for the cluster, or will have one.
+
+        Args:
+            pending: the pending manifest, or the copy of that of another node.
+            own: the pending manifest, if this node has it itself.
+        """
         requested = {stage for each in staged for stage in each.stages}
         outcomes = {stage: self._read_ended_stage(stage, save_id) for stage in records.STAGES}
-        states = {
-            "commit": self._commit_state(pending, requested, has_pending_manifest),
-            "protect": self._protect_state(
-                pending, requested, has_pending_manifest, outcomes["commit"]
-            ),
-            "persist": self._persist_state(save_id, pending, requested, has_pending_manifest),
-            records.REMOVE_OLD: self._removal_state(save_id),
-        }
-        if records.pending_record(save_id) in self.names and not has_pending_manifest:
-            # It is damaged. Only this node has the record, so only this node can end the stages.
-            states |= dict.fromkeys(("commit", *requested), StageState.RUNNING)
-        return {stage: outcomes[stage] or Stage(state) for stage, state in states.items()}
-
-    def _is_leader(self, pending: PendingManifest | None, has_pending_manifest: bool) -> bool:
-        return has_pending_manifest and pending is not None and pending.leader == self.node
-
-    def _commit_state(
-        self, pending: PendingManifest | None, requested: set[str], has_pending_manifest: bool
-    ) -> StageState:
-        if self._is_leader(pending, has_pending_manifest):
-            return StageState.RUNNING
-        return StageState.WAITING if "commit" in requested or pending else StageState.NOT_REQUESTED
-
-    def _protect_state(
-        self,
-        pending: PendingManifest | None,
-        requested: set[str],
-        has_pending_manifest: bool,
-        commit: Stage | None,
-    ) -> StageState:
+        commit, is_rescue = outcomes["commit"], self._has("rescue", save_id)
+        leads = own is not None and own.leader == self.node
         is_committed = commit is not None and commit.state is StageState.DONE
-        if is_committed and self._is_leader(pending, has_pending_manifest):
-            return StageState.RUNNING
-        return StageState.WAITING if "protect" in requested or pending else StageState.NOT_REQUESTED
+        persists = is_rescue if own is None else leads and (own.durable or is_rescue)
+        running = {
+            "commit": leads,
+            "protect": leads and is_committed,
+            "persist": pending is not None and persists,
+            records.REMOVE_OLD: self._has(records.REMOVE_OLD, save_id),
+        }
+        waiting = requested | ({"commit", "protect"} if pending is not None else set())
+        waiting |= {"persist"} if is_rescue else set()
+        if self._has("pending", save_id) and own is None:
+            # It is damaged. Only this node has the record, so only this node can end the stages.
+            running |= dict.fromkeys(("commit", *requested), True)
 
-    def _persist_state(
-        self,
-        save_id: str,
-        pending: PendingManifest | None,
-        requested: set[str],
-        has_pending_manifest: bool,
-    ) -> StageState:
-        is_rescue = records.request_record("rescue", save_id) in self.names
-        if self._is_leader(pending, has_pending_manifest) and pending is not None:
-            if pending.durable or is_rescue:
+        def state_of(stage: str) -> StageState:
+            if running[stage]:
                 return StageState.RUNNING
-        elif is_rescue and pending is not None and not has_pending_manifest:
-            return StageState.RUNNING
-        is_requested = "persist" in requested or is_rescue
-        return StageState.WAITING if is_requested else StageState.NOT_REQUESTED
+            return StageState.WAITING if stage in waiting else StageState.NOT_REQUESTED
 
-    def _removal_state(self, save_id: str) -> StageState:
-        is_requested = records.request_record(records.REMOVE_OLD, save_id) in self.names
-        return StageState.RUNNING if is_requested else StageState.NOT_REQUESTED
+        return {stage: outcomes[stage] or Stage(state_of(stage)) for stage in running}
 
     def _seal_state(
         self, save_id: str, staged: tuple[StagedFile, ...], unsealed: tuple[str, ...]
@@ -292,31 +265,32 @@ class _SnapshotReader:
 
     def _state_on_this_node(self, stage: str, save_id: str) -> StageState:
         """Return the state of the part of a stage that a leader requested from this node."""
-        if records.request_record(stage, save_id) not in self.names:
+        if not self._has(stage, save_id):
             return StageState.NOT_REQUESTED
-        if records.node_outcome_record(stage, save_id) in self.names:
+        if self._has(stage, save_id, "done"):
             return StageState.DONE
         waits = stage == "persist" and self._is_copying(save_id)
         return StageState.WAITING if waits else StageState.RUNNING
 
     def _rescue_state(self, save_id: str) -> StageState:
         """Return DONE if the rescue was requested, from this node or by this node."""
-        names = [records.request_record(each, save_id) for each in ("rescue", "called")]
-        names.append(records.cluster_outcome_record("persist", save_id))
-        is_done = any(name in self.names for name in names)
+        is_done = any(self._has(each, save_id) for each in ("rescue", "called"))
+        is_done = is_done or self._has("persist", save_id, "all")
         return StageState.DONE if is_done else StageState.NOT_REQUESTED
 
     def _is_copying(self, save_id: str) -> bool:
         """Return whether a live rank of this node is still copying data, before the commit ends."""
-        if records.cluster_outcome_record("commit", save_id) in self.names:
+        if self._has("commit", save_id, "all"):
             return False
-        markers = records.copying_markers(self.names)
-        ranks = [rank_in_name(name) for name in markers if records.save_id_in_name(name) == save_id]
-        return any(is_rank_alive(self.place.run, rank) for rank in ranks)
+        return any(
+            is_rank_alive(self.place.run, rank_in_name(name))
+            for name in self.names
+            if name.endswith(records.COPYING_SUFFIX) and records.save_id_in_name(name) == save_id
+        )
 
     def _read_ended_stage(self, stage: str, save_id: str) -> Stage | None:
         """Return a stage if it has ended, otherwise None."""
-        name = records.cluster_outcome_record(stage, save_id)
+        name = records.save_record(stage, save_id, "all")
         if name not in self.names:
             return None
         found = self.cache.read(self.place.path / name, StageOutcome)

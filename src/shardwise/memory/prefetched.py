@@ -17,7 +17,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.engine.copy_file import Throttle, copy_verified
@@ -37,32 +36,18 @@ FILES_AT_ONCE = 4
 log = logging.getLogger("shardwise.agent")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchOptions:
-    """The checkpoint files that an agent reads before the training starts.
+def parse_ranks(ranks: str | None) -> frozenset[int] | None:
+    """Return the ranks of a text such as "8-15"; None for all ranks.
 
-    Attributes:
-        root: the root of the run, a path or URL.
-        ranks: read the files that these ranks wrote; None for all files.
+    Raises:
+        StoreError: the ranks have another form.
     """
-
-    root: str
-    ranks: frozenset[int] | None = None
-
-    @classmethod
-    def parse(cls, root: str, ranks: str | None) -> PrefetchOptions:
-        """Return the options for ranks `A-B`; None for all ranks.
-
-        Raises:
-            StoreError: the ranks have another form.
-        """
-        if ranks is None:
-            return cls(root)
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", ranks)
-        if match is None:
-            raise StoreError(f"--ranks {ranks}: expected the ranks of this node, such as 8-15")
-        first = int(match[1])
-        return cls(root, frozenset(range(first, int(match[2] or first) + 1)))
+    if ranks is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", ranks)
+    if match is None:
+        raise StoreError(f"--ranks {ranks}: expected the ranks of this node, such as 8-15")
+    return frozenset(range(int(match[1]), int(match[2] or match[1]) + 1))
 
 
 class _PrefetchStopped(Exception):  # noqa: N818
@@ -78,15 +63,20 @@ class Prefetcher:
 
     Args:
         home: the home of the node.
-        options: the files to read.
+        root: the root of the run, a path or URL.
+        ranks: read the files that these ranks wrote; None for all files.
         kept_seconds: the seconds after which the files are removed.
     """
 
     def __init__(
-        self, home: Home, options: PrefetchOptions, kept_seconds: float = KEPT_SECONDS
+        self,
+        home: Home,
+        root: str,
+        ranks: frozenset[int] | None = None,
+        kept_seconds: float = KEPT_SECONDS,
     ) -> None:
         self._home = home
-        self._options = options
+        self._root, self._ranks = root, ranks
         self._kept_seconds = kept_seconds
         self._incomplete = home.path / PREFETCH_DIRECTORY / INCOMPLETE_DIRECTORY
         self._inode = 0
@@ -112,7 +102,7 @@ class Prefetcher:
             self._stopping.wait(self._kept_seconds)
         except (_PrefetchStopped, ShardwiseError, OSError) as error:
             if not self._is_stopped():
-                log.warning("cannot prefetch from %s: %s", self._options.root, error)
+                log.warning("cannot prefetch from %s: %s", self._root, error)
         discard_prefetched(self._home.path)
 
     def read(self) -> None:
@@ -122,7 +112,7 @@ class Prefetcher:
             ShardwiseError: the checkpoint is damaged, or the root cannot be read.
             OSError: the storage failed.
         """
-        root = open_store(self._options.root)
+        root = open_store(self._root)
         lineage, steps = read_lineage(root), committed_steps(root)
         if lineage is None or not steps:
             log.info("%s has no checkpoint to prefetch", root)
@@ -148,7 +138,7 @@ class Prefetcher:
     def _choose_files(self, files: Sequence[FileEntry]) -> list[FileEntry]:
         """Return the files to read that fit into the free memory."""
         bytes_left = shutil.disk_usage(self._home.path).free * FRACTION_OF_FREE_MEMORY
-        ranks, chosen = self._options.ranks, []
+        ranks, chosen = self._ranks, []
         for file in files:
             if (ranks is None or file.rank in ranks) and file.size <= bytes_left:
                 chosen.append(file)

@@ -40,7 +40,6 @@ from shardwise.memory.home import (
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import read_run_view, read_snapshot
-from shardwise.memory.prefetched import discard_prefetched
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import rank_in_name
@@ -88,15 +87,11 @@ def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
 
 
 def _unanswered_removal_requests(names: Collection[str]) -> set[str]:
-    requested = records.requested_saves(records.REMOVE_OLD, names)
+    requested = records.saves_with(names, records.REMOVE_OLD)
     done = {
-        save
-        for save in requested
-        if records.cluster_outcome_record(records.REMOVE_OLD, save) in names
+        save for save in requested if records.save_record(records.REMOVE_OLD, save, "all") in names
     }
-    return {
-        records.request_record(records.REMOVE_OLD, save) for save in requested if save not in done
-    }
+    return {records.save_record(records.REMOVE_OLD, save) for save in requested if save not in done}
 
 
 def free_replaced(place: SnapshotDirectory) -> None:
@@ -178,12 +173,9 @@ def discard_superseded(
 ) -> None:
     """After a restore, free the snapshots that the run no longer needs (see `find_superseded`).
 
-    Files that the agent has prefetched for the restore are removed, too.
-
     Raises:
         StoreError: the agent does not release a snapshot.
     """
-    discard_prefetched(run.path.parents[1])
     discard(find_superseded(read_run_view(run), step, lineage, nodes, slots))
 
 
@@ -289,7 +281,7 @@ def _remove(place: SnapshotDirectory, names: list[str]) -> None:
                 path.rename(place.run.free_directory / slots[name])
             elif name in spares:
                 add_spare(place.run, path)
-            elif records.is_cluster_outcome_record(name):
+            elif records.is_outcome(name):
                 path.rename(ended / name)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -299,9 +291,10 @@ def _remove(place: SnapshotDirectory, names: list[str]) -> None:
 
 
 def _removal_order(name: str) -> int:
-    if records.requested_saves("pending", [name]):
+    if records.pending_records([name]):
         return 0
-    return 2 if records.has_slot_field(name) or records.is_cluster_outcome_record(name) else 1
+    has_slot = name.endswith(records.STAGED_SUFFIX) or records.is_ring_record(name)
+    return 2 if has_slot or records.is_outcome(name) else 1
 
 
 def _files_of_agent(names: Collection[str]) -> set[str]:
@@ -310,8 +303,8 @@ def _files_of_agent(names: Collection[str]) -> set[str]:
         name
         for name in names
         if name.endswith(records.DATA_SUFFIXES)
-        and records.staged_record(name) not in names
-        and records.entry_record(name) not in names
+        and records.file_record(name, "staged") not in names
+        and records.file_record(name, "entry") not in names
     }
 
 

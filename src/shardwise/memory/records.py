@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from functools import cache
+from typing import Literal
 
 import msgspec
 
@@ -18,7 +19,7 @@ from shardwise.manifest.manifest import Count, FileEntry
 from shardwise.memory.fields import AnyStage, MadeName, PlainName, RequestedStage, SaveId, Seconds
 from shardwise.memory.files import encode_record
 from shardwise.memory.redundancy.placement import Protection, ProtectionGroup
-from shardwise.retention import PlainKeep
+from shardwise.retention import Keep, PlainKeep, decode_keep
 from shardwise.tiers.options import MirrorRequest
 
 DATA_SUFFIXES = (".safetensors", ".bin")
@@ -27,9 +28,9 @@ REMOVE_OLD = "retain"
 """The stage that follows `persist` and removes old checkpoints. Only closing a run waits for it."""
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
-STAGED_SUFFIX = ".staged.json"
-_COPYING_SUFFIX = ".copying"
-_SAVE_ID = re.compile(r"[0-9a-f]{16}")
+STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying"
+Part = Literal["", "done", "all", "retry", "copy"]
+_PENDING_PARTS: tuple[Part, ...] = ("", "copy")
 _SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
 
 
@@ -108,6 +109,40 @@ class RingFile(
 
 
 @prepare_decoding
+class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do in storage after a save: remove old checkpoints, or keep a mirror up to date.
+
+    Attributes:
+        root: the root of the checkpoints.
+        keep: the retention rules of the root.
+        mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
+            remove checkpoints, and only those that they have copied.
+        newest: the step that was saved last; None if no step was saved yet. Newer steps are not
+            removed.
+        damaged: steps in the root that are known to be damaged. They do not count as kept, and are
+            not removed.
+        suspected: steps to check in the root; see `shardwise.tiers.mirroring.SavedSteps`.
+    """
+
+    root: str
+    keep: PlainKeep = {}
+    mirror: MirrorRequest | None = None
+    newest: Count | None = None
+    damaged: list[int] = []
+    suspected: dict[int, float] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do. Without rules, the root keeps all checkpoints."""
+        return self.mirror is not None or self.rules.has_rules
+
+    @property
+    def rules(self) -> Keep:
+        """The retention rules of the root."""
+        return decode_keep(self.keep)
+
+
+@prepare_decoding
 class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of a save that is not committed yet, and everything else that its leader needs.
 
@@ -118,14 +153,11 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         files: the name and node of each file, in the order of the manifest.
         nodes: the agents of all nodes of the run.
         leader: the name of the leader's node.
-        root: the root to which the checkpoint is persisted.
+        storage: the root to which the checkpoint is persisted, and what to do there afterwards.
         epoch: the epoch of the run at the save.
         durable: whether to persist the save in any case.
         rescue: whether to persist the save if a trainer is lost, although it is not `durable`.
         overwrite: whether to replace a checkpoint of the same step.
-        keep: the retention rules of the root.
-        mirror: the mirror of the root; None if there is none.
-        damaged: steps in the root that are known to be damaged. They do not count as kept.
         copies, parity, group: the options of `Memory` for copies and parity.
         rings: for each ring, the names of its ranks' files.
         wait: seconds to wait for a node that does not answer.
@@ -140,14 +172,11 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[tuple[PlainName, str]]
     nodes: list[AgentInfo]
     leader: str
-    root: str
+    storage: StorageTask
     epoch: Count = 0
     durable: bool = False
     rescue: bool = False
     overwrite: bool = False
-    keep: PlainKeep = {}
-    mirror: MirrorRequest | None = None
-    damaged: list[int] = []
     copies: Count = 0
     parity: Count = 0
     group: Count = 8
@@ -192,27 +221,6 @@ class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[AgentInfo]
     wait: Seconds
     rings: Count = 0
-
-
-@prepare_decoding
-class RemoveOldRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to remove old checkpoints from storage.
-
-    Attributes:
-        step: the step that was saved last. Newer steps are not removed.
-        root: the directory of the checkpoints.
-        keep: the retention rules.
-        damaged: steps that are known to be damaged. They do not count as kept, and are not removed.
-        mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
-            remove checkpoints, and only those that they have copied.
-    """
-
-    save_id: SaveId
-    step: Count
-    root: str
-    keep: PlainKeep
-    damaged: list[int] = []
-    mirror: MirrorRequest | None = None
 
 
 @prepare_decoding
@@ -275,6 +283,60 @@ def schema() -> str:
     return hashlib.blake2b(encode_record(encoded.decode()), digest_size=8).hexdigest()
 
 
+def save_record(stage: str, save_id: str, part: Part = "") -> str:
+    """Return the name of a record of a save.
+
+    `save_record("persist", id)` is the request by which a leader requests the stage `persist` from
+    a node. `save_record("pending", id)` is the `PendingManifest`, on the node that leads the save.
+
+    Args:
+        part: "done" for the `StageOutcome` on this node, "all" for that of the cluster; "retry" for
+            the `Retry`; "copy" for the copy of the `PendingManifest` on all other nodes.
+    """
+    return f"{stage}-{part}-{save_id}.json" if part else f"{stage}-{save_id}.json"
+
+
+def file_record(data_file: str, kind: str) -> str:
+    """Return the name of a record of a data file.
+
+    Args:
+        kind: "staged" for the `StagedFile`; "failed" for the `StageOutcome` that says why the file
+            could not be staged; "entry" for the `FileEntry` of the sealed file; "kept-0" for the
+            `RingFile` of the first copy or parity chunk that the rank made, and so on.
+    """
+    return f"{data_file.removesuffix('.safetensors')}.{kind}.json"
+
+
+def data_file_of(staged: str) -> str:
+    """Return the name of the data file of a `StagedFile` record."""
+    return f"{staged.removesuffix(STAGED_SUFFIX)}.safetensors"
+
+
+def copying_marker(data_file: str) -> str:
+    """Return the name of the empty file that exists while a rank copies its data into memory."""
+    return f"{data_file.removesuffix('.safetensors')}{COPYING_SUFFIX}"
+
+
+def ring_file_name(record: str) -> str:
+    """Return the name of a rank's copy or parity until the agent renames it, given its record."""
+    return f"{record.removesuffix('.json')}.bin"
+
+
+def saves_with(names: Iterable[str], stage: str, part: Part = "") -> list[str]:
+    """Return the ids of the saves for which there is a `save_record` of this kind, sorted."""
+    ids = {name: save_id_in_name(name) for name in names}
+    return sorted(each for name, each in ids.items() if name == save_record(stage, each, part))
+
+
+def pending_records(names: Iterable[str]) -> list[str]:
+    """Return the names of the pending manifests, and of the copies of others, among names."""
+    return [
+        save_record("pending", save_id, part)
+        for part in _PENDING_PARTS
+        for save_id in saves_with(names, "pending", part)
+    ]
+
+
 def save_id_in_name(name: str) -> str:
     """Return the save id in the name of a data file or a record; "" if there is none."""
     found = _SAVE_IN_NAME.search(name)
@@ -286,99 +348,11 @@ def rank_in_name(name: str) -> int:
     return int(name[1:].split("-")[0])
 
 
-def staged_record(data_file: str) -> str:
-    """Return the name of the `StagedFile` record of a data file."""
-    return data_file.removesuffix(".safetensors") + STAGED_SUFFIX
-
-
-def data_file_of(staged: str) -> str:
-    """Return the name of the data file of a `StagedFile` record."""
-    return f"{staged.removesuffix(STAGED_SUFFIX)}.safetensors"
-
-
-def staging_failure_record(data_file: str) -> str:
-    """Return the name of the `StageOutcome` record that says why a file could not be staged."""
-    return f"{data_file.removesuffix('.safetensors')}.failed.json"
-
-
-def copying_marker(data_file: str) -> str:
-    """Return the name of the empty file that exists while a rank copies its data into memory."""
-    return data_file.removesuffix(".safetensors") + _COPYING_SUFFIX
-
-
-def copying_markers(names: Iterable[str]) -> list[str]:
-    """Return the copying markers among the names of files."""
-    return [name for name in names if name.endswith(_COPYING_SUFFIX)]
-
-
-def ring_record(data_file: str, index: int) -> str:
-    """Return the name of a `RingFile` record.
-
-    Args:
-        data_file: the data file of the rank that made the copy or parity.
-        index: the index among the copies, or among the parity blocks, that this rank made.
-    """
-    return f"{data_file.removesuffix('.safetensors')}.kept-{index}.json"
-
-
-def ring_file_name(record: str) -> str:
-    """Return the name of a rank's copy or parity until the agent renames it, given its record."""
-    return f"{record.removesuffix('.json')}.bin"
-
-
-def entry_record(data_file: str) -> str:
-    """Return the name of the record of a sealed data file: a `FileEntry` of the manifest."""
-    return f"{data_file}.entry.json"
-
-
-def pending_record(save_id: str) -> str:
-    """Return the name of the `PendingManifest` of a save, on the node that leads the save."""
-    return f"pending-{save_id}.json"
-
-
-def pending_copy_record(save_id: str) -> str:
-    """Return the name of the copy of the `PendingManifest` of a save, on all other nodes."""
-    return f"pending-copy-{save_id}.json"
-
-
-def request_record(stage: str, save_id: str) -> str:
-    """Return the name of the record by which a leader requests a stage from a node."""
-    return f"{stage}-{save_id}.json"
-
-
-def node_outcome_record(stage: str, save_id: str) -> str:
-    """Return the name of the `StageOutcome` record of a stage on this node."""
-    return f"{stage}-done-{save_id}.json"
-
-
-def retry_record(stage: str, save_id: str) -> str:
-    """Return the name of the `Retry` record of a stage that this node tries again."""
-    return f"{stage}-retry-{save_id}.json"
-
-
-def cluster_outcome_record(stage: str, save_id: str) -> str:
-    """Return the name of the `StageOutcome` record of a stage for the cluster."""
-    return f"{stage}-all-{save_id}.json"
-
-
-def requested_saves(stage: str, names: Iterable[str]) -> list[str]:
-    """Return the ids of the saves for which `names` has a request of a stage, sorted."""
-    prefix, suffix = f"{stage}-", ".json"
-    requests = [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
-    ids = (name.removeprefix(prefix).removesuffix(suffix) for name in requests)
-    return sorted(save_id for save_id in ids if _SAVE_ID.fullmatch(save_id))
-
-
-def has_slot_field(name: str) -> bool:
-    """Return whether the record with this name contains the name of a slot."""
-    return name.endswith(STAGED_SUFFIX) or is_ring_record(name)
-
-
 def is_ring_record(name: str) -> bool:
     """Return whether this is the name of a `RingFile` record."""
     return ".kept-" in name and name.endswith(".json")
 
 
-def is_cluster_outcome_record(name: str) -> bool:
+def is_outcome(name: str) -> bool:
     """Return whether a record with this name has the outcome of a stage for the cluster."""
     return "-all-" in name and name.endswith(".json")

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -61,19 +60,6 @@ class NodeEntry(msgspec.Struct, frozen=True, rename={"info": "card", "saved_at":
     run: str
     epoch: Epoch
     saved_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredNodes:
-    """The nodes of a run according to its root.
-
-    Attributes:
-        infos: the agents that can be asked.
-        unreachable: the names of the nodes that cannot be asked, and why.
-    """
-
-    infos: list[AgentInfo]
-    unreachable: dict[str, str] = field(default_factory=dict)
 
 
 class NodeRegistry:
@@ -145,29 +131,34 @@ class NodeRegistry:
         for _, name in sorted(kept, reverse=True)[MOST_ENTRIES:]:
             self._entries.delete(name)
 
-    def read(self, excluding: Collection[str] = ()) -> RegisteredNodes:
+    def read(self, excluding: Collection[str] = ()) -> tuple[list[AgentInfo], dict[str, str]]:
         """Return the nodes that may hold snapshots of the run.
 
         Args:
             excluding: the names of nodes to leave out.
+
+        Returns:
+            The agents that can be asked; and the names of other nodes, each with the reason why it
+            cannot be asked.
         """
-        found = RegisteredNodes([])
+        found: list[AgentInfo] = []
+        unreachable: dict[str, str] = {}
         try:
             names = self._names()
         except OSError as error:
-            return RegisteredNodes([], {"all": f"cannot read {self._entries}: {error}"})
+            return [], {"all": f"cannot read {self._entries}: {error}"}
         excluded = {_file_of(node) for node in excluding}
         names = [name for name in names if name not in excluded][:MOST_ENTRIES]
         for name, entry in self._read_all(names).items():
             if isinstance(entry, str):
-                found.unreachable[name.removesuffix(".json")] = entry
+                unreachable[name.removesuffix(".json")] = entry
             elif entry.run == self._run and self._clock() - entry.saved_at < LONGEST_AGE:
                 if serves_own_host_only(entry.info) and entry.info.host != socket.gethostname():
                     why = f"its agent serves its own host only, {entry.info.host}"
-                    found.unreachable[entry.info.node] = why
+                    unreachable[entry.info.node] = why
                 else:
-                    found.infos.append(entry.info)
-        return found
+                    found.append(entry.info)
+        return found, unreachable
 
     def _names(self) -> list[str]:
         return [name for name in self._entries.list() if name.endswith(".json")]

@@ -9,7 +9,7 @@ other code derives the state of a stage from the names of records.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -206,16 +206,3 @@ class Failing(msgspec.Struct, frozen=True):
     step: Count | None
     seconds: Seconds
     failure: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """A node and all its runs.
-
-    Attributes:
-        unreadable: the runs that could not be read, and why.
-    """
-
-    node: str
-    runs: tuple[RunView, ...]
-    unreadable: Mapping[Run, Exception] = field(default_factory=dict)

@@ -55,29 +55,14 @@ class TieredStore(ReadOnlyStore):
         with self._count_lock:
             return dict(zip(self._tier_names, self._bytes_read, strict=True))
 
-    def with_prefetched(self, files: Store) -> TieredStore:
-        """Return this store with a nearest tier of prefetched files."""
-        return TieredStore([files, *self._tiers], [PREFETCHED, *self._tier_names])
-
-    def mirror_alone(self) -> TieredStore:
-        """Return the mirror alone."""
-        return TieredStore(self._tiers[-1:], [MIRROR])
+    @classmethod
+    def over(cls, root: Store, mirror: Store | None) -> Store:
+        """Return a root with its mirror; or the root itself without one."""
+        return root if mirror is None else cls([root, mirror])
 
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""
         return self._main if MANIFEST in self._main.list() else self._tiers[-1]
-
-    def has_other_save(self) -> bool:
-        """Return whether the mirror has another save of this checkpoint than the root.
-
-        The result is False if one of them has no checkpoint, or does not answer.
-        """
-        saves = []
-        for tier in (self._main, self._tiers[-1]):
-            with suppress(OSError):
-                manifest = saved_manifest(tier)
-                saves += [] if manifest is None else [manifest.save_id]
-        return len(set(saves)) > 1
 
     @property
     def traits(self) -> StoreTraits:
@@ -221,6 +206,19 @@ class TieredStore(ReadOnlyStore):
             OSError: as for `list`.
         """
         return self._names(lambda tier: tier.stores_with(key))
+
+
+def have_other_saves(root: Store, mirror: Store) -> bool:
+    """Return whether a mirror has another save of a checkpoint than the root.
+
+    The result is False if one of them has no checkpoint, or does not answer.
+    """
+    saves = set()
+    for tier in (root, mirror):
+        with suppress(OSError):
+            manifest = saved_manifest(tier)
+            saves |= set() if manifest is None else {manifest.save_id}
+    return len(saves) > 1
 
 
 class _TieredFile:

@@ -18,7 +18,7 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, records
 from shardwise.memory.agent.lead import agents_of, read_pending_manifest, try_stage
 from shardwise.memory.agent.opened_stores import OpenedStores
-from shardwise.memory.agent.persist import copy_file, remove_old_checkpoints
+from shardwise.memory.agent.persist import copy_file
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import (
     REPLACED,
@@ -33,23 +33,22 @@ from shardwise.memory.decide import (
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ROOT_RECORD, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
-from shardwise.memory.mirror_tasks import MirrorTask, set_mirror_task
+from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
 from shardwise.memory.records import (
     PersistRequest,
     ProtectRequest,
-    RemoveOldRequest,
     StagedFile,
     StageOutcome,
+    StorageTask,
 )
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
-from shardwise.retention import committed_steps
+from shardwise.retention import apply_retention, committed_steps
 from shardwise.store import Store, open_store
-from shardwise.tiers.options import MirrorRequest
 
 log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
@@ -83,14 +82,16 @@ class Follower:
         place = action.place
         for name in action.files:
             try:
-                staged = read_record(place.path / records.staged_record(name), StagedFile)
+                staged = read_record(place.path / records.file_record(name, "staged"), StagedFile)
             except StoreError as error:
                 done = StageOutcome(save_id=action.save_id, stage="stage", failure=str(error))
-                write_record(place.path / records.staging_failure_record(name), done)
+                write_record(place.path / records.file_record(name, "failed"), done)
                 continue
-            if staged is not None and not place.has(records.entry_record(name)):
+            if staged is not None and not place.has(records.file_record(name, "entry")):
                 data = self.mapped_files.map(place.path / name, staged.file.size)
-                write_record(place.path / records.entry_record(name), seal(data, staged.file))
+                write_record(
+                    place.path / records.file_record(name, "entry"), seal(data, staged.file)
+                )
 
     def copy(self, action: Copy) -> None:
         """Copy this node's files to storage."""
@@ -114,23 +115,34 @@ class Follower:
         self._answer_request(action, "protect", ProtectRequest, make_copies_or_parity)
 
     def remove_old(self, action: decide.RemoveOld) -> None:
-        """Remove old checkpoints from storage. Stop if the request is withdrawn."""
-        name = records.request_record(records.REMOVE_OLD, action.save_id)
+        """Remove old checkpoints from storage. Stop if the request is withdrawn.
 
-        def remove(request: RemoveOldRequest) -> int:
-            if request.mirror is not None:
-                return _request_mirroring(action.place, request, request.mirror)
-            with self.stores.open(request.root) as root:
-                return remove_old_checkpoints(
-                    root, request, should_continue=lambda: action.place.has(name)
+        Publishing does not wait for the removal: freeing the blocks of a large file can take a
+        third of the time that writing the file took.
+        """
+        name = records.save_record(records.REMOVE_OLD, action.save_id)
+
+        def remove(task: StorageTask) -> int:
+            if task.mirror is not None:
+                set_mirror_task(action.place.run, task)
+                action.place.run.wake_agent()
+                return 0
+            with self.stores.open(task.root) as root:
+                removed = apply_retention(
+                    root,
+                    task.rules,
+                    newest=task.newest or 0,
+                    damaged=frozenset(task.damaged),
+                    should_continue=lambda: action.place.has(name),
                 )
+            return len(removed)
 
         self._answer_request(
             action,
             records.REMOVE_OLD,
-            RemoveOldRequest,
+            StorageTask,
             remove,
-            outcome_name=records.cluster_outcome_record,
+            part="all",
         )
 
     def rescue(self, action: Rescue) -> None:
@@ -146,13 +158,11 @@ class Follower:
         with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
             for node in dict.fromkeys([pending.leader, *(info.node for info in pending.nodes)]):
                 try:
-                    nodes.write(node, records.request_record("rescue", pending.save_id), request)
+                    nodes.write(node, records.save_record("rescue", pending.save_id), request)
                 except StoreError as error:
                     log.warning("node %s: %s", node, error)
                     continue
-                write_record(
-                    place.path / records.request_record("called", pending.save_id), request
-                )
+                write_record(place.path / records.save_record("called", pending.save_id), request)
                 return
 
     def _copy_files(self, place: SnapshotDirectory, request: PersistRequest) -> int:
@@ -162,12 +172,14 @@ class Follower:
         def copy(name: str, store: Store) -> int:
             deadline = Deadline(request.wait)
             # The record of a staged file is valid only once the file exists.
-            place.wait_for(name, deadline, failure_name=records.staging_failure_record(name))
-            entry = _read_existing(place.path / records.staged_record(name), StagedFile).file
+            place.wait_for(name, deadline, failure_name=records.file_record(name, "failed"))
+            entry = _read_existing(
+                place.path / records.file_record(name, "staged"), StagedFile
+            ).file
             data = self.mapped_files.map(place.path / name, entry.size)
 
             def wait_until_sealed() -> None:
-                place.wait_for(records.entry_record(name), deadline)
+                place.wait_for(records.file_record(name, "entry"), deadline)
 
             copy_file(data, entry, store, throttle, wait_until_sealed)
             return entry.size
@@ -187,17 +199,17 @@ class Follower:
         stage: str,
         record_type: type[Record],
         work: Callable[[Record], int],
-        outcome_name: Callable[[str, str], str] = records.node_outcome_record,
+        part: records.Part = "done",
     ) -> None:
         """Read a leader's request, do the work, and record the result.
 
         Args:
             record_type: the type of the request.
             work: takes the request, and returns the number of bytes processed.
-            outcome_name: returns the name of the record with the result.
+            part: which record gets the result.
         """
         place, save_id = action.place, action.save_id
-        path = place.path / records.request_record(stage, save_id)
+        path = place.path / records.save_record(stage, save_id)
         start = time.monotonic()
         nbytes, failure = try_stage(
             place, stage, save_id, lambda: work(_read_existing(path, record_type))
@@ -210,23 +222,7 @@ class Follower:
             failure=failure,
             node=self.node,
         )
-        write_record(place.path / outcome_name(stage, save_id), done)
-
-
-def _request_mirroring(
-    place: SnapshotDirectory, request: RemoveOldRequest, mirror: MirrorRequest
-) -> int:
-    """Request to mirror a checkpoint, and to remove mirrored old checkpoints; return 0."""
-    task = MirrorTask(
-        root=request.root,
-        mirror=mirror,
-        keep=request.keep,
-        newest=request.step,
-        damaged=request.damaged,
-    )
-    set_mirror_task(place.run, task)
-    place.run.wake_agent()
-    return 0
+        write_record(place.path / records.save_record(stage, save_id, part), done)
 
 
 def _read_existing(path: Path, record_type: type[Record]) -> Record:

@@ -104,17 +104,18 @@ class Agent:
     def due_actions(self) -> list[Action]:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
-        node = self._observer.node()
-        decided = {view.run: self._try_to_decide(view, now) for view in node.runs}
+        views = self._observer.node()
+        decided = {run: self._try_to_decide(view, now) for run, view in views.items()}
         failures = {run: each for run, each in decided.items() if isinstance(each, Exception)}
-        failures |= node.unreadable
         actions = [each for found in decided.values() if isinstance(found, list) for each in found]
         for run, failure in failures.items():
             self._retries.record_failure(run, failure)
         self._retries.forget_all_except([*actions, *failures])
         return [each for each in actions if self._retries.is_due(each)]
 
-    def _try_to_decide(self, view: RunView, now: float) -> list[Action] | Exception:
+    def _try_to_decide(self, view: RunView | Exception, now: float) -> list[Action] | Exception:
+        if isinstance(view, Exception):
+            return view
         try:
             return decide_run(view, now, self._periods)
         except Exception as error:

@@ -22,7 +22,6 @@ from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
     copy_files_of_lost_nodes,
     lock_for_publishing,
-    make_removal_request,
 )
 from shardwise.memory.agent.protect import plan_protection
 from shardwise.memory.files import read_record, write_record
@@ -88,7 +87,7 @@ class Leader:
             return
         start = time.monotonic()
         infos = agents_of(pending, place.run)
-        is_rescue = place.has(records.request_record("rescue", pending.save_id))
+        is_rescue = place.has(records.save_record("rescue", pending.save_id))
         wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             save = _LeaderSave(place, pending, nodes, self)
@@ -104,7 +103,7 @@ class Leader:
                 bytes_total=pending.bytes_total,
                 files=len(pending.files),
             )
-            nodes.write_to_all(records.cluster_outcome_record(stage, pending.save_id), done)
+            nodes.write_to_all(records.save_record(stage, pending.save_id, "all"), done)
 
     def _record_damage(self, action: decide.SaveAction, stage: str, error: StoreError) -> None:
         """Record on all nodes that a stage failed, because the pending manifest is damaged.
@@ -113,13 +112,13 @@ class Leader:
             StoreError: the record was removed, or other nodes do not answer.
         """
         place = action.place
-        if not place.has(records.pending_record(action.save_id)):
+        if not place.has(records.save_record("pending", action.save_id)):
             raise error
         failure = _log_failure(place, error)
         done = StageOutcome(save_id=action.save_id, stage=stage, failure=failure, node=self.node)
         infos = read_known_nodes(place.run)
         with closing(Nodes(place, infos, self.node, RESCUE_TIMEOUT, self.tls)) as nodes:
-            nodes.write_to_all(records.cluster_outcome_record(stage, action.save_id), done)
+            nodes.write_to_all(records.save_record(stage, action.save_id, "all"), done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +142,9 @@ class _LeaderSave:
             return {
                 name: self.nodes.wait_for_record(
                     node,
-                    records.entry_record(name),
+                    records.file_record(name, "entry"),
                     FileEntry,
-                    failure_name=records.staging_failure_record(name),
+                    failure_name=records.file_record(name, "failed"),
                 )
                 for name in files_of[node]
             }
@@ -156,7 +155,7 @@ class _LeaderSave:
         # Write to this node first: the commit here must not wait for a lost node whose files are
         # not needed.
         self.nodes.write(self.leader.node, MANIFEST, manifest)
-        pending_copy = records.pending_copy_record(self.pending.save_id), self.pending
+        pending_copy = records.save_record("pending", self.pending.save_id, "copy"), self.pending
         self.nodes.write_to_others(pending_copy, (MANIFEST, manifest))
         return sum(each.size for each in entries)
 
@@ -173,7 +172,7 @@ class _LeaderSave:
             wait=self.pending.wait,
             rings=len(self.pending.rings),
         )
-        self.nodes.write_to_all(records.request_record("protect", save_id), request)
+        self.nodes.write_to_all(records.save_record("protect", save_id), request)
         outcome_of = run_on_nodes(
             [info.node for info in self.pending.nodes],
             lambda node: self._wait_for_node("protect", node),
@@ -184,16 +183,14 @@ class _LeaderSave:
         """Have all nodes copy their files to storage, and publish the manifest there."""
         save_id = self.pending.save_id
         with (
-            self.leader.stores.open(self.pending.root) as root,
+            self.leader.stores.open(self.pending.storage.root) as root,
             lock_for_publishing(self.pending, root) as publication,
         ):
             copied = 0 if publication.is_published else self._copy_files(publication.store)
             publication.publish(self.place.read_manifest(save_id))
-        request = make_removal_request(self.pending)
-        if request is not None:
-            write_record(
-                self.place.path / records.request_record(records.REMOVE_OLD, save_id), request
-            )
+        if self.pending.storage.is_needed:
+            request = records.save_record(records.REMOVE_OLD, save_id)
+            write_record(self.place.path / request, self.pending.storage)
         return copied
 
     def _copy_files(self, store: Store) -> int:
@@ -204,7 +201,7 @@ class _LeaderSave:
         outcome_of = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
         copied = {node: done for node, done in outcome_of.items() if done is not None}
         nbytes = _total_bytes(copied)
-        outcome = records.cluster_outcome_record("commit", self.pending.save_id)
+        outcome = records.save_record("commit", self.pending.save_id, "all")
         commit = self.nodes.wait_for_record(self.leader.node, outcome, StageOutcome)
         if commit.failure:
             raise StoreError(
@@ -235,13 +232,13 @@ class _LeaderSave:
         """Request that a node copies its files to storage; return False if the node is lost."""
         request = PersistRequest(
             save_id=self.pending.save_id,
-            root=self.pending.root,
+            root=self.pending.storage.root,
             files=files,
             budget=self.pending.budget,
             wait=self.pending.wait,
         )
         try:
-            self.nodes.write(node, records.request_record("persist", self.pending.save_id), request)
+            self.nodes.write(node, records.save_record("persist", self.pending.save_id), request)
         except StoreError as error:
             self._log_lost_node(node, error)
             return False
@@ -263,8 +260,8 @@ class _LeaderSave:
         """Wait until a node has done its part of a stage."""
         save_id = self.pending.save_id
         done, request = (
-            records.node_outcome_record(stage, save_id),
-            records.request_record(stage, save_id),
+            records.save_record(stage, save_id, "done"),
+            records.save_record(stage, save_id),
         )
         return self.nodes.wait_for_record(node, done, StageOutcome, request_name=request)
 
@@ -294,7 +291,7 @@ def read_pending_manifest(action: decide.SaveAction) -> PendingManifest:
         StoreError: this node has neither, because the snapshot is being removed.
     """
     place = action.place
-    for pending in place.pending_manifests() + place.pending_copies():
+    for pending in place.pending_manifests():
         if pending.save_id == action.save_id:
             return pending
     raise StoreError(
@@ -308,7 +305,10 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     if len(pending.nodes) == 1:  # only this node
         return pending.nodes
     places = [SnapshotDirectory(run, step) for step in run.steps()]
-    manifests = [pending, *(each for place in places for each in place.pending_manifests())]
+    manifests = [
+        pending,
+        *(each for place in places for each in place.pending_manifests()),
+    ]
     newest = {info.node: info for each in manifests for info in each.nodes}
     return [newest[info.node] for info in pending.nodes]
 
@@ -330,13 +330,13 @@ def try_stage(
         result = 0, _log_failure(place, error)
     except Exception as error:
         result = 0, _log_failure(place, error)
-    (place.path / records.retry_record(stage, save_id)).unlink(missing_ok=True)
+    (place.path / records.save_record(stage, save_id, "retry")).unlink(missing_ok=True)
     return result
 
 
 def _record_retry(place: SnapshotDirectory, stage: str, save_id: str, failure: str) -> bool:
     """Record why a stage is tried again; return False if the attempts took too long."""
-    path, now = place.path / records.retry_record(stage, save_id), time.time()
+    path, now = place.path / records.save_record(stage, save_id, "retry"), time.time()
     with suppress(StoreError):
         earlier = read_record(path, Retry)
         since = now if earlier is None else earlier.since

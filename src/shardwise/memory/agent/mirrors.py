@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory.home import Home, Run
 from shardwise.memory.mirror_tasks import (
-    MirrorTask,
     mirror_task_age,
     read_mirror_task,
     remove_mirror_task,
     runs_with_mirrors,
 )
 from shardwise.memory.rank_locks import has_trainers
-from shardwise.retention import decode_keep
+from shardwise.memory.records import StorageTask
 from shardwise.store import open_store
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.worker import MirrorWorker
@@ -37,7 +36,7 @@ log = logging.getLogger("shardwise.agent")
 class _ActiveTask:
     """A task, and the thread that works on it; None if its stores could not be opened."""
 
-    task: MirrorTask
+    task: StorageTask
     worker: MirrorWorker | None
     started_at: float
 
@@ -82,7 +81,7 @@ class Mirrors:
 
     def update_tasks(self) -> None:
         """Start threads for new tasks, update the other threads, and remove completed tasks."""
-        tasks: dict[str, tuple[Run, MirrorTask]] = {}
+        tasks: dict[str, tuple[Run, StorageTask]] = {}
         for name in runs_with_mirrors(self._home.path):
             with suppress(StoreError):  # not the name of a run
                 run = self._home.run(name)
@@ -96,26 +95,21 @@ class Mirrors:
                 remove_mirror_task(run)
                 self._end_task(name)
 
-    def _update_task(self, name: str, task: MirrorTask) -> None:
+    def _update_task(self, name: str, task: StorageTask) -> None:
         active = self._active.get(name)
-        if active is not None and active.worker is not None and _have_same_tiers(active.task, task):
-            if active.worker.is_failing and self._must_be_reopened(active):
-                self._end_task(name)  # opened anew, the stores may find other credentials
-                self._active[name] = _ActiveTask(task, _start_worker(task), self._clock())
-                return
-            if active.task != task:
-                active.worker.set_saved(_saved_steps(task))
+        if active is not None and _have_same_tiers(active.task, task):
+            # Opened anew, the stores may find other credentials.
+            age = self._clock() - active.started_at
+            if age < (RETRY_PERIOD if active.worker is None else REOPEN_PERIOD) or (
+                active.worker is not None and not active.worker.is_failing
+            ):
+                if active.worker is not None and active.task != task:
+                    active.worker.set_saved(_saved_steps(task))
                 active.task = task
-            return
-        if active is not None and active.worker is None:
-            if active.task == task and self._clock() - active.started_at < RETRY_PERIOD:
                 return
-        elif active is not None:
+        if active is not None:
             self._end_task(name)
         self._active[name] = _ActiveTask(task, _start_worker(task), self._clock())
-
-    def _must_be_reopened(self, active: _ActiveTask) -> bool:
-        return self._clock() - active.started_at >= REOPEN_PERIOD
 
     def _is_finished(self, run: Run, active: _ActiveTask) -> bool:
         """Return whether a run has ended, and its mirror is complete or has failed for too long."""
@@ -128,7 +122,7 @@ class Mirrors:
         log.error(
             "the mirror %s of %s still lacks checkpoints a day after the run has ended, and is "
             "given up; the next training with this root and mirror copies them",
-            *(active.task.mirror.place, active.task.root),
+            *(active.task.mirror and active.task.mirror.place, active.task.root),
         )
         return True
 
@@ -147,24 +141,27 @@ class Mirrors:
             self._bell.clear()
 
 
-def _have_same_tiers(before: MirrorTask, after: MirrorTask) -> bool:
-    def tiers(task: MirrorTask) -> object:
+def _have_same_tiers(before: StorageTask, after: StorageTask) -> bool:
+    def tiers(task: StorageTask) -> object:
         return task.root, task.mirror, task.keep
 
     return tiers(before) == tiers(after)
 
 
-def _saved_steps(task: MirrorTask) -> SavedSteps:
+def _saved_steps(task: StorageTask) -> SavedSteps:
     return SavedSteps(task.newest, frozenset(task.damaged), task.suspected)
 
 
-def _start_worker(task: MirrorTask) -> MirrorWorker | None:
+def _start_worker(task: StorageTask) -> MirrorWorker | None:
     """Start a thread for a task; return None if its stores cannot be opened."""
+    mirror = task.mirror
+    if mirror is None:
+        return None
     try:
-        rules = TierRules(decode_keep(task.keep), task.mirror.rules(), task.mirror.budget)
-        mirroring = Mirroring(open_store(task.root), open_store(task.mirror.place), rules)
+        rules = TierRules(task.rules, mirror.rules(), mirror.budget)
+        mirroring = Mirroring(open_store(task.root), open_store(mirror.place), rules)
     except (ShardwiseError, OSError, ValueError) as error:
-        log.error("the mirror %s of %s cannot be used: %s", task.mirror.place, task.root, error)
+        log.error("the mirror %s of %s cannot be used: %s", mirror.place, task.root, error)
         return None
     worker = MirrorWorker(mirroring, lowers_priority=True)
     worker.set_saved(_saved_steps(task))

@@ -74,7 +74,6 @@ class NodeAgent:
             StoreError: another agent runs on the node, or an option is invalid.
         """
         from shardwise.memory.agent.process import AgentOptions, run_agent
-        from shardwise.memory.prefetched import PrefetchOptions
 
         logging.basicConfig(
             level=logging.INFO,
@@ -91,7 +90,8 @@ class NodeAgent:
             tls=self._tls,
             secret=None if secret_file is None else Path(secret_file),
             until_idle=until_idle,
-            prefetch=None if prefetch is None else PrefetchOptions.parse(prefetch, ranks),
+            prefetch=prefetch,
+            ranks=ranks,
         )
         return run_agent(self._directory, options)
 

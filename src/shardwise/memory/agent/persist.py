@@ -22,10 +22,9 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_mani
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, PendingManifest, RemoveOldRequest
+from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, ask_nodes, list_own_files, make_reader
-from shardwise.retention import apply_retention, decode_keep
 from shardwise.store import Store
 from shardwise.store.store import Buffer
 
@@ -95,11 +94,10 @@ def copy_files_of_lost_nodes(
     """
     manifest = decode_manifest(place.read_file(MANIFEST))
     entries = {entry.name: entry for entry in manifest.files}
-    info_of = {info.node: info for info in infos}
-    others = [info for info in infos if info.node != node]
-    node_files = [list_own_files(place.run, node), *ask_nodes(others, place.run.name, tls)]
-    read = make_reader(info_of, place.run, node, tls)
-    assembly = Search(node_files, info_of, read).choose_snapshot(place.step)
+    known = {info.node: info for info in infos}
+    node_files, known = ask_nodes([list_own_files(place.run, node)], known, place.run.name, tls)
+    read = make_reader(known, place.run, node, tls)
+    assembly = Search(node_files, known, read).choose_snapshot(place.step)
     if assembly.step is None:
         reasons = "; ".join(reason for _, reason in assembly.skipped)
         raise StoreError(
@@ -208,40 +206,3 @@ def _checkpoint_exists(store: Store) -> CheckpointExistsError:
         f"Checkpoint already exists: {store}: to continue its run, call restore before the first "
         "save; otherwise save elsewhere, or pass overwrite=True to replace it"
     )
-
-
-def make_removal_request(pending: PendingManifest) -> RemoveOldRequest | None:
-    """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
-    if pending.mirror is None and not decode_keep(pending.keep).has_rules:
-        return None
-    return RemoveOldRequest(
-        save_id=pending.save_id,
-        step=pending.step,
-        root=pending.root,
-        keep=pending.keep,
-        damaged=pending.damaged,
-        mirror=pending.mirror,
-    )
-
-
-def remove_old_checkpoints(
-    root: Store, request: RemoveOldRequest, should_continue: Callable[[], bool]
-) -> int:
-    """Remove the checkpoints that a root no longer keeps; return how many.
-
-    Publishing does not wait for the removal: freeing the blocks of a large file can take a third of
-    the time that writing the file took.
-
-    Args:
-        root: the root of the request, opened.
-        should_continue: called before each removal. If it returns False, the other checkpoints
-            stay.
-    """
-    removed = apply_retention(
-        root,
-        decode_keep(request.keep),
-        newest=request.step,
-        damaged=frozenset(request.damaged),
-        should_continue=should_continue,
-    )
-    return len(removed)

@@ -41,7 +41,7 @@ from shardwise.memory.identity import (
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
-from shardwise.memory.prefetched import Prefetcher, PrefetchOptions, discard_prefetched
+from shardwise.memory.prefetched import Prefetcher, discard_prefetched, parse_ranks
 from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
@@ -68,7 +68,8 @@ class AgentOptions:
         secret: the file with the secret that clients must present; None for a secret that is
             generated and stored in the home.
         until_idle: whether to exit when the node stores nothing and no training runs.
-        prefetch: what to read from storage before a training asks; None for nothing.
+        prefetch: the root to read the newest checkpoint of before a training asks; None for none.
+        ranks: read only the files of these ranks, such as "8-15".
     """
 
     interface: str = LOOPBACK
@@ -77,7 +78,8 @@ class AgentOptions:
     tls: Tls | None = None
     secret: Path | None = None
     until_idle: bool = False
-    prefetch: PrefetchOptions | None = None
+    prefetch: str | None = None
+    ranks: str | None = None
 
 
 def run_agent(directory: Path, options: AgentOptions) -> bool:
@@ -92,6 +94,7 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
     Raises:
         StoreError: another agent runs on the node, or the address or port cannot be used.
     """
+    parse_ranks(options.ranks)  # raises before anything starts
     home = Home(directory)
     address = resolve_interface(options.interface)
     with _agent_lock(home):
@@ -164,7 +167,9 @@ async def _serve(
     threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
     app = create_app(home.path, info.token, agent.wake, agent.list_failing)
     async with serve_connections(app, listener, tls=tls):
-        prefetch = None if options.prefetch is None else Prefetcher(home, options.prefetch)
+        prefetch = None
+        if options.prefetch is not None:
+            prefetch = Prefetcher(home, options.prefetch, parse_ranks(options.ranks))
         agent.start()
         mirrors.start()
         if prefetch is not None:

@@ -282,7 +282,7 @@ class _ProtectionFiles:
         if group not in self._rings:
             return None
         ((data_file, _),) = group.members[index].files
-        record = records.ring_record(data_file, number)
+        record = records.file_record(data_file, f"kept-{number}")
         for _ in self._deadline.attempts(pause=POLL_PAUSE):
             # Look for the process first: if the rank then ends, it has already written the record.
             is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)

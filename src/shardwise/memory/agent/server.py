@@ -26,7 +26,7 @@ from shardwise.manifest.names import MANIFEST, check_file_name, step_of_director
 from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
 from shardwise.memory.files import LARGEST_RECORD, replace_atomically
 from shardwise.memory.identity import make_run_token
-from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
+from shardwise.memory.remote.client import LONGEST_WAIT, FilesOfSteps
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import NotRegularFileError, open_regular
 
@@ -64,11 +64,10 @@ def create_app(
         raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
     handlers = _Handlers(home, wake, list_failing)
     app = web.Application(middlewares=[_require_token(token)])
-    app.router.add_get("/health", handlers.health)
-    app.router.add_get(RUN_PATH, handlers.list_steps)
+    app.router.add_get("/health", handlers.list_failing)
+    app.router.add_get(RUN_PATH, handlers.list_files)
     app.router.add_get(f"{RUN_PATH}/{{step}}/{{name}}", handlers.send_file)
     app.router.add_put(f"{RUN_PATH}/{{step}}/{{name}}", handlers.receive_record)
-    app.router.add_post("/wake", handlers.wake_agent)
     app.on_response_prepare.append(_hide_versions)
     return app
 
@@ -85,12 +84,10 @@ class _Handlers:
         self._arrival = asyncio.Event()
         self._bytes_received = 0
 
-    async def health(self, request: web.Request) -> web.Response:
-        with _directory(self._home, "runs") as runs:
-            count = len(os.listdir(runs))
-        return _json(Health(os.getpid(), count, self._list_failing()))
+    async def list_failing(self, request: web.Request) -> web.Response:
+        return _json(self._list_failing())
 
-    async def list_steps(self, request: web.Request) -> web.Response:
+    async def list_files(self, request: web.Request) -> web.Response:
         return _json(_list_steps(self._home, request.match_info["run"]))
 
     async def send_file(self, request: web.Request) -> web.StreamResponse:
@@ -118,7 +115,10 @@ class _Handlers:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
-        return await self.wake_agent(request)
+        arrival, self._arrival = self._arrival, asyncio.Event()
+        arrival.set()
+        self._wake()
+        return web.Response(status=204)
 
     @asynccontextmanager
     async def _receive_body(self, request: web.Request) -> AsyncIterator[bytearray]:
@@ -168,12 +168,6 @@ class _Handlers:
             yield body
         finally:
             self._bytes_received -= len(body)
-
-    async def wake_agent(self, request: web.Request) -> web.Response:
-        arrival, self._arrival = self._arrival, asyncio.Event()
-        arrival.set()
-        self._wake()
-        return web.Response(status=204)
 
 
 def _require_token(token: str) -> Middleware:
@@ -320,33 +314,33 @@ def _write_record(home: Path, run: str, step: str, name: str, data: bytearray) -
         file.write(data)
 
 
-def _list_steps(home: Path, run: str) -> list[ListedStep]:
-    """Return the steps of a run in ascending order, each with its regular files.
+def _list_steps(home: Path, run: str) -> FilesOfSteps:
+    """Return name and size of the regular files of each step of a run.
 
     Hidden files, which are being written, are left out.
     """
-    found = []
+    found: FilesOfSteps = {}
     try:
         with _directory(home, "runs", run) as directory:
             names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return found
     for name in names:
         step = step_of_directory(name)
         if step is not None:
             with suppress(FileNotFoundError, NotADirectoryError):
-                found.append(ListedStep(step, _list_files(home, run, name)))
-    return sorted(found, key=lambda each: each.step)
+                found[step] = _list_files(home, run, name)
+    return found
 
 
-def _list_files(home: Path, run: str, step: str) -> list[ListedFile]:
-    files = []
+def _list_files(home: Path, run: str, step: str) -> dict[str, int]:
+    files = {}
     with _directory(home, "runs", run, step) as directory:
-        for name in sorted(os.listdir(directory)):
+        for name in os.listdir(directory):
             with suppress(FileNotFoundError, FormatError):
                 if name != MANIFEST:
                     check_file_name(name)
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    files.append(ListedFile(name, status.st_size))
+                    files[name] = status.st_size
     return files

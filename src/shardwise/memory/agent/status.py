@@ -229,7 +229,7 @@ def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
         yield MirrorStatus(
             run=name,
             root=task.root,
-            mirror=task.mirror.place,
+            mirror=task.mirror.place if task.mirror else "",
             newest=None if record is None else max(record.steps, default=None),
             waiting=[] if record is None else list(record.waiting),
             pinned=[] if record is None else list(record.pinned),
@@ -303,7 +303,7 @@ def _why_retrying(view: SnapshotView, stage: str, now: float) -> str:
     """Return why the agent tries a stage again, or "" if it does not."""
     for save_id in view.saves:
         with suppress(StoreError):
-            path = view.place.path / records.retry_record(stage, save_id)
+            path = view.place.path / records.save_record(stage, save_id, "retry")
             retry = read_record(path, records.Retry)
             if retry is not None:
                 return retry.describe(now)
@@ -330,10 +330,10 @@ def _lag_of_stage(snapshots: list[SnapshotStatus], stage: str) -> StageLag:
 def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
     """Return the nodes that protect a node, according to the requests for protection."""
     found: set[str] = set()
-    for save_id in records.requested_saves("protect", place.list_names(".json")):
+    for save_id in records.saves_with(place.list_names(".json"), "protect"):
         with suppress(StoreError):
             request = read_record(
-                place.path / records.request_record("protect", save_id), ProtectRequest
+                place.path / records.save_record("protect", save_id), ProtectRequest
             )
             if request is not None:
                 found |= _protectors_in(request.protection, node)

@@ -12,8 +12,9 @@ from shardwise.memory import records
 from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.client import AgentClient, Health
+from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
+from shardwise.memory.view import Failing
 
 # All in seconds.
 CHECK_PERIOD = 0.5
@@ -110,22 +111,22 @@ class AgentWatch:
             if info is None:
                 continue
             last_answer = self._last_answers.setdefault(info.node, self._last_request)
-            health = _ask_health(info, agents.tls, timeout)
+            answer = _list_failing(info, agents.tls, timeout)
             now = self._clock()
-            if isinstance(health, Health):
+            if not isinstance(answer, str):
                 self._last_answers[info.node] = now
-                self._check_progress(info, health)
+                self._check_progress(info, answer)
             elif now - last_answer > max(agents.patience, SHORTEST_SILENCE):
                 raise StoreError(
                     f"the agent of node {info.node} (process {info.process} of {info.host}) has "
-                    f"not answered for {now - last_answer:.0f} s: {health}. If it is stopped, "
+                    f"not answered for {now - last_answer:.0f} s: {answer}. If it is stopped, "
                     "resume or end it: the next agent completes its work"
                 )
 
-    def _check_progress(self, info: AgentInfo, health: Health) -> None:
+    def _check_progress(self, info: AgentInfo, failing: list[Failing]) -> None:
         """Fail if an agent has failed for too long to work on the save."""
         place = self._place
-        for each in health.failing:
+        for each in failing:
             is_here = each.run == place.run.name and each.step in (None, place.step)
             if is_here and each.seconds > self._agents.patience:
                 raise StoreError(
@@ -148,8 +149,8 @@ class AgentWatch:
         marker = records.copying_marker(f"-{self._save_id}.safetensors")
         is_copying = any(name.endswith(marker) for name in names)
         requests = (
-            records.pending_record(self._save_id),
-            records.request_record(records.REMOVE_OLD, self._save_id),
+            records.save_record("pending", self._save_id),
+            records.save_record(records.REMOVE_OLD, self._save_id),
         )
         if any(record in names for record in requests) or (
             is_copying and now - self._start < LONGEST_COPY
@@ -169,23 +170,22 @@ class AgentWatch:
             return place.list_names("")
         try:
             with closing(_make_client(leader, self._agents.tls, timeout)) as client:
-                listed = client.list(place.run.name)
+                return client.list_files(place.run.name).get(place.step, {})
         except StoreError:
             return None
-        return [file.name for step in listed if step.step == place.step for file in step.files]
 
 
 def why_no_answer(info: AgentInfo, tls: Tls | None, timeout: float) -> str:
     """Return why an agent does not answer within `timeout` seconds, or "" if it does."""
-    health = _ask_health(info, tls, timeout)
-    return health if isinstance(health, str) else ""
+    answer = _list_failing(info, tls, timeout)
+    return answer if isinstance(answer, str) else ""
 
 
-def _ask_health(info: AgentInfo, tls: Tls | None, timeout: float) -> Health | str:
-    """Return the health of an agent, or why the agent does not answer."""
+def _list_failing(info: AgentInfo, tls: Tls | None, timeout: float) -> list[Failing] | str:
+    """Return what an agent fails to work on, or why the agent does not answer."""
     try:
         with closing(_make_client(info, tls, timeout)) as client:
-            return client.health()
+            return client.list_failing()
     except StoreError as error:
         return str(error)
 

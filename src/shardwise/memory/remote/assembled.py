@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +91,6 @@ class AssembledStore(ReadOnlyStore):
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
         self._count_lock = threading.Lock()
-        self._decoding_time = _BusyStopwatch()
         self._mapped_files: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner_of: dict[str, str] = {}
@@ -118,11 +116,6 @@ class AssembledStore(ReadOnlyStore):
         """Return how many bytes of data files were read so far, by origin."""
         with self._count_lock:
             return dict(self._bytes_by_origin)
-
-    def seconds_decoding(self) -> float:
-        """Return the seconds in which at least one thread was decoding so far."""
-        with self._count_lock:
-            return self._decoding_time.seconds
 
     def close(self) -> None:
         """Close the connections to other nodes."""
@@ -210,17 +203,7 @@ class AssembledStore(ReadOnlyStore):
         sources = [node_source(node) for node in nodes]
         rebuilder = self._rebuilder
         if rebuilder is not None and key in self._owner_of:
-
-            def decode(offset: int, out: Buffer) -> None:
-                with self._count_lock:
-                    self._decoding_time.begin()
-                try:
-                    rebuilder.read(key, offset, out)
-                finally:
-                    with self._count_lock:
-                        self._decoding_time.end()
-
-            sources.append((DECODED, decode))
+            sources.append((DECODED, lambda offset, out: rebuilder.read(key, offset, out)))
         return sources
 
     def _count_bytes(self, origin: str, nbytes: int) -> None:
@@ -252,31 +235,6 @@ class AssembledStore(ReadOnlyStore):
                 f"expected at least {offset + len(out)} bytes"
             )
         return part
-
-
-@dataclass(slots=True)
-class _BusyStopwatch:
-    """A stopwatch that runs while at least one thread is busy.
-
-    Attributes:
-        seconds: the measured time, without the current run.
-        threads: the number of busy threads.
-        start: the start of the current run.
-    """
-
-    seconds: float = 0.0
-    threads: int = 0
-    start: float = 0.0
-
-    def begin(self) -> None:
-        if not self.threads:
-            self.start = time.perf_counter()
-        self.threads += 1
-
-    def end(self) -> None:
-        self.threads -= 1
-        if not self.threads:
-            self.seconds += time.perf_counter() - self.start
 
 
 @dataclass(slots=True)

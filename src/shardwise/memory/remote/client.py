@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import selectors
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from errno import EINPROGRESS
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -19,7 +15,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.files import LARGEST_RECORD
@@ -28,7 +23,7 @@ from shardwise.memory.remote.timed_request import send_request
 from shardwise.memory.view import Failing
 from shardwise.store.store import Buffer
 
-LONGEST_WAIT, CONNECT_RETRY_PERIOD, ABORT_PERIOD = 60.0, 0.2, 0.05  # seconds
+LONGEST_WAIT, SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 60.0, 0.2, 1.0  # seconds
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
 PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
@@ -40,28 +35,8 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-@prepare_decoding
-class Health(msgspec.Struct, frozen=True):
-    """A running agent: its process id, the number of runs on its node, and what it fails to do."""
-
-    pid: int
-    runs: Count
-    failing: list[Failing] = []
-
-
-class ListedFile(msgspec.Struct, frozen=True):
-    """A file on a node, and its size in bytes."""
-
-    name: Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)]
-    size: Count
-
-
-@prepare_decoding
-class ListedStep(msgspec.Struct, frozen=True):
-    """The files of a step on a node."""
-
-    step: Count
-    files: list[ListedFile]
+FilesOfSteps = dict[Count, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
+"""For each step of a run, the name and size in bytes of each file."""
 
 
 class AgentClient:
@@ -102,7 +77,8 @@ class AgentClient:
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
-        self._closed = self._aborted = False
+        self._closed = False
+        self._aborted = threading.Event()
 
     def __str__(self) -> str:
         return self._description
@@ -118,21 +94,21 @@ class AgentClient:
     def abort(self) -> None:
         """Make requests in progress and all later requests fail. Any thread may call this."""
         with self._lock:
-            self._aborted = True
+            self._aborted.set()
             for connection in self._busy:
                 with suppress(OSError, TypeError):  # closed meanwhile
                     # SSLSocket.shutdown would make other threads read ciphertext.
                     socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
         self.close()
 
-    def health(self) -> Health:
-        """Return the health of the agent."""
-        return self._request("GET", "/health", lambda r: self._decode(r, "/health", Health))
+    def list_failing(self) -> list[Failing]:
+        """Return the saves and runs that the agent fails to work on."""
+        return self._request("GET", "/health", lambda r: self._decode(r, "/health", list[Failing]))
 
-    def list(self, run: str) -> list[ListedStep]:
-        """Return the files of a run on the node, by ascending step; empty if there are none."""
+    def list_files(self, run: str) -> FilesOfSteps:
+        """Return the files of a run on the node; empty if there are none."""
         path = _url_path(run)
-        return self._request("GET", path, lambda r: self._decode(r, path, list[ListedStep]))
+        return self._request("GET", path, lambda r: self._decode(r, path, FilesOfSteps))
 
     def read(self, run: str, step: int, name: str, *, limit: int, wait: float = 0.0) -> bytes:
         """Return the contents of a small file.
@@ -177,25 +153,6 @@ class AgentClient:
         headers = {"Range": f"bytes={requested}"}
         self._request("GET", _url_path(run, step, name), fill, headers=headers)
 
-    def size(self, run: str, step: int, name: str) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: the node does not have the file.
-        """
-
-        def parse_size(response: HTTPResponse) -> int:
-            length = response.headers.get("Content-Length", "")
-            response.read()
-            if not (length.isascii() and length.isdigit() and len(length) < 20):
-                raise StoreError(
-                    f"{self}: the reply for {name} of step {step} has no valid Content-Length; "
-                    f"{NO_AGENT}"
-                )
-            return int(length)
-
-        return self._request("HEAD", _url_path(run, step, name), parse_size)
-
     def put(self, run: str, step: int, name: str, data: bytes) -> None:
         """Write a record atomically on the node, and wake the agent.
 
@@ -205,10 +162,6 @@ class AgentClient:
         if len(data) > LARGEST_RECORD:
             raise StoreError(f"{self}: {name}: {len(data):,} bytes; at most {LARGEST_RECORD:,}")
         self._request("PUT", _url_path(run, step, name), HTTPResponse.read, body=data)
-
-    def wake(self) -> None:
-        """Make the agent look for work."""
-        self._request("POST", "/wake", HTTPResponse.read, body=b"")
 
     def _request(
         self,
@@ -255,7 +208,7 @@ class AgentClient:
     def _take_connection(self) -> tuple[HTTPConnection, bool]:
         """Return an idle or a new connection, and whether it is new."""
         with self._lock:
-            if self._idle and not self._aborted:
+            if self._idle and not self._aborted.is_set():
                 connection = self._idle.pop()
                 self._busy.add(connection)
                 return connection, False
@@ -267,10 +220,10 @@ class AgentClient:
             raise StoreError(f"{self}: the agent {tls}; nothing was sent to it")
         connection = HTTPConnection(self._host, self._port)
         connection.auto_open = 0  # a reconnect by http.client would be unencrypted
-        timeout = min(self._connect_timeout, self._deadline.seconds_left())
-        sock = _dial(self._host, self._port, timeout, lambda: self._aborted)
+        deadline = Deadline(min(self._connect_timeout, self._deadline.seconds_left()))
+        sock = _dial(self._host, self._port, deadline, self._aborted)
         try:
-            sock.settimeout(timeout)
+            sock.settimeout(max(deadline.seconds_left(), 0.001))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(
@@ -278,7 +231,7 @@ class AgentClient:
                 )
             connection.sock = sock
             with self._lock:
-                if self._aborted:
+                if self._aborted.is_set():
                     raise ConnectionAbortedError("the request was aborted")
                 self._busy.add(connection)
             if isinstance(sock, ssl.SSLSocket):
@@ -318,45 +271,25 @@ class AgentClient:
             raise StoreError(f"{self}: GET {path}: {error}; {NO_AGENT}") from error
 
 
-def _dial(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
-    """Return a non-blocking TCP connection.
+def _dial(host: str, port: int, deadline: Deadline, aborted: threading.Event) -> socket.socket:
+    """Return a TCP connection.
 
-    A new attempt starts every fifth of a second while earlier ones stay open, because the system
-    retransmits a lost SYN only after a second.
+    The first attempt is short, because the system sends a lost packet again only after a second.
 
     Raises:
-        TimeoutError: no connection was established within `timeout` seconds.
+        TimeoutError: no connection was established before the deadline.
         OSError: every address refused the connection, or the attempt was aborted.
     """
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    failure: OSError | None = None
-    now = time.monotonic()
-    deadline, next_attempt, attempts = now + timeout, now, 0
-    with ExitStack() as unused, selectors.DefaultSelector() as pending:
-        while now < deadline and not is_aborted():
-            if now >= next_attempt or not pending.get_map():
-                if failure is not None and attempts >= len(addresses) and not pending.get_map():
-                    raise failure
-                family, socket_type, protocol, _, address = addresses[attempts % len(addresses)]
-                sock = socket.socket(family, socket_type, protocol)
-                unused.callback(sock.close)
-                sock.setblocking(False)
-                code = sock.connect_ex(address)
-                attempts, next_attempt = attempts + 1, now + CONNECT_RETRY_PERIOD
-                if code in (0, EINPROGRESS):
-                    pending.register(sock, selectors.EVENT_WRITE, sock)
-                else:
-                    failure = OSError(code, os.strerror(code))
-            for key, _ in pending.select(min(ABORT_PERIOD, max(0.0, deadline - now))):
-                pending.unregister(key.fileobj)
-                code = key.data.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if not code:
-                    return socket.socket(fileno=key.data.detach())
-                failure = OSError(code, os.strerror(code))
-            now = time.monotonic()
-    if is_aborted():
-        raise ConnectionAbortedError("the request was aborted")
-    raise TimeoutError(f"no connection within {timeout:g} s")
+    timeout = SHORTEST_ATTEMPT
+    while not aborted.is_set():
+        left = deadline.seconds_left()
+        try:
+            return socket.create_connection((host, port), max(min(timeout, left), 0.001))
+        except TimeoutError:
+            if left <= timeout:
+                raise
+        timeout = min(2 * timeout, LONGEST_ATTEMPT)
+    raise ConnectionAbortedError("the request was aborted")
 
 
 def _make_error(request: str, response: HTTPResponse) -> OSError:

@@ -277,7 +277,7 @@ class Nodes:
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
             newer = SnapshotDirectory(run, step)
-            pending = newer.pending_manifests() + newer.pending_copies()
+            pending = newer.pending_manifests()
             if pending:
                 present = {info.node for each in pending for info in each.nodes}
                 absent = sorted(set(nodes) - present)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
         with suppress(FileNotFoundError):
             steps[step] = _file_sizes(place)
         with suppress(StoreError):  # a damaged manifest names no nodes
-            for pending in place.pending_manifests() + place.pending_copies():
+            for pending in place.pending_manifests():
                 known |= {info.node: info for info in pending.nodes}
     return NodeFiles(node, steps, list(known.values()))
 
@@ -84,20 +84,7 @@ def _file_sizes(place: SnapshotDirectory) -> dict[str, int]:
     return sizes
 
 
-def ask_nodes(infos: Iterable[AgentInfo], run: str, tls: Tls | None) -> list[NodeFiles]:
-    """Return the files of a run on each node whose agent answers."""
-    deadline = Deadline(SEARCH_TIMEOUT)
-
-    def ask(info: AgentInfo) -> NodeFiles | None:
-        with suppress(OSError), closing(_make_client(info, tls, deadline)) as client:
-            return _list_files(client, info, run)
-        return None
-
-    with ThreadPoolExecutor(MOST_REQUESTS, "shardwise-ask") as pool:
-        return [files for files in pool.map(ask, infos) if files is not None]
-
-
-def ask_all_nodes(
+def ask_nodes(
     nodes: list[NodeFiles],
     infos: Mapping[str, AgentInfo],
     run: str,
@@ -310,11 +297,14 @@ class Search:
     def _read_epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
         for each in self.nodes:
-            for record in (records.pending_record(save_id), records.pending_copy_record(save_id)):
+            for record in (
+                records.save_record("pending", save_id),
+                records.save_record("pending", save_id, "copy"),
+            ):
                 if record in each.steps.get(step, {}):
                     with suppress(OSError):
                         data = self.read(each.node, step, record)
-                        return decode_record(data, _PendingEpoch, record).epoch
+                        return decode_record(data, PendingManifest, record).epoch
         return None
 
     def _assemble(self, step: int, manifest: Manifest, source: str) -> Assembly | str:
@@ -348,7 +338,7 @@ class Search:
         self, step: int, save_id: str, files_of: Mapping[str, Mapping[str, int]]
     ) -> Protection | None:
         """Return the protection of a save, from the first node with a readable record of it."""
-        record = records.request_record("protect", save_id)
+        record = records.save_record("protect", save_id)
         for node, files in files_of.items():
             if record in files:
                 with suppress(OSError):
@@ -357,18 +347,9 @@ class Search:
         return None
 
 
-@prepare_decoding
-class _PendingEpoch(msgspec.Struct):
-    """The epoch of a pending manifest; its other fields are not decoded."""
-
-    epoch: int = 0
-
-
 def _list_files(client: AgentClient, info: AgentInfo, run: str) -> NodeFiles:
     """Return the files of a run on a node, as its agent lists them."""
-    steps = {
-        listed.step: {file.name: file.size for file in listed.files} for listed in client.list(run)
-    }
+    steps = client.list_files(run)
     return NodeFiles(info.node, steps, _nodes_of_newest(client, run, steps))
 
 
@@ -378,11 +359,7 @@ def _nodes_of_newest(
     """Return the nodes of the newest snapshot whose pending manifest a node can provide."""
     deadline = Deadline(READ_TIMEOUT)
     for step in sorted(steps, reverse=True):
-        own = map(records.pending_record, records.requested_saves("pending", steps[step]))
-        copies = map(
-            records.pending_copy_record, records.requested_saves("pending-copy", steps[step])
-        )
-        for name in (*own, *copies):
+        for name in records.pending_records(steps[step]):
             if deadline.has_passed():  # the node answers too slowly
                 return []
             with suppress(OSError):

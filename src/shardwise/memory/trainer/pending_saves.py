@@ -15,13 +15,25 @@ class PendingSaves:
 
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
+        self._told: set[str] = set()
 
     def add(self, save: PendingSave) -> None:
         """Add a save, and forget the saves that have succeeded."""
         self._saves = [
-            *(each for each in self._saves if not each.has_succeeded()),
+            *(each for each in self._saves if not each.has_succeeded() or self._is_new(each)),
             save,
         ]
+        self._told &= {each.save_id for each in self._saves}
+
+    def take_saved(self) -> list[int]:
+        """Return the steps that became durable since the last call."""
+        new = list(filter(self._is_new, self._saves))
+        self._told |= {each.save_id for each in new}
+        return [each.place.step for each in new]
+
+    def _is_new(self, save: PendingSave) -> bool:
+        """Return whether a save is durable, and `take_saved` did not return it yet."""
+        return save.save_id not in self._told and save.is_persisted()
 
     def raise_failure(self) -> None:
         """Raise the first failure that was not raised yet.
@@ -86,7 +98,7 @@ class PendingSaves:
         last = self._saves[-1]
         last.wait_for("commit", None)
         if leads:
-            record = records.request_record("rescue", last.save_id)
+            record = records.save_record("rescue", last.save_id)
             write_record(
                 last.place.path / record, StageOutcome(save_id=last.save_id, stage="rescue")
             )

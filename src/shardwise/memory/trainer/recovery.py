@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,78 +20,63 @@ from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import RegisteredNodes
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import (
     SEARCH_TIMEOUT,
     NodeFiles,
     Search,
-    ask_all_nodes,
+    ask_nodes,
     list_own_files,
     make_reader,
 )
 from shardwise.memory.seal import is_file_intact
-from shardwise.memory.trainer.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from shardwise.memory.trainer.snapshots import Snapshots
 
 COMMIT_TIMEOUT = 5.0
 POLL_PAUSE = 0.01
+FoundSnapshots = Generator[tuple[Assembly, AssembledStore | None], None, None]
+"""Snapshots, newest first: where the files of each are, and the files."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundSnapshot:
-    """The newest snapshot that can be restored, if any.
+def find_snapshots(snapshots: Snapshots, group: Group, step: int | None) -> FoundSnapshots:
+    """Yield the newest snapshot that can be read completely, and its files. All ranks call this.
 
-    Attributes:
-        step: the step of the snapshot; -1 if there is none.
-        store: the files of the snapshot; None if there is none.
-        skipped: the newer steps that cannot be restored, each with the reason.
-        nodes: the nodes that hold files of this snapshot, or of damaged snapshots that were tried
-            before.
-        choosing_seconds: the seconds that rank 0 took to choose the snapshot, after the nodes had
-            answered.
-        unanswered: the nodes of the run that did not answer and may hold a newer snapshot, each
-            with the reason.
-    """
-
-    step: int
-    store: AssembledStore | None
-    skipped: list[tuple[int, str]]
-    nodes: frozenset[str] = frozenset()
-    choosing_seconds: float = 0.0
-    unanswered: dict[str, str] = field(default_factory=dict)
-
-
-def find_snapshot(
-    snapshots: Snapshots, group: Group, *, step: int | None, damaged: FoundSnapshot | None = None
-) -> FoundSnapshot:
-    """Return the newest snapshot that can be read completely. All ranks call this together.
+    To ask for the next means that files of the last were damaged. Newer snapshots are not
+    considered any more. The damaged snapshot is considered again in two cases: its damaged files
+    were removed, or another node, which had not answered before, holds some of its files. The last
+    result has no step and no store.
 
     Args:
         snapshots: the snapshots of the run.
         group: the ranks.
         step: the only step to consider; None for all steps.
-        damaged: a snapshot whose files were found to be damaged; None in the first search. Newer
-            snapshots are not considered. The damaged snapshot is considered again in two cases:
-            its damaged files were removed, or another node, which had not answered before, holds
-            some of its files.
     """
-    assembly = _find_assembly(snapshots, group, step, damaged)
-    nodes = frozenset(assembly.nodes) | (damaged.nodes if damaged else frozenset())
-    found = FoundSnapshot(
-        -1, None, assembly.skipped, nodes, assembly.choosing_seconds, assembly.unanswered
-    )
-    if assembly.step is None:
-        return found
-    store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
-    return replace(found, step=assembly.step, store=store)
+    damaged: int | None = None
+    nodes_read: set[str] = set()
+    while True:
+        found = _find_assembly(snapshots, group, step, damaged, nodes_read)
+        if found.step is None:
+            yield found, None
+            return
+        nodes_read |= found.nodes.keys()
+        store = AssembledStore(found, snapshots.run, snapshots.node, snapshots.tls)
+        # This node's files are not freed meanwhile. One rank locks storage for all.
+        with closing(store), store.hold(MANIFEST, shared=True):
+            yield found, store
+        damaged = found.step
 
 
 def _find_assembly(
-    snapshots: Snapshots, group: Group, step: int | None, damaged: FoundSnapshot | None
+    snapshots: Snapshots,
+    group: Group,
+    step: int | None,
+    damaged_step: int | None,
+    nodes_read: Collection[str],
 ) -> Assembly:
     """Agree on the snapshot, and return where its files are."""
     membership, run, here = snapshots.membership, snapshots.run, snapshots.node
-    damaged_step = None if damaged is None else damaged.step
     complete_saves = _find_complete_saves(snapshots, group) if damaged_step is None else set()
 
     def encode_own_files() -> bytes:
@@ -107,8 +92,8 @@ def _find_assembly(
 
     def choose(encoded: list[bytes]) -> bytes:
         nodes = [msgspec.msgpack.decode(each, type=NodeFiles) for each in encoded if each]
-        registered = snapshots.registry.read({info.node for info in membership.nodes})
-        infos = {info.node: info for info in (*registered.infos, *membership.nodes)}
+        others, unreachable = snapshots.registry.read({info.node for info in membership.nodes})
+        infos = {info.node: info for info in (*others, *membership.nodes)}
         deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
 
         def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
@@ -116,15 +101,19 @@ def _find_assembly(
             return Search(nodes, infos, read, membership.lineage)
 
         def is_enough(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> bool:
-            return not damaged and make_search(nodes, infos).is_complete(step)
+            return damaged_step is None and make_search(nodes, infos).is_complete(step)
 
-        answers = ask_all_nodes(nodes, infos, run.name, snapshots.tls, is_enough, deadline)
+        answers = ask_nodes(nodes, infos, run.name, snapshots.tls, is_enough, deadline)
         search = make_search(*answers)
         start = time.perf_counter()
-        nodes_read = () if damaged is None else damaged.nodes
         assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
         seconds = time.perf_counter() - start
-        unanswered = _unanswered_nodes(registered, {each.node for each in search.nodes})
+        silent = {
+            info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
+            for info in others
+        }
+        answered = {each.node for each in search.nodes}
+        unanswered = {n: why for n, why in {**unreachable, **silent}.items() if n not in answered}
         if unanswered and search.is_complete(step):
             unanswered = {}
         assembly = msgspec.structs.replace(
@@ -134,16 +123,6 @@ def _find_assembly(
 
     reply = exchange(group, "looking for snapshots", encode_own_files, choose)
     return msgspec.msgpack.decode(reply, type=Assembly)
-
-
-def _unanswered_nodes(registered: RegisteredNodes, answered: set[str]) -> dict[str, str]:
-    """Return the nodes in the registry that did not answer, and why."""
-    silent = {
-        info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-        for info in registered.infos
-    }
-    reasons = {**registered.unreachable, **silent}
-    return {node: reason for node, reason in reasons.items() if node not in answered}
 
 
 def _remove_damaged(place: SnapshotDirectory) -> bool:
@@ -163,7 +142,7 @@ def _remove_damaged(place: SnapshotDirectory) -> bool:
     for name in damaged:
         with suppress(IsADirectoryError):  # no file of the snapshot, so it is not listed either
             (place.path / name).unlink(missing_ok=True)
-        staged = place.path / records.staged_record(name)
+        staged = place.path / records.file_record(name, "staged")
         staged.unlink(missing_ok=True)  # while the record exists, the slot counts as used
     return bool(damaged)
 

@@ -312,7 +312,7 @@ class RingProtection:
             ranges: the byte range of each data file that is included.
             checksums: for parity, the checksums of the included blocks of each data file.
         """
-        record = records.ring_record(self.ring.own_member.file.name, number)
+        record = records.file_record(self.ring.own_member.file.name, f"kept-{number}")
         file = records.ring_file_name(record)
         ring_file = RingFile(self.ring.group, file, slot.name, ranges, checksums)
         write_record(self.place.path / record, ring_file)  # the record comes first, as in `Staging`

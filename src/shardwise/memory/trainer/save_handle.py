@@ -116,6 +116,12 @@ class PendingSave:
         except StoreError:
             return False
 
+    def is_persisted(self) -> bool:
+        """Return whether the checkpoint is durable."""
+        with suppress(StoreError):
+            return self.is_durable and self.outcome("persist") is not None
+        return False
+
     def outcome(self, stage: str) -> StageOutcome | None:
         """Return the outcome of a stage, or None if it has not ended.
 
@@ -184,7 +190,7 @@ class PendingSave:
 
     def why_retrying(self, stage: str) -> str:
         """Return why the agent of this node tries a stage again, or "" if it does not."""
-        path = self.place.path / records.retry_record(stage, self.save_id)
+        path = self.place.path / records.save_record(stage, self.save_id, "retry")
         with suppress(StoreError):
             retry = read_record(path, records.Retry)
             return "" if retry is None else retry.describe(time.time())
@@ -221,6 +227,9 @@ class SaveHandle:
         copying: the copy to host memory; None if it has ended. The copy runs at full speed while a
             caller waits for it.
         mirror: waits for the mirror of the root; None if the root has no mirror.
+
+    Attributes:
+        report: the report of the work so far.
     """
 
     def __init__(
@@ -230,17 +239,13 @@ class SaveHandle:
         copying: CopyProgress | None = None,
         mirror: MirrorWatch | None = None,
     ) -> None:
-        self._report = report
+        self.report = report
         self._pending = pending
         self._copying = copying
         self._mirror = mirror
 
     def __repr__(self) -> str:
-        return f"<SaveHandle of step {self._report.step}>"
-
-    def with_mirror(self, mirror: MirrorWatch) -> SaveHandle:
-        """Return the same handle, which can also wait for the mirror of the root."""
-        return SaveHandle(self._report, self._pending, self._copying, mirror)
+        return f"<SaveHandle of step {self.report.step}>"
 
     def done(self) -> bool:
         """Return whether the save has ended.
@@ -276,7 +281,7 @@ class SaveHandle:
             return
         if not self._copying.wait(timeout):
             raise TimeoutError(
-                f"step {self._report.step}: copying the state to host memory has not ended in "
+                f"step {self.report.step}: copying the state to host memory has not ended in "
                 f"{timeout:g} s; the copy continues, so do not change the state yet: call staged() "
                 "again"
             )
@@ -309,16 +314,16 @@ class SaveHandle:
             StoreError, TimeoutError: as for `committed`. `timeout` applies to each stage.
         """
         if (pending := self._hurry_copy()) is None:
-            return self._report
+            return self.report
         outcomes = {stage: pending.wait_for(stage, timeout) for stage in pending.stages}
         commit = outcomes["commit"]
         seconds = {stage: done.seconds for stage, done in outcomes.items()}
         return replace(
-            self._report,
+            self.report,
             bytes_total=commit.bytes_total,
             bytes_deduplicated=commit.bytes_held - commit.bytes_total,
             files=commit.files,
-            seconds=self._report.seconds | seconds,
+            seconds=self.report.seconds | seconds,
         )
 
     def mirrored(self, timeout: float | None = None) -> None:
@@ -334,9 +339,9 @@ class SaveHandle:
             why = (
                 "the Checkpointer has no mirror=" if is_durable else "this save is for memory only"
             )
-            raise StoreError(f"step {self._report.step} is not mirrored: {why}")
+            raise StoreError(f"step {self.report.step} is not mirrored: {why}")
         self.result(timeout)
-        self._mirror.wait(self._report.step or 0, timeout)
+        self._mirror.wait(self.report.step or 0, timeout)
 
     def _hurry_copy(self) -> PendingSave | None:
         """Let the copy continue at full speed, because a caller waits; return the pending save."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import warnings
 from collections.abc import Callable
@@ -30,23 +31,29 @@ from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
+from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.options import Memory, Tls
+from shardwise.memory.prefetched import discard_prefetched, prefetched_files
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
-from shardwise.memory.records import AgentInfo
+from shardwise.memory.records import AgentInfo, StorageTask
 from shardwise.memory.registry import NodeRegistry, Registration, record_known_nodes
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
+from shardwise.memory.trainer.pending_manifest import make_pending_manifest
 from shardwise.memory.trainer.pending_saves import PendingSaves
+from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
 from shardwise.memory.trainer.rings import Rings
 from shardwise.memory.trainer.save_handle import PendingSave, SaveHandle
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from shardwise.memory.trainer.storage_policy import StoragePolicy, make_pending_manifest
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import committed_steps
 from shardwise.store import Store
+from shardwise.tiers.watch import MirrorWatch
+
+log = logging.getLogger("shardwise")
 
 
 class Snapshots:
@@ -57,6 +64,7 @@ class Snapshots:
         options: the user's options.
         group: the ranks.
         comparison: compares the replicas of the ranks.
+        mirror: follows the mirror of the root; None if the root has none.
 
     Attributes:
         skipped: the number of snapshots that were skipped because no slot was free.
@@ -66,12 +74,17 @@ class Snapshots:
     """
 
     def __init__(
-        self, root: Store, options: Memory, group: Group, comparison: ReplicaComparison
+        self,
+        root: Store,
+        options: Memory,
+        group: Group,
+        comparison: ReplicaComparison,
+        mirror: MirrorWatch | None = None,
     ) -> None:
         self._root = root
         self._options = options = choose_interface(options, group)
         self._group = group
-        self._comparison = comparison
+        self._comparison, self._mirror = comparison, mirror
         self._pending, self.skipped = PendingSaves(), 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
@@ -134,17 +147,20 @@ class Snapshots:
     def save(
         self,
         make_save: Callable[[], SaveRequest],
-        policy: StoragePolicy,
+        storage: StorageTask,
         plan_cache: PlanCache,
         recorder: Recorder,
+        *,
+        durable: bool,
     ) -> SaveHandle | None:
         """Stage a snapshot for the agents, and return its handle; None if it was skipped.
 
         Args:
             make_save: returns this rank's save; its store is the place of the step in storage.
-            policy: whether to persist the snapshot, and the rules for older checkpoints.
+            storage: the root, and what to do there after the save.
             plan_cache: plans of earlier saves.
             recorder: measures the stages.
+            durable: whether to persist the snapshot.
 
         Raises:
             ShardwiseError: on all ranks: the save is refused, or an earlier one has failed.
@@ -154,12 +170,12 @@ class Snapshots:
 
         def offer() -> tuple[DescribedSave, bytes]:
             info = self._check_before_save()
-            has_slot, described = self._describe(make_save(), policy, recorder)
+            has_slot, described = self._describe(make_save(), recorder, durable=durable)
             own = encode_offer(described, plan_cache, self._group, self._comparison)
             return described, msgspec.msgpack.encode((own, has_slot, info))
 
         def reply(own: DescribedSave, encoded: list[bytes]) -> bytes:
-            if policy.durable:
+            if durable:
                 refuse_existing(own.request, self._steps_to_look_for)
             message_type = tuple[bytes, bool, AgentInfo]
             decoded = [msgspec.msgpack.decode(each, type=message_type) for each in encoded]
@@ -184,20 +200,20 @@ class Snapshots:
         )
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
-        return self._stage(planned, policy, recorder, bytes_sent_before)
+        return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
 
     def _describe(
-        self, save: SaveRequest, policy: StoragePolicy, recorder: Recorder
+        self, save: SaveRequest, recorder: Recorder, *, durable: bool
     ) -> tuple[bool, DescribedSave]:
         """Return whether this rank has a slot for a snapshot, and the described save."""
         step = save.options.step or 0
         refuse_older_step(self.run, step, self.membership.lineage, self._root)
         self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-        has_slot = not self._staging.is_prepared or policy.durable or self._staging.has_free()
-        place = str(save.store) if policy.durable else f"memory, for {save.store}"
-        storage = self._root if policy.durable else None
+        has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
+        place = str(save.store) if durable else f"memory, for {save.store}"
+        root = self._root if durable else None
         with recorder.stage("describe"):
-            return has_slot, describe_save(replace(save, place=place, written_to=storage))
+            return has_slot, describe_save(replace(save, place=place, written_to=root))
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
@@ -240,6 +256,22 @@ class Snapshots:
                 group, "allocating slots", lambda: self._staging.prepare(source, ring, compared)
             )
 
+    def find_snapshots(self, step: int | None) -> FoundSnapshots:
+        """Yield the newest snapshot in memory, as `recovery.find_snapshots` does."""
+        return find_snapshots(self, self._group, step)
+
+    def prefetched(self) -> Store | None:
+        """Return the data files that the agent of this node has read ahead, if any."""
+        return prefetched_files(self.run)
+
+    def request_mirroring(self, task: StorageTask) -> None:
+        """Have the agent of this node mirror the root."""
+        try:
+            set_mirror_task(self.run, task)
+        except OSError as error:
+            log.error("the agent of this node cannot mirror %s yet: %s", self._root, error)
+        self.home.wake()
+
     def fence(self) -> None:
         """Wait for the copy in progress, so that the state may change."""
         self._staging.fence()
@@ -263,6 +295,7 @@ class Snapshots:
 
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
+            discard_prefetched(self.home.path)
             membership, slots = self.membership, self._options.slots
             discard_superseded(self.run, step, membership.lineage, membership.node_of, slots)
 
@@ -354,6 +387,10 @@ class Snapshots:
         run_on_all(self._group, "persisting the last snapshot", request)
         return True
 
+    def take_saved(self) -> list[int]:
+        """Return the steps that became durable since the last call. One rank may call this."""
+        return self._pending.take_saved()
+
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
         try:
@@ -380,21 +417,23 @@ class Snapshots:
     def _stage(
         self,
         planned: PlannedSave,
-        policy: StoragePolicy,
+        storage: StorageTask,
         recorder: Recorder,
         bytes_sent_before: int,
+        *,
+        durable: bool,
     ) -> SaveHandle:
         """Stage a planned save. Failures here reach the other ranks at the next save."""
         options = planned.save.options
         place = SnapshotDirectory(self.run, options.step or 0)
-        stages = ("commit", "protect", "persist") if policy.durable else ("commit", "protect")
+        stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring = self._rings.join(planned)
         manifest = None
         if planned.rank == 0:
             rings = self._rings.files
             manifest = make_pending_manifest(
-                planned, options, policy, self._options, self.membership, str(self._root), rings
+                planned, options, storage, self._options, self.membership, rings, durable=durable
             )
         part = SnapshotPart(
             place=place,
@@ -413,13 +452,13 @@ class Snapshots:
             planned.save_id,
             stages,
             logs_failures=is_first,
-            deletes_older=is_first and policy.durable and policy.removes_old,
+            deletes_older=is_first and durable and storage.is_needed,
             copying=copying,
             watch=self._staging.watch,
         )
         self._pending.add(pending)
         report = SaveReport(
-            path=str(planned.save.store if policy.durable else place.path),
+            path=str(planned.save.store if durable else place.path),
             step=options.step,
             bytes_total=0,
             bytes_written=0 if source is None else source.layout.size,
@@ -429,4 +468,4 @@ class Snapshots:
             bytes_communicated=self._group.bytes_sent - bytes_sent_before,
             seconds=recorder.seconds(),
         )
-        return SaveHandle(report, pending, copying)
+        return SaveHandle(report, pending, copying, self._mirror)

@@ -286,7 +286,9 @@ class Staging:
         self._wake()
 
     def _write_pending(self, part: SnapshotPart, pending: PendingManifest) -> None:
-        write_record(part.place.path / records.pending_record(part.planned.save_id), pending)
+        write_record(
+            part.place.path / records.save_record("pending", part.planned.save_id), pending
+        )
 
     def _run_and_keep_failure(self, part: SnapshotPart, work: Callable[[], object]) -> str:
         """Run `work`, and return why it failed, or "". `raise_failure` raises the failure."""
@@ -311,7 +313,7 @@ class Staging:
             return
         done = StageOutcome(save_id=planned.save_id, stage="stage", failure=failure)
         try:
-            write_record(place.path / records.staging_failure_record(planned.key), done)
+            write_record(place.path / records.file_record(planned.key, "failed"), done)
             if part.pending is not None:
                 self._write_pending(part, part.pending)
         except OSError as error:  # then the commit times out
@@ -341,7 +343,7 @@ class Staging:
         )
         # The record comes first. If this process is killed in between, or the record cannot be
         # written, the slot is still free, and a record without its file has no effect.
-        write_record(place.path / records.staged_record(planned.key), staged)
+        write_record(place.path / records.file_record(planned.key, "staged"), staged)
         slot.path.rename(place.path / planned.key)
 
     def _copy_sample(self, part: SnapshotPart, copying: CopyProgress) -> None:

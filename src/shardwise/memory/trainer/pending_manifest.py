@@ -1,49 +1,24 @@
-"""The rules for a snapshot in storage, and the pending manifest with which agents get them."""
+"""The pending manifest, with which agents get what they need to complete a save."""
 
 from __future__ import annotations
-
-from dataclasses import asdict, dataclass
 
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import PlannedSave
 from shardwise.manifest.names import data_file
 from shardwise.memory.options import Memory
-from shardwise.memory.records import PendingManifest
+from shardwise.memory.records import PendingManifest, StorageTask
 from shardwise.memory.trainer.agents import Membership
-from shardwise.retention import Keep
-from shardwise.tiers.options import MirrorRequest
-
-
-@dataclass(frozen=True, slots=True)
-class StoragePolicy:
-    """The rules for a snapshot, and for older checkpoints, in storage.
-
-    Attributes:
-        durable: whether to persist the snapshot in any case, not only if a trainer is lost.
-        keep: the rules for the checkpoints in storage afterwards.
-        damaged: steps in storage that are known to be damaged, and do not count as kept.
-        mirror: the mirror of the root; None if there is none.
-    """
-
-    durable: bool
-    keep: Keep
-    damaged: tuple[int, ...] = ()
-    mirror: MirrorRequest | None = None
-
-    @property
-    def removes_old(self) -> bool:
-        """Whether older checkpoints may be removed, or mirrored, after the save."""
-        return self.keep.has_rules or self.mirror is not None
 
 
 def make_pending_manifest(
     planned: PlannedSave,
     options: SaveOptions,
-    policy: StoragePolicy,
+    storage: StorageTask,
     memory: Memory,
     membership: Membership,
-    root: str,
     rings: list[list[str]],
+    *,
+    durable: bool,
 ) -> PendingManifest:
     """Return the pending manifest of a save; `rings` are the file names of each ring of ranks."""
     manifest = planned.manifest_plan
@@ -57,13 +32,10 @@ def make_pending_manifest(
         leader=node_of[0],
         epoch=membership.lineage.epoch,
         rings=rings,
-        root=root,
-        durable=policy.durable,
+        storage=storage,
+        durable=durable,
         rescue=memory.rescue,
         overwrite=options.overwrite,
-        keep=asdict(policy.keep),
-        mirror=policy.mirror,
-        damaged=list(policy.damaged),
         copies=memory.copies,
         parity=memory.parity,
         group=memory.group,

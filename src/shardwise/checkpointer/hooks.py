@@ -1,0 +1,73 @@
+"""The hooks of a run: those of shardwise, and those of other packages."""
+
+from __future__ import annotations
+
+import logging
+
+from shardwise.engine.group import Group
+from shardwise.engine.replica_comparison import ReplicaComparison
+from shardwise.errors import ShardwiseError
+from shardwise.events import Recorder, Sink
+from shardwise.plugins import find_plugins, load_plugin
+from shardwise.ports.hooks import GROUP, RestoreReport, Run, RunHook
+
+log = logging.getLogger("shardwise")
+
+
+class RunHooks:
+    """The hooks of a run, called one after the other."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RunHook] = []
+
+    def add(self, hook: RunHook) -> None:
+        """Add a hook, which is called after the others."""
+        self._hooks.append(hook)
+
+    def add_plugins(self, run: Run) -> None:
+        """Add the hooks of other packages.
+
+        Raises:
+            StateError: the hook of a package cannot be imported.
+        """
+        for entry in find_plugins(GROUP).values():
+            hook: RunHook | None = load_plugin(entry)(run)
+            if hook is not None:
+                self.add(hook)
+
+    def call(self, verb: str, *arguments: object, **options: object) -> None:
+        """Call a method of all hooks, also if one raises.
+
+        Raises:
+            ShardwiseError: the first that a hook raised. Other exceptions are logged.
+        """
+        failures: list[ShardwiseError] = []
+        for hook in self._hooks:
+            try:
+                getattr(hook, verb)(*arguments, **options)
+            except ShardwiseError as error:  # noqa: PERF203 - few hooks
+                failures.append(error)
+            except Exception:
+                log.exception("%s of the hook %r failed; the training continues", verb, hook)
+        if failures:
+            raise failures[0]
+
+
+class DivergenceWatch(RunHook):
+    """Ends the comparison of replicas: after a restore without a result, at the end with one."""
+
+    def __init__(self, comparison: ReplicaComparison, group: Group, on_event: Sink | None) -> None:
+        self._comparison, self._group, self._on_event = comparison, group, on_event
+
+    def restored(self, report: RestoreReport) -> None:
+        """Forget the last sample, because the state was replaced."""
+        self._comparison.forget()
+
+    def closed(self, *, completed: bool) -> None:
+        """Compare the replicas of the last save, because no save follows.
+
+        Raises:
+            MismatchError: replicas differ, and `on_divergence` is "raise".
+        """
+        if completed:
+            self._comparison.compare_last(self._group, Recorder(self._on_event))

@@ -1,0 +1,156 @@
+"""`Saver`: how a run saves. `Snapshots` stages saves in memory; `DirectSaver` writes to storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.planning import SaveRequest
+from shardwise.engine.replica_comparison import ReplicaComparison
+from shardwise.engine.save import save_all
+from shardwise.errors import StoreError
+from shardwise.events import Recorder
+from shardwise.memory.records import StorageTask
+from shardwise.memory.trainer.recovery import FoundSnapshots
+from shardwise.memory.trainer.save_handle import SaveHandle
+from shardwise.plan.cache import PlanCache
+from shardwise.retention import apply_retention
+from shardwise.store import Store
+from shardwise.tiers.watch import MirrorWatch
+
+
+class Saver(Protocol):
+    """Saves the steps of a run. All ranks call its methods together, except as noted."""
+
+    @property
+    def request_mirroring(self) -> Callable[[StorageTask], None] | None:
+        """Has the agent of this node mirror the root; None if there are no agents."""
+
+    def save(
+        self,
+        make_save: Callable[[], SaveRequest],
+        storage: StorageTask,
+        plan_cache: PlanCache,
+        recorder: Recorder,
+        *,
+        durable: bool,
+    ) -> SaveHandle | None:
+        """Begin to save a step, and return its handle; None if the save was skipped."""
+
+    def prepare(
+        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
+    ) -> int:
+        """Allocate the memory of saves, and return the bytes for this rank."""
+
+    def fence(self) -> None:
+        """Wait for the copy in progress, so that the state may change. One rank may call this."""
+
+    def persist(self, step: int, *, removes_old: bool) -> bool:
+        """Have the last save persisted, if it is of this step; return whether it is."""
+
+    def take_saved(self) -> list[int]:
+        """Return the steps that became durable since the last call. One rank may call this."""
+
+    def take_failure(self) -> StoreError | None:
+        """Return a failure in the background that was not raised or returned yet, if any."""
+
+    def wait_until_durable(self) -> None:
+        """Wait until durable saves have ended. One rank may call this."""
+
+    def find_snapshots(self, step: int | None) -> FoundSnapshots:
+        """Yield the newest snapshot in memory; then an older one, as the last was damaged."""
+
+    def prefetched(self) -> Store | None:
+        """Return the data files of the newest checkpoint that this node has read ahead, if any."""
+
+    def resume_from(self, step: int | None) -> None:
+        """Discard what is newer than the step that the run continues from."""
+
+    def close(self, *, wait: bool, failed: bool) -> None:
+        """Release everything; wait until all saves have ended, if `wait` is True."""
+
+
+class DirectSaver:
+    """Saves to storage. A save is durable when `save` returns.
+
+    Args:
+        root: the store of the checkpoints.
+        group: the ranks.
+        comparison: compares the replicas of the ranks.
+        mirror: follows the mirror of the root; None if the root has none.
+    """
+
+    request_mirroring = None
+
+    def __init__(
+        self,
+        root: Store,
+        group: Group,
+        comparison: ReplicaComparison,
+        mirror: MirrorWatch | None,
+    ) -> None:
+        self._root, self._group = root, group
+        self._comparison, self._mirror = comparison, mirror
+        self._saved: list[int] = []
+
+    def save(
+        self,
+        make_save: Callable[[], SaveRequest],
+        storage: StorageTask,
+        plan_cache: PlanCache,
+        recorder: Recorder,
+        *,
+        durable: bool,
+    ) -> SaveHandle:
+        """Save a step, then remove the checkpoints that the rules drop."""
+        report = save_all(make_save, self._group, plan_cache, recorder, self._comparison)
+        newest = report.step or 0
+        self._saved.append(newest)
+
+        def remove_old(_: list[bytes]) -> bytes:
+            damaged = frozenset(storage.damaged)
+            apply_retention(self._root, storage.rules, newest=newest, damaged=damaged)
+            return b""
+
+        if storage.mirror is None:  # otherwise, the thread that copies also removes
+            exchange(self._group, "removing old checkpoints", lambda: b"", remove_old)
+        return SaveHandle(report, mirror=self._mirror)
+
+    def prepare(
+        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
+    ) -> int:
+        """Return 0: there is nothing to allocate."""
+        return 0
+
+    def fence(self) -> None:
+        """Return at once: no copy is in progress."""
+
+    def persist(self, step: int, *, removes_old: bool) -> bool:
+        """Return False: a step is in storage already, or nowhere."""
+        return False
+
+    def take_saved(self) -> list[int]:
+        """Return the steps that were saved since the last call."""
+        saved, self._saved = self._saved, []
+        return saved
+
+    def take_failure(self) -> None:
+        """Return None: `save` raises failures."""
+
+    def wait_until_durable(self) -> None:
+        """Return at once."""
+
+    def find_snapshots(self, step: int | None) -> FoundSnapshots:
+        """Yield nothing."""
+        yield from ()
+
+    def prefetched(self) -> None:
+        """Return None."""
+
+    def resume_from(self, step: int | None) -> None:
+        """Do nothing: the root is as the run left it."""
+
+    def close(self, *, wait: bool, failed: bool) -> None:
+        """Do nothing."""
