@@ -74,10 +74,10 @@ def test_a_user_clears_runs_that_have_ended(
         listed = run_command("agent", "clear", "--dir", shm, "--json").document
         assert listed["cleared"] == []
         found = {each["run"]: each for each in listed["runs"]}
-        assert {name: (each["steps"], each["persisted"]) for name, each in found.items()} == {
-            one: ([1, 2], 2),
-            two: ([7], None),
-        }
+        steps = {name: [s["step"] for s in each["snapshots"]] for name, each in found.items()}
+        assert steps == {one: [1, 2], two: [7]}
+        persisted = {name: each["lag"]["persist"]["step"] for name, each in found.items()}
+        assert persisted == {one: 2, two: None}
         assert [found[name]["training"] for name in (one, two)] == [False, True]
         assert found[one]["root"] == str(tmp_path / "one")
         assert found[one]["bytes"] > 2 * 8000

@@ -290,7 +290,9 @@ class Saving:
         staging_bytes = self._settings.staging_bytes
         arena = Arena() if staging_bytes is None else Arena(staging_bytes)
         local_state = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
-        return SaveRequest(state=local_state, store=store, arena=arena, options=options)
+        return SaveRequest(
+            state=local_state, store=store, arena=arena, options=options, written_to=store
+        )
 
     def _require_ranked_metric(self, options: SaveOptions) -> None:
         best = self._settings.keep.best
