@@ -157,4 +157,4 @@ def test_the_tutorial_and_an_agent_run_from_the_wheel(programs: Path, tmp_path: 
     run(programs, tmp_path, "shardwise", "verify", "runs/first")
     assert "0.weight" in run(programs, tmp_path, "shardwise", "inspect", "runs/first")
     specs = "import shardwise as sw; print(sw.spec('megatron_llama', vocab=8, heads=2, groups=1))"
-    assert "Specification" in run(programs, tmp_path, "python", "-c", specs)
+    assert "Megatron-Core" in run(programs, tmp_path, "python", "-c", specs)

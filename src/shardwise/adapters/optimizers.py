@@ -89,7 +89,9 @@ class OptimizerBinding(Binding):
                 if parameter.is_copy:
                     continue
                 for key, value in read_state(optimizer, group, parameter.tensor).items():
-                    self._add_value(local_state, parameter, key, value)
+                    # A rank without elements may count its steps from another number.
+                    if not parameter.is_empty or _has_several_elements(value):
+                        self._add_value(local_state, parameter, key, value)
         local_state.tensors = join_leaves(local_state.tensors, to_fill=False)
         local_state.grouped[f"{self.name}.{GROUPS}"] = self._grouped_hyperparameters(parameters)
         return local_state
@@ -323,6 +325,10 @@ class OptimizerBinding(Binding):
             for name in _parameter_of(parameters, tensor, self.name).names
         )
         return list(dict.fromkeys(names))
+
+
+def _has_several_elements(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
 def _allocate_state(
