@@ -56,7 +56,7 @@ LAYERS_OF_FORMATS = (
     ("opening",),
     ("options",),
     ("detect", "specification", "remap"),
-    ("specs", "validate", "checksums"),
+    ("specs", "checksums"),
     ("language", "foreign_builder"),
     ("values",),
     ("merge_ranks", "nested", "flat_ranges"),

@@ -251,9 +251,9 @@ def test_a_run_that_diverges_keeps_its_checkpoints(tmp_path: Path) -> None:
         assert checkpointer.steps() == [1, 4]
         assert checkpointer.restore(state(0)) == 4
     checkpoint = sw.open(tmp_path / step_directory(4))
-    assert checkpoint.manifest.metrics == {"loss": 3.0, "done": 1.0}
+    assert checkpoint.layout.metrics == {"loss": 3.0, "done": 1.0}
     sw.save(tmp_path / "alone", state(1), metrics={"loss": float("-inf")})
-    assert sw.open(tmp_path / "alone").manifest.metrics == {"loss": None}
+    assert sw.open(tmp_path / "alone").layout.metrics == {"loss": None}
 
 
 def test_what_is_open_is_not_removed(tmp_path: Path) -> None:

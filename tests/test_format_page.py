@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import decode_manifest, encode_manifest
-from shardwise.manifest.validate import validated_pieces
+from shardwise.manifest.validate import layout_of_manifest
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "format.md"
@@ -89,7 +89,7 @@ def test_the_example_is_a_manifest() -> None:
     assert encode_manifest(short) == body + b'"crc32":%d}\n' % crc32(body)
     (first,) = short.files
     files = tuple(replace(first, name=f"r{i:05d}{first.name[6:]}", rank=i) for i in range(4))
-    pieces = validated_pieces(replace(short, files=files))
+    pieces = layout_of_manifest(replace(short, files=files)).pieces
     assert pieces.offset.tolist() == [[0, 0], [16, 0], [32, 0], [48, 0]]
 
 

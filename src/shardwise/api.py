@@ -153,7 +153,7 @@ def load(
 
     Raises:
         CheckpointNotFoundError, FormatError: as for `open`.
-        MismatchError: names, shapes or dtypes do not fit, or copies differ. Nothing was written.
+        MismatchError: names, shapes or dtypes do not fit. Nothing was written.
         CorruptionError: bytes differ from the saved bytes. The state is partly written.
         StateError, ValueError: a plain value cannot be restored, or an option is invalid.
         StoreError, OSError: the storage failed on this rank.
@@ -190,7 +190,7 @@ def open(  # noqa: A001 - shardwise.open
         place: a directory or store with a checkpoint, also a foreign one, or the root of a run.
         step: the checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
         verify: check the checksum of every byte that is read. Foreign checkpoints have no such
-            checksums. If they store a tensor several times, a sample of the copies is compared.
+            checksums; `Checkpoint.verify` compares tensors that they store several times.
         spec: a specification of how to assemble the tensors; see `shardwise.spec`.
         skip_unknown: skip pickled values of unknown classes, and list them in `left_out`.
             Otherwise, such values are an error.
@@ -215,8 +215,8 @@ def open(  # noqa: A001 - shardwise.open
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
-        opened = open_any(get_and_lock_store, SoloGroup(), options=options)
-        return Checkpoint(opened, verify=verify, lock=cleanup.pop_all())
+        store, layout = open_any(get_and_lock_store, SoloGroup(), options=options)
+        return Checkpoint(store, layout, verify=verify, lock=cleanup.pop_all())
 
 
 def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,15 @@ from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compare import Comparison, compare
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import fill_alone, plan_reads
-from shardwise.engine.opened import Opened, read_per_rank
-from shardwise.engine.replicas import check_sample
+from shardwise.engine.load import read_leaves
+from shardwise.engine.per_rank import read_per_rank
 from shardwise.engine.verify import VerifyReport, find_damage, refuse_damage
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
-from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.checksums import FileChecksums
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import FROZEN
 from shardwise.notebook import checkpoint_html, draw_boxes
 from shardwise.plan.name_lookup import SavedNames
@@ -32,6 +32,7 @@ from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.plain_values import decode
 from shardwise.state.selection import Selection
+from shardwise.store import Files
 from shardwise.tiers.store import TieredStore
 
 if TYPE_CHECKING:
@@ -53,47 +54,48 @@ class Checkpoint(Mapping[str, Any]):
         model.load_state_dict(checkpoint.state_dict("model"))
 
     Attributes:
-        manifest: the manifest of the checkpoint.
+        layout: the names, dtypes and shapes of the tensors, the plain values and the files.
         metrics: the saved metrics; None for metrics that were not finite.
         verified: whether reads check checksums.
     """
 
-    def __init__(self, opened: Opened, *, verify: bool, lock: ExitStack | None = None) -> None:
-        self._opened = opened
+    def __init__(
+        self, store: Files, layout: Layout, *, verify: bool, lock: ExitStack | None = None
+    ) -> None:
+        self._store = store
         if lock is not None:
             weakref.finalize(self, lock.close)
-        self._saved = SavedNames(opened.manifest)
-        self._arena = Arena.for_reading(opened.store.traits.transfer)
-        self._compared_indices: set[int] = set()
-        self.manifest: Manifest = opened.manifest
-        self.metrics = opened.manifest.metrics
+        self._saved = SavedNames(layout)
+        self._arena = Arena.for_reading(store.traits.transfer)
+        self.layout = layout
+        self.metrics = layout.metrics
         self.verified = verify
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} step={self.step} names={len(self)}>"
 
     def _repr_html_(self) -> str:
-        return checkpoint_html(self.path, self.manifest)
+        return checkpoint_html(self.path, self.layout)
 
     @property
     def path(self) -> str:
         """The path of the checkpoint."""
-        return str(self._opened.store)
+        return str(self._store)
 
     @property
     def step(self) -> int | None:
         """The training step, if the checkpoint has one."""
-        return self.manifest.step
+        return self.layout.step
 
     @property
     def world_size(self) -> int:
         """The number of ranks that saved the checkpoint."""
-        return self.manifest.world_size
+        return self.layout.world_size
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The parts of a foreign checkpoint that were not read, with the reason; one line each."""
-        return self._opened.left_out
+        return self.layout.left_out
 
     def __getitem__(self, name: str) -> Any:
         """Return the `SavedTensor` or plain value of this name.
@@ -119,14 +121,14 @@ class Checkpoint(Mapping[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._saved.all_names() if name not in self.manifest.per_rank)
+        return (name for name in self._saved.all_names() if name not in self.layout.per_rank)
 
     def __len__(self) -> int:
-        return len(self.manifest.tensors) + len(self.manifest.objects)
+        return len(self.layout.tensors) + len(self.layout.objects)
 
     def tensors(self) -> dict[str, SavedTensor]:
         """Return all tensors, by name."""
-        return {entry.name: self._saved_tensor(entry) for entry in self.manifest.tensors}
+        return {entry.name: self._saved_tensor(entry) for entry in self.layout.tensors}
 
     def state_dict(self, key: str) -> dict[str, Any]:
         """Read all tensors and values below a key of the state, and remove the key from the names.
@@ -185,11 +187,13 @@ class Checkpoint(Mapping[str, Any]):
     def boxes(self, name: str) -> list[tuple[Box, int]]:
         """Return the boxes that a tensor is stored in, each with the rank that wrote the box.
 
+        In a foreign checkpoint, each box comes with the index of its file in `layout.files`.
+
         Raises:
             KeyError: there is no tensor of this name. The message suggests similar names.
         """
         ndim = len(self._tensor(name).shape)
-        pieces = self._opened.pieces
+        pieces = self.layout.pieces
         rows = np.flatnonzero(pieces.tensor == self._saved.stored_index(name)).tolist()
         return [
             (
@@ -197,9 +201,11 @@ class Checkpoint(Mapping[str, Any]):
                     tuple(pieces.offset[row, :ndim].tolist()),
                     tuple(pieces.shape[row, :ndim].tolist()),
                 ),
-                self.manifest.files[int(pieces.file[row])].rank,
+                file if entry is None else entry.rank,
             )
             for row in rows
+            for file in [int(pieces.file[row])]
+            for entry in [self.layout.files[file].entry]
         ]
 
     def plot(self, name: str, axes: Axes | None = None) -> Axes:
@@ -217,7 +223,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         entry = self._tensor(name)
         title = f"{name}: {entry.dtype} {list(entry.shape)}"
-        noun = "file" if self._opened.foreign is not None else "rank"
+        noun = "rank" if self.layout.format == "shardwise" else "file"
         return draw_boxes(title, entry.shape, self.boxes(name), noun, axes)
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
@@ -232,8 +238,6 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: there is no tensor of this name. The message suggests similar names.
             StateError: the box is not inside of the tensor, or `out` has another shape or dtype.
             CorruptionError: bytes differ from the saved bytes.
-            MismatchError: a foreign checkpoint stores the tensor several times, and the copies
-                differ. A sample is compared when the tensor is first read.
         """
         entry = self._tensor(name)
         whole = Box.whole(entry.shape)
@@ -265,7 +269,7 @@ class Checkpoint(Mapping[str, Any]):
             MismatchError: copies of a tensor differ. The message names all such tensors.
         """
         report = self.find_damage(on_event)
-        refuse_damage(self._opened, report)
+        refuse_damage(report)
         return report
 
     def find_damage(self, on_event: Sink | None = None) -> VerifyReport:
@@ -274,10 +278,15 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             on_event: as for `verify`.
         """
-        opened = self._opened
-        if isinstance(opened.store, TieredStore):
-            opened = replace(opened, store=opened.store.tier_to_verify())
-        return find_damage(opened, self._arena, Recorder(on_event))
+        store = self._store
+        checksums: Iterable[FileChecksums] = ()
+        if isinstance(store, TieredStore):
+            store = store.tier_to_verify()
+        if self.layout.format != "shardwise":
+            from shardwise.formats.checksums import checksums_of
+
+            checksums = checksums_of(store, self.layout)
+        return find_damage(store, self.layout, checksums, self._arena, Recorder(on_event))
 
     def compare(self, other: Checkpoint, on_event: Sink | None = None) -> Comparison:
         """Compare the names, dtypes, shapes, plain values, and every byte of the tensors.
@@ -296,7 +305,8 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             CorruptionError: a checkpoint is damaged.
         """
-        return compare(self._opened, other._opened, self._arena, Recorder(on_event))
+        a, b = (self._store, self.layout), (other._store, other.layout)
+        return compare(a, b, self._arena, Recorder(on_event))
 
     def as_json(self, name: str) -> Any:
         """Return a plain value in the JSON of the manifest; for a per-rank value, a list of all.
@@ -307,8 +317,10 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: there is no value of this name. The message suggests similar names.
             CorruptionError: the values differ from the saved ones.
         """
-        if name in self.manifest.per_rank:
-            return read_per_rank(self._opened, [name], SoloGroup(), verify=self.verified)[name]
+        if name in self.layout.per_rank:
+            return read_per_rank(
+                self._store, self.layout, [name], SoloGroup(), verify=self.verified
+            )[name]
         if not self._saved.has_object(name):
             raise self._unknown_name_error(name)
         return self._saved.object(name)
@@ -344,12 +356,7 @@ class Checkpoint(Mapping[str, Any]):
         return {name: found[name] for name in names if name in found}
 
     def _read_leaves(self, leaves: Sequence[TensorLeaf]) -> None:
-        indices = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared_indices
-        if self.verified and indices:
-            check_sample(self._opened, self._arena, Recorder(), indices)
-            self._compared_indices |= indices
-        planned = plan_reads(leaves, self._saved, self._opened, self._arena)
-        fill_alone(planned, self._opened, self._arena, verify=self.verified)
+        read_leaves(leaves, self._saved, self._store, self._arena, verify=self.verified)
 
     def _saved_tensor(self, entry: TensorEntry) -> SavedTensor:
         return SavedTensor(entry, self._read_leaves, partial(self.boxes, entry.name))
@@ -364,7 +371,7 @@ class Checkpoint(Mapping[str, Any]):
         """Return the error for an unknown name, which suggests similar names."""
         if self._saved.names_below(name):
             hint = f"; other names begin with it: state_dict({name!r}) reads them"
-        elif name in self.manifest.per_rank:
+        elif name in self.layout.per_rank:
             hint = "; its value differs between ranks, so only sw.load restores it"
         else:
             near = " or ".join(map(repr, self._saved.similar_names(name)))

@@ -108,5 +108,5 @@ def _export(
             return store
 
         with recorder.stage("open"):
-            opened = open_any(open_and_hold, group, options.resume_key, open_options)
-        return write_export(options, opened, group, recorder)
+            source, layout = open_any(open_and_hold, group, options.resume_key, open_options)
+        return write_export(options, source, layout, group, recorder)

@@ -18,15 +18,15 @@ from shardwise.adapters import (
 from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.load import LoadReport, plan_reads
+from shardwise.engine.load import LoadReport, largest_reads, plan_reads
 from shardwise.engine.load_together import fill_together, plan_together
 from shardwise.engine.match import Matched, agree_on_match, match_targets
 from shardwise.engine.name_parameters import GROUPS, name_parameters
-from shardwise.engine.opened import Opened, read_per_rank
-from shardwise.engine.replicas import check_sample_together
+from shardwise.engine.per_rank import read_per_rank
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.options import OpenOptions
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import open_any
 from shardwise.plan.load import LoadPlan
@@ -34,7 +34,7 @@ from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
-from shardwise.store import Store
+from shardwise.store import Files, Store
 
 State = MutableMapping[str, Any]
 
@@ -99,40 +99,42 @@ def load_state(
     verify = options.verify
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-            opened = _open(get_store, options, open_options, group, cleanup)
+            store, layout = _open(get_store, options, open_options, group, cleanup)
         rename = rename_function(options.rename)
         selection = Selection.from_patterns(options.only, options.skip)
-        opened = _fit_to_target(opened, state, options, rename, selection, group)
-        saved = SavedNames(opened.manifest, rename, opened.missing_files, opened.left_out)
-        arena = Arena.for_reading(opened.store.traits.transfer, options.staging_bytes)
+        layout = _fit_to_target(layout, state, options, rename, selection, group)
+        saved = SavedNames(layout, rename)
+        arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("match"):
             match = partial(_match_state, state, saved, selection, options)
             bindings, matched, unexpected = agree_on_match(
                 match, saved, selection, state, group, strict=options.strict
             )
-        if verify:
-            check_sample_together(opened, saved, matched.leaves, arena, recorder, group)
         with recorder.stage("plan"):
-            plan_own = partial(plan_reads, matched.leaves, saved, opened, arena)
+            largest_read = largest_reads(store, layout, arena)
+            plan_own = partial(plan_reads, matched.leaves, saved, largest_read, arena)
             plan = plan_together(
-                plan_own, opened, arena, group, cleanup, read_once=options.read_once
+                plan_own, store, layout, arena, group, cleanup, read_once=options.read_once
             )
 
         def read() -> tuple[int, int]:
             with recorder.stage("read"):
-                nbytes = fill_together(plan, opened, arena, cleanup, verify=verify)
+                nbytes = fill_together(plan, store, arena, cleanup, verify=verify)
             with recorder.stage("restore"):
-                _restore_values(bindings, matched, saved, opened, group, verify=verify)
+                _restore_values(bindings, matched, saved, store, group, verify=verify)
             return nbytes
 
         bytes_moved = run_on_all(group, "loading", read)
         for binding in bindings:
             binding.rebuild_weights()
-    return _report(opened, plan.own.plan, bytes_moved, matched, unexpected, bindings, recorder)
+    return _report(
+        store, layout, plan.own.plan, bytes_moved, matched, unexpected, bindings, recorder
+    )
 
 
 def _report(
-    opened: Opened,
+    store: Files,
+    layout: Layout,
     plan: LoadPlan,
     bytes_moved: tuple[int, int],
     matched: Matched,
@@ -141,8 +143,8 @@ def _report(
     recorder: Recorder,
 ) -> LoadReport:
     return LoadReport(
-        path=str(opened.store),
-        step=opened.manifest.step,
+        path=str(store),
+        step=layout.step,
         bytes_needed=plan.bytes_needed,
         bytes_read=bytes_moved[0],
         bytes_received=bytes_moved[1],
@@ -160,7 +162,7 @@ def _open(
     open_options: OpenOptions,
     group: Group,
     cleanup: ExitStack,
-) -> Opened:
+) -> tuple[Files, Layout]:
     """Open the checkpoint, and lock it against removal until `cleanup` closes.
 
     Rank 0 holds the lock for all ranks: it leaves the load last, once all ranks have read.
@@ -177,18 +179,18 @@ def _open(
 
 
 def _fit_to_target(
-    opened: Opened,
+    layout: Layout,
     state: State,
     options: LoadOptions,
     rename: Callable[[str], str],
     selection: Selection,
     group: Group,
-) -> Opened:
+) -> Layout:
     """Name the parameters of optimizers that are saved by position, and apply `resize`."""
     resizing = Resizing.from_patterns(options.resize, state, group)
 
     def parameter_orders() -> dict[str, ParameterOrder]:
-        saved = SavedNames(opened.manifest, rename)
+        saved = SavedNames(layout, rename)
         found: dict[str, ParameterOrder] = {}
         for binding in bind_state(state, allow_pickle=options.allow_pickle):
             order = binding.parameter_order()
@@ -197,8 +199,8 @@ def _fit_to_target(
                 found[name] = resizing.order_with_saved_shapes(order, saved)
         return found
 
-    opened = name_parameters(opened, parameter_orders, group)
-    return resizing.apply(opened, SavedNames(opened.manifest, rename), selection)
+    layout = name_parameters(layout, parameter_orders, group)
+    return resizing.apply(layout, SavedNames(layout, rename), selection)
 
 
 def _match_state(
@@ -236,7 +238,7 @@ def _restore_values(
     bindings: Sequence[Binding],
     matched: Matched,
     saved: SavedNames,
-    opened: Opened,
+    store: Files,
     group: Group,
     *,
     verify: bool,
@@ -246,7 +248,7 @@ def _restore_values(
     for binding in bindings:
         binding.restore(values)
     names = {name: saved.saved_name(name) for name in matched.per_rank}
-    ranks = read_per_rank(opened, list(names.values()), group, verify=verify)
+    ranks = read_per_rank(store, saved.layout, list(names.values()), group, verify=verify)
     for binding in bindings:
         if binding.name in names:
             binding.restore_ranks(ranks[names[binding.name]], group.rank, group.size)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.events import format_bytes
 from shardwise.layout import Box, choose_plane
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +23,13 @@ MOST_FULL_LABELS = 16
 MATPLOTLIB_MISSING = "plot() needs matplotlib: pip install 'shardwise[plot]'"
 
 
-def checkpoint_html(path: str, manifest: Manifest) -> str:
+def checkpoint_html(path: str, layout: Layout) -> str:
     """Return a summary of a checkpoint as HTML, with a row for each key of the state."""
     tensors: dict[str, list[TensorEntry]] = {}
     values: dict[str, list[ObjectEntry]] = {}
-    for tensor in manifest.tensors:
+    for tensor in layout.tensors:
         tensors.setdefault(tensor.name.split(".")[0], []).append(tensor)
-    for entry in manifest.objects:
+    for entry in layout.objects:
         values.setdefault(entry.name.split(".")[0], []).append(entry)
     rows = []
     for key in dict.fromkeys([*tensors, *values]):
@@ -41,10 +42,10 @@ def checkpoint_html(path: str, manifest: Manifest) -> str:
             (key, str(len(entries) or ""), dtypes, format_bytes(nbytes) if entries else "", shown)
         )
     properties = {
-        "format": manifest.format,
-        "step": str(manifest.step),
-        "ranks": str(manifest.world_size),
-        "size": format_bytes(sum(file.size for file in manifest.files)),
+        "format": layout.format,
+        "step": str(layout.step),
+        "ranks": str(layout.world_size),
+        "size": format_bytes(sum(file.size for file in layout.files)),
     }
     return _table(path, properties, ("key", "tensors", "dtype", "size", "values"), rows)
 

@@ -5,6 +5,7 @@ The readers of foreign checkpoints are imported when there is one: they are half
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -12,15 +13,31 @@ from typing import NoReturn
 
 from shardwise.engine.exchange import exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened, open_manifest, read_manifest
-from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, StateError
+from shardwise.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    StateError,
+    StoreError,
+    StoreUnavailableError,
+)
 from shardwise.formats.foreign import INDEX_MAGIC
 from shardwise.formats.options import DEFAULT_OPTIONS, OpenOptions
-from shardwise.manifest.names import MANIFEST, is_file_of_save, step_directory, step_of_directory
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
+from shardwise.manifest.names import (
+    MANIFEST,
+    REMOVED,
+    is_file_of_save,
+    step_directory,
+    step_of_directory,
+)
+from shardwise.manifest.validate import layout_in
 from shardwise.retention import Choice, choose_step, parse_choice
-from shardwise.store import Store
+from shardwise.store import Files, Store
 
 MOST_STEPS_EXAMINED = 64
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
@@ -31,16 +48,19 @@ def open_any(
     group: Group,
     settings_text: str = "",
     options: OpenOptions = DEFAULT_OPTIONS,
-) -> Opened:
+) -> tuple[Files, Layout]:
     """Open the checkpoint at a place on all ranks together. It may be a foreign checkpoint.
 
-    Rank 0 reads the manifest, or describes the foreign files. Every rank checks the result.
+    Rank 0 reads the manifest, or the layout of the foreign files. Every rank checks the result.
 
     Args:
         get_store: returns the store of the place. A failure on one rank is raised on all ranks.
         group: the ranks.
         settings_text: further settings, as text. If they differ between ranks, an error shows them.
         options: the options for reading the checkpoint.
+
+    Returns:
+        The files of the checkpoint, and their layout.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -49,38 +69,44 @@ def open_any(
             specification does not fit the checkpoint.
     """
 
+    own: Layout | None = None
+
     def make_message() -> tuple[Store, bytes]:
         store = get_store()
         return store, f"{store} {settings_text}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
+        nonlocal own
         require_equal(
             [each.decode() for each in messages],
             "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
             "ranks:",
         )
-        return _read_description(store, options)
+        manifest = _find_manifest(store)
+        if manifest is not None:
+            return manifest
+        own = _read_foreign(store, options)
+        return _encode_foreign(own) if group.size > 1 else b""
 
-    store, description = exchange_with_local_value(
+    store, reply = exchange_with_local_value(
         group, "opening a checkpoint", make_message, make_reply
     )
-    if description.startswith(INDEX_MAGIC):
-        from shardwise.formats.opening import open_description
-
-        opened = open_description(store, description)
+    files: Files = store
+    if own is not None or reply.startswith(INDEX_MAGIC):
+        files, layout = _check_foreign(store, reply if own is None else own)
     else:
-        opened = open_manifest(store, description)
-    for name, file in opened.missing_files.items() if group.rank == 0 else ():
+        layout = open_manifest(store, reply)
+    for name, file in layout.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", store, file, name)
     if options.spec is not None and options.spec.files is None:
         from shardwise.formats.remap import remap
 
-        return remap(opened, options.spec.rules, options.spec.sizes)
-    return opened
+        layout = remap(str(store), layout, options.spec.rules, options.spec.sizes)
+    return files, layout
 
 
-def _read_description(store: Store, options: OpenOptions) -> bytes:
-    """Return the manifest of a shardwise checkpoint, or the encoded index of a foreign one."""
+def _find_manifest(store: Store) -> bytes | None:
+    """Return the manifest of a shardwise checkpoint; None if there may be a foreign one."""
     if store.name == MANIFEST and store.is_file():
         raise CheckpointNotFoundError(
             f"{store} is a file inside a checkpoint: pass its directory, {store.parent}"
@@ -90,9 +116,94 @@ def _read_description(store: Store, options: OpenOptions) -> bytes:
     except CheckpointNotFoundError:
         if not _may_be_foreign(store):
             raise
-    from shardwise.formats.opening import describe_foreign
+    return None
 
-    return describe_foreign(store, options)  # outside of `except`: do not chain errors
+
+def _read_foreign(store: Store, options: OpenOptions) -> Layout:
+    from shardwise.formats.opening import read_layout
+
+    return read_layout(store, options)
+
+
+def _encode_foreign(layout: Layout) -> bytes:
+    from shardwise.formats.index import encode_index
+
+    return encode_index(layout)
+
+
+def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
+    """Check the layout of a foreign checkpoint, which may be encoded."""
+    from shardwise.formats.index import decode_index
+    from shardwise.formats.opening import check_layout
+
+    if isinstance(layout, bytes):
+        layout = decode_index(layout, str(store))
+    return check_layout(store, layout)
+
+
+def read_manifest(store: Store) -> bytes:
+    """Read the manifest of a checkpoint, as bytes.
+
+    Raises:
+        CheckpointNotFoundError: the store has no manifest.
+        FormatError: the manifest is too large, or not a regular file.
+        StoreUnavailableError: the storage does not answer, which says nothing about the manifest.
+    """
+    try:
+        return store.read(MANIFEST, limit=LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(_describe_missing(store)) from None
+    except NotADirectoryError:
+        raise CheckpointNotFoundError(
+            f"{store} is a file, not a checkpoint: pass the directory of a checkpoint"
+        ) from None
+    except StoreUnavailableError:
+        raise
+    except StoreError as error:
+        raise FormatError(str(error)) from error
+
+
+def open_manifest(store: Store, data: bytes) -> Layout:
+    """Decode and check the manifest of a shardwise checkpoint.
+
+    Args:
+        store: the files of the checkpoint.
+        data: the content of the manifest.
+
+    Raises:
+        FormatError: the manifest is invalid.
+        CorruptionError: see `layout_in`.
+    """
+    try:
+        manifest = decode_manifest(data)
+    except FormatError as error:
+        raise FormatError(f"{store}: {error}") from error
+    return layout_in(store, manifest)
+
+
+def _describe_missing(store: Store) -> str:
+    """Return why a store has no checkpoint, for an error message."""
+    names = store.list()
+    if not names:
+        hint, parent = "", store.parent
+        if _HUB_ID.fullmatch(str(store)) and (parent is None or not parent.exists()):
+            hint = (
+                "; if this is the id of a model on the Hugging Face Hub, download it and pass the "
+                f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
+            )
+        elif parent is not None:
+            near = difflib.get_close_matches(store.name, parent.list(), n=3)
+            if near:
+                hint = f"; did you mean {' or '.join(str(parent.at(name)) for name in near)}?"
+            elif not parent.exists():
+                hint = (
+                    f"; {parent} does not exist either: check the path, and whether its file "
+                    "system is mounted on this machine"
+                )
+        return f"{store} does not exist or is empty: there is no checkpoint{hint}"
+    if REMOVED in names:
+        return f"{store} was removed by retention or `shardwise rm`: load another step"
+    return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 
 def find_step_directory(get_store: Callable[[], Store], choice: Choice, group: Group) -> str:
@@ -142,7 +253,9 @@ def _choose_step_directory(store: Store, choice: Choice) -> str:
     return ""
 
 
-def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened | None:
+def open_foreign(
+    store: Store, options: OpenOptions = DEFAULT_OPTIONS
+) -> tuple[Files, Layout] | None:
     """Open a foreign checkpoint in this process alone; None if the place has none.
 
     Raises:
@@ -150,10 +263,8 @@ def open_foreign(store: Store, options: OpenOptions = DEFAULT_OPTIONS) -> Opened
     """
     if not _may_be_foreign(store):
         return None
-    from shardwise.formats.opening import describe_foreign, open_description
-
     try:
-        return open_description(store, describe_foreign(store, options))
+        return _check_foreign(store, _read_foreign(store, options))
     except CheckpointNotFoundError:
         return None
 
@@ -174,7 +285,8 @@ def raise_for_missing_root(store: Store) -> NoReturn:
             f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
             "open it with sw.open or `shardwise inspect`"
         )
-    _read_description(store, DEFAULT_OPTIONS)
+    if _find_manifest(store) is None:
+        _read_foreign(store, DEFAULT_OPTIONS)
     raise CheckpointNotFoundError(f"{store} holds no checkpoints")  # removed or added meanwhile
 
 

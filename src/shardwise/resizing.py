@@ -14,8 +14,8 @@ from shardwise.adapters.values import TensorBinding
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened
 from shardwise.errors import MismatchError, StateError
+from shardwise.manifest.layout import Layout
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import ParameterOrder
 from shardwise.state.selection import Selection
@@ -107,14 +107,14 @@ class Resizing:
                 ] = entry.shape
         return [[(n, saved_shapes.get((n, shape), shape)) for n, shape in group] for group in order]
 
-    def apply(self, opened: Opened, saved: SavedNames, selection: Selection) -> Opened:
-        """Return a view of the checkpoint in which resized tensors have the shapes of the target.
+    def apply(self, layout: Layout, saved: SavedNames, selection: Selection) -> Layout:
+        """Return the layout in which resized tensors have the shapes of the target.
 
         A load reads only elements that are inside of both shapes. The optimizer's moments of a
         parameter are resized with the parameter.
 
         Args:
-            opened: the checkpoint.
+            layout: the checkpoint.
             saved: the contents of the checkpoint, looked up by the names of the target.
             selection: the names that are loaded.
 
@@ -139,9 +139,9 @@ class Resizing:
             for moment in self._moments(name, target, saved, selection):
                 shapes[moment] = target.shape
         if not shapes:
-            return opened
-        tensors = opened.manifest.tensors
-        means = [tensors[i].name for i in opened.averages if tensors[i].name in shapes]
+            return layout
+        tensors = layout.tensors
+        means = [tensors[i].name for i in layout.terms_of if tensors[i].name in shapes]
         if means:
             raise StateError(
                 f"{means[0]}: the load averages several copies of this tensor, so the tensor "
@@ -151,7 +151,7 @@ class Resizing:
             msgspec.structs.replace(each, shape=shapes[each.name]) if each.name in shapes else each
             for each in tensors
         )
-        return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=resized))
+        return replace(layout, tensors=resized)
 
     def _moments(
         self, name: str, target: ResizeTarget, saved: SavedNames, selection: Selection

@@ -211,7 +211,7 @@ def test_damage_is_no_difference(run: Run, root: Path) -> None:
     step = root / "step-00000100"
     path = next(step.glob("*.safetensors"))
     data = bytearray(path.read_bytes())
-    data[sw.open(step).manifest.files[0].data_at] ^= 1
+    data[sw.open(step).layout.files[0].entry.data_at] ^= 1
     path.write_bytes(data)
     ran = run("diff", step, root / "step-00000200", "--json")
     assert "differ from those that were saved" in ran.err

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.manifest import encode_manifest
+from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from tests.cli.conftest import Run
 
 
@@ -141,7 +141,7 @@ def test_values_are_shown_in_full(run: Run, step: Path, sharded: Path) -> None:
 
 def test_damaged_values_of_a_rank_are_not_shown(run: Run, step: Path) -> None:
     path = next(step.glob("*.safetensors"))
-    at = sw.open(step).manifest.files[0].objects_at
+    at = sw.open(step).layout.files[0].entry.objects_at
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -165,10 +165,10 @@ def test_a_name_that_is_not_there_has_a_hint(run: Run, step: Path, name: str, me
 
 
 def test_a_manifest_that_cannot_be_trusted_is_refused(run: Run, step: Path) -> None:
-    manifest = sw.open(step).manifest
+    manifest = decode_manifest((step / "manifest.json").read_bytes())
     tensor, *others = manifest.tensors
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    strange = type(tensor)(tensor.name, "float7", tensor.shape, tensor.pieces)
+    strange = type(tensor)(tensor.name, "float7", tensor.shape, None, tensor.pieces)
     altered = type(manifest)(**{**fields, "tensors": (strange, *others)})
     (step / "manifest.json").write_bytes(encode_manifest(altered))
     ran = run("inspect", step)

@@ -22,7 +22,7 @@ def test_all_steps_are_listed_in_order(run: Run, root: Path) -> None:
     document = run("ls", root, "--json").document
     assert document["root"] == str(root)
     assert [line["step"] for line in document["checkpoints"]] == [100, 200, 300]
-    manifest = sw.open(root / "step-00000200").manifest
+    manifest = sw.open(root / "step-00000200").layout
     assert document["checkpoints"][1] == {
         "path": str(root / "step-00000200"),
         "directory": "step-00000200",

@@ -73,7 +73,7 @@ def test_every_flipped_byte_is_found(run: Run, step: Path) -> None:
 
 def test_damage_is_told_by_file_range_and_tensors(run: Run, large: Path) -> None:
     path = data_file(large)
-    data_at = sw.open(large).manifest.files[0].data_at
+    data_at = sw.open(large).layout.files[0].entry.data_at
     second = data_at + 40 * BLOCK
     flip(path, BLOCK + 5, 2 * BLOCK, second + 3 * BLOCK)
     ran = run("verify", large, "--json")
@@ -96,7 +96,8 @@ def test_damage_is_told_by_file_range_and_tensors(run: Run, large: Path) -> None
 
 
 def test_damage_outside_of_tensors_is_told(run: Run, large: Path) -> None:
-    file = sw.open(large).manifest.files[0]
+    file = sw.open(large).layout.files[0].entry
+    assert file is not None
     flip(data_file(large), 9, file.objects_at)
     (checkpoint,) = run("verify", large, "--json").document["checkpoints"]
     first, last = checkpoint["damage"]
@@ -106,7 +107,7 @@ def test_damage_outside_of_tensors_is_told(run: Run, large: Path) -> None:
 
 
 def test_tied_tensors_are_damaged_together(run: Run, step: Path) -> None:
-    flip(data_file(step), sw.open(step).manifest.files[0].data_at)
+    flip(data_file(step), sw.open(step).layout.files[0].entry.data_at)
     out = run("verify", step, "--json").document["checkpoints"][0]["damage"]
     assert {"model.embed.weight", "model.head.weight"} <= set(out[0]["tensors"])
 

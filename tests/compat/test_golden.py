@@ -39,7 +39,7 @@ def test_every_tensor_is_what_it_was() -> None:
     checkpoint = sw.open(VERSION_1)
     assert checkpoint.verify().bytes_checked > 0
     assert (checkpoint.step, checkpoint.world_size) == (STEP, WORLD)
-    assert checkpoint.manifest.metrics == METRICS
+    assert checkpoint.layout.metrics == METRICS
     found = {
         name: (str(saved.dtype).removeprefix("torch."), tuple(saved.shape), content(saved[...]))
         for name, saved in checkpoint.tensors().items()

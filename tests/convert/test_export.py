@@ -107,7 +107,7 @@ def test_what_is_native_stays_so_in_other_files(source: Path, tmp_path: Path) ->
     before, after = sw.open(source), sw.open(tmp_path / "new")
     assert set(after) == set(before)
     assert after.verify().bytes_checked > 0
-    assert (after.step, after.manifest.metrics) == (5, {"loss": 2.5})
+    assert (after.step, after.layout.metrics) == (5, {"loss": 2.5})
     for name, tensor in before.tensors().items():
         assert same(after.tensors()[name][...], tensor[...])
     target = {**state(1), "epoch": 0}
@@ -324,7 +324,7 @@ def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
     opened = open_any(lambda: LocalStore(source), SoloGroup())
     for largest in (4096, 100_000, 1 << 20):
         file = store.create(f"out-{largest}", output.size)
-        sums = write_contents(output, CheckpointSource(opened, Arena(1 << 20)), file, largest)
+        sums = write_contents(output, CheckpointSource(*opened, Arena(1 << 20)), file, largest)
         file.close()
         written = (tmp_path / f"out-{largest}").read_bytes()
         assert written == content + b"%012d" % crc32(content[:1000])

@@ -58,21 +58,21 @@ def test_an_intact_copy_is_found_behind_those_that_are_gone_or_damaged(
 ) -> None:
     """Whether bytes of a tensor are damaged, or the checksums."""
     sw.save(tmp_path / "c", {"t": torch.arange(100_000)})
-    (entry,) = sw.open(tmp_path / "c").manifest.files
-    data = (tmp_path / "c" / entry.name).read_bytes()
+    (file,) = sw.open(tmp_path / "c").layout.files
+    data = (tmp_path / "c" / file.name).read_bytes()
     damaged = flipped(data, at)
-    reader = DataReader(Copies([None, damaged, None, data], len(data)), entry)
+    reader = DataReader(Copies([None, damaged, None, data], len(data)), file)
     assert reader.read(0, 65536, aligned_buffer(65536)).tobytes() == data[:65536]
     with pytest.raises(CorruptionError):
-        DataReader(Copies([None, damaged], len(data)), entry).read(0, 65536, aligned_buffer(65536))
+        DataReader(Copies([None, damaged], len(data)), file).read(0, 65536, aligned_buffer(65536))
 
 
 def test_blocks_are_combined_from_copies_that_are_damaged_in_different_places(
     tmp_path: Path,
 ) -> None:
     sw.save(tmp_path / "c", {"t": torch.arange(100_000)})
-    (entry,) = sw.open(tmp_path / "c").manifest.files
-    data = (tmp_path / "c" / entry.name).read_bytes()
+    (file,) = sw.open(tmp_path / "c").layout.files
+    data = (tmp_path / "c" / file.name).read_bytes()
     size = 6 * BLOCK
     copies = [
         flipped(flipped(data, 10), 3 * BLOCK + 10)[: 5 * BLOCK],  # has 1, 2 and 4
@@ -80,7 +80,7 @@ def test_blocks_are_combined_from_copies_that_are_damaged_in_different_places(
         flipped(flipped(data, BLOCK), 4 * BLOCK),  # has 0, 2, 3 and 5
     ]
     buffer = aligned_buffer(size)
-    reader = DataReader(Copies(copies, 5 * BLOCK), entry)
+    reader = DataReader(Copies(copies, 5 * BLOCK), file)
     assert reader.read(0, size, buffer).tobytes() == data[:size]
     copies[2] = flipped(copies[2] or b"", 3 * BLOCK + 20)
     with pytest.raises(CorruptionError):

@@ -84,7 +84,7 @@ def test_index_arrays_read_little(tmp_path: Path) -> None:
     sw.save(tmp_path, {"table": table})
     checkpoint = sw.open(tmp_path)
     read: list[int] = []
-    store = checkpoint._opened.store
+    store = checkpoint._store
     opened = store.open
 
     def counting(name: str) -> Any:
@@ -98,7 +98,7 @@ def test_index_arrays_read_little(tmp_path: Path) -> None:
         file.read_at = read_at  # type: ignore[method-assign]
         return file
 
-    object.__setattr__(checkpoint._opened, "store", _Counting(store, counting))
+    checkpoint._store = _Counting(store, counting)  # type: ignore[assignment]
     rows = [8000, 5, 4000]
     assert same_bytes(checkpoint["table"][rows], table[rows])
     assert 0 < sum(read) < 1 << 20

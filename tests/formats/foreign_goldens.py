@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
 from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.validate import validate_layout
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
 
@@ -22,13 +22,13 @@ def unpacked(name: str, folder: Path) -> Path:
     return folder
 
 
-def describe(reader: Any, tree: FileTree, *args: Any, **options: Any) -> Foreign:
+def describe(reader: Any, tree: FileTree, *args: Any, **options: Any) -> Layout:
     """Return what a reader describes; the reader is a module."""
     builder = Builder(tree)
     reader.read(tree, builder, *args, **options)
     return builder.build(reader.FORMAT)
 
 
-def opened(place: Path) -> Foreign:
+def opened(place: Path) -> Layout:
     """Return the checked description of a checkpoint by the reader that recognises it."""
-    return validate_foreign(read_foreign(FileTree(place)))
+    return validate_layout(read_foreign(FileTree(place)))

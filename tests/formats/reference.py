@@ -11,22 +11,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.layout import Layout, StoredFile
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def read_tensors(place: Path, foreign: Foreign) -> dict[str, torch.Tensor]:
+def read_tensors(place: Path, foreign: Layout) -> dict[str, torch.Tensor]:
     """Return all tensors of the foreign checkpoint at `place` by name. Tied tensors are equal."""
     with opened_files(place, foreign.files) as files:
         read = {
-            entry.name: _tensor(foreign, index, files)
+            entry.name: _mean(read_terms(place, foreign, index))
+            if index in foreign.terms
+            else _tensor(foreign, index, files)
             for index, entry in enumerate(foreign.tensors)
             if entry.same_as is None
         }
     tied = {entry.name: read[entry.same_as] for entry in foreign.tensors if entry.same_as}
     return read | tied
+
+
+def read_terms(place: Path, foreign: Layout, index: int) -> list[torch.Tensor]:
+    """Return the terms of a tensor that is a mean."""
+    with opened_files(place, foreign.files) as files:
+        return [_tensor(foreign, term, files) for term in foreign.terms_of[index]]
+
+
+def _mean(terms: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.stack(terms).sum(0, dtype=terms[0].dtype)
+    return total / len(terms) if total.is_floating_point() else total // len(terms)
 
 
 def read_array(data: Bytes, array: StoredArray) -> torch.Tensor:
@@ -36,12 +50,12 @@ def read_array(data: Bytes, array: StoredArray) -> torch.Tensor:
 
 
 @contextmanager
-def opened_files(place: Path, files: tuple[ForeignFile, ...]) -> Iterator[list[Bytes]]:
+def opened_files(place: Path, files: tuple[StoredFile, ...]) -> Iterator[list[Bytes]]:
     """Map the files, and yield their bytes."""
     yield [_bytes(place, file) for file in files]
 
 
-def _bytes(place: Path, file: ForeignFile) -> Bytes:
+def _bytes(place: Path, file: StoredFile) -> Bytes:
     if file.content is not None:
         assert file.size == len(file.content)
         return np.frombuffer(file.content, np.uint8)
@@ -53,16 +67,16 @@ def _bytes(place: Path, file: ForeignFile) -> Bytes:
         return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
-def _tensor(foreign: Foreign, index: int, files: list[Bytes]) -> torch.Tensor:
-    entry, table = foreign.tensors[index], foreign.table
+def _tensor(foreign: Layout, index: int, files: list[Bytes]) -> torch.Tensor:
+    entry, pieces = foreign.tensors[int(foreign.tensor_of[index])], foreign.pieces
     ndim = len(entry.shape)
     whole = np.zeros(entry.shape, f"V{DTYPES[entry.dtype].itemsize}")
     times = np.zeros(entry.shape, int)
-    for row in np.flatnonzero(table.pieces.tensor == index):
-        offset, shape = table.pieces.offset[row][:ndim], table.pieces.shape[row][:ndim]
+    for row in np.flatnonzero(pieces.tensor == index):
+        offset, shape = pieces.offset[row][:ndim], pieces.shape[row][:ndim]
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        data, start = files[table.pieces.file[row]], int(table.pieces.start[row])
-        whole[box] = _strided(data, start, whole.dtype, tuple(shape), table.stride[row][:ndim])
+        data, start = files[pieces.file[row]], int(pieces.start[row])
+        whole[box] = _strided(data, start, whole.dtype, tuple(shape), pieces.stride[row][:ndim])
         times[box] += 1
     assert (times == 1).all(), f"{entry.name}: not each element once"
     return _as_tensor(whole, entry.dtype)

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.dcp import reader
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.validate import validate_layout
 from shardwise.state.plain_values import decode
 from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
@@ -25,11 +25,11 @@ from tests.formats.reference import read_tensors
 from tests.multirank.models import WORLDS, build
 
 
-def opened(place: Path) -> Foreign:
-    return validate_foreign(describe(reader, FileTree(place)))
+def opened(place: Path) -> Layout:
+    return validate_layout(describe(reader, FileTree(place)))
 
 
-def values_of(foreign: Foreign) -> dict[str, Any]:
+def values_of(foreign: Layout) -> dict[str, Any]:
     return {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
 
 
@@ -157,7 +157,7 @@ def test_a_transposed_tensor_and_a_flat_module(tmp_path: Path) -> None:
     read = read_tensors(tmp_path, foreign)
     assert sorted(read) == ["model.b", "model.layer.weight"]
     assert same(read["model.layer.weight"], weight)
-    assert foreign.table.stride.tolist().count([1, 3]) == 1
+    assert foreign.pieces.stride.tolist().count([1, 3]) == 1
 
 
 def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:

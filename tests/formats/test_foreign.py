@@ -18,12 +18,12 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import detect
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.formats.index import decode_index, encode_index, read_or_write_index
-from shardwise.formats.opening import convert_to_opened
-from shardwise.formats.validate import validate_foreign
+from shardwise.formats.opening import check_layout
+from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces
+from shardwise.manifest.validate import validate_layout
+from shardwise.store import LocalStore
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 
@@ -40,7 +40,7 @@ class Row:
     stride: tuple[int, ...]
 
 
-def table(rows: list[Row]) -> PieceTable:
+def table(rows: list[Row]) -> Pieces:
     dims = max((len(row.shape) for row in rows), default=0)
 
     def columns(name: str, fill: int) -> np.ndarray:
@@ -48,16 +48,14 @@ def table(rows: list[Row]) -> PieceTable:
         return np.array(padded, np.int64).reshape(len(rows), dims)
 
     flat = [np.array([getattr(r, n) for r in rows], np.int64) for n in ("tensor", "file", "start")]
-    return PieceTable(
-        Pieces(*flat, columns("offset", 0), columns("shape", 1)), columns("stride", 0)
-    )
+    return Pieces(*flat, columns("offset", 0), columns("shape", 1), columns("stride", 0))
 
 
-def foreign_of(tensors: list[TensorEntry], rows: list[Row], *files: ForeignFile) -> Foreign:
-    return Foreign(format="made here", files=files, tensors=tuple(tensors), table=table(rows))
+def foreign_of(tensors: list[TensorEntry], rows: list[Row], *files: StoredFile) -> Layout:
+    return Layout(format="made here", files=files, tensors=tuple(tensors), pieces=table(rows))
 
 
-def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
+def scattered(values: np.ndarray, folder: Path, seed: int) -> Layout:
     """Cut an array in two, and lay each part in a file of its own, permuted, at an odd byte."""
     random = np.random.default_rng(seed)
     cut = int(random.integers(1, values.shape[0])) if values.shape[0] > 1 else values.shape[0]
@@ -67,7 +65,7 @@ def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
         start = int(random.integers(0, 9))
         data = bytes(start) + np.ascontiguousarray(part.transpose(order)).tobytes()
         (folder / f"{number}.bin").write_bytes(data)
-        files.append(ForeignFile(f"{number}.bin", len(data)))
+        files.append(StoredFile(f"{number}.bin", len(data)))
         if part.size:
             inner = np.ascontiguousarray(part.transpose(order)).strides
             stride = [0] * values.ndim
@@ -88,17 +86,17 @@ def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, 
     values = np.random.default_rng(seed).integers(0, 250, shape).astype(dtype)
     with tempfile.TemporaryDirectory() as folder:
         foreign = decode_index(encode_index(scattered(values, Path(folder), seed)), "here")
-        read = Checkpoint(convert_to_opened(FileTree(folder), foreign), verify=True)["w"]
+        read = Checkpoint(*check_layout(LocalStore(folder), foreign), verify=True)["w"]
         assert isinstance(read, sw.SavedTensor)
         assert np.array_equal(read[...].numpy(), values)
         assert np.array_equal(read[shape[0] // 2 :].numpy(), values[shape[0] // 2 :])
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> list[Foreign]:
+def known(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     """What the place that is opened next is said to be."""
-    found: list[Foreign] = []
-    reader = detect.Reader("made here", lambda _: True, lambda _, to: to.add_foreign(found[-1]))
+    found: list[Layout] = []
+    reader = detect.Reader("made here", lambda _: True, lambda _, to: to.add_layout(found[-1]))
     monkeypatch.setattr(detect, "load_readers", lambda: {"made": reader})
     return found
 
@@ -110,7 +108,7 @@ def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
     values = random.integers(0, 2**60, (2, 3, int(random.integers(1, 60_000)))).astype(np.int64)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         foreign = scattered(values, Path(folder), seed)
-        reader = detect.Reader("made here", lambda _: True, lambda _, to: to.add_foreign(foreign))
+        reader = detect.Reader("made here", lambda _: True, lambda _, to: to.add_layout(foreign))
         patch.setattr(detect, "load_readers", lambda: {"made": reader})
 
         def load(group: ThreadGroup) -> torch.Tensor:
@@ -123,24 +121,23 @@ def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
                 assert np.array_equal(out.numpy(), values)
 
 
-def test_a_average_of_versions_is_what_is_loaded(tmp_path: Path, known: list[Foreign]) -> None:
+def test_a_average_of_versions_is_what_is_loaded(tmp_path: Path, known: list[Layout]) -> None:
     versions = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
     (tmp_path / "a.bin").write_bytes(versions.tobytes())
-    entries = [TensorEntry(name, "float32", (2,)) for name in ("w@0", "w", "w@1")]
-    rows = [Row(0, 0, 0, (0,), (2,), (1,)), Row(2, 0, 8, (0,), (2,), (1,))]
-    foreign = foreign_of(entries, rows, ForeignFile("a.bin", 16))
-    known.append(dataclasses.replace(foreign, averages={"w": ("w@0", "w@1")}))
+    rows = [Row(1, 0, 0, (0,), (2,), (1,)), Row(2, 0, 8, (0,), (2,), (1,))]
+    foreign = foreign_of([TensorEntry("w", "float32", (2,))], rows, StoredFile("a.bin", 16))
+    known.append(dataclasses.replace(foreign, terms=(0, 0)))
     out = torch.zeros(2)
     sw.load(tmp_path, {"w": out})
     assert out.tolist() == [2.0, 3.5]
     assert list(sw.open(tmp_path)) == ["w"]
 
 
-def test_bytes_that_lie_in_no_file_are_read(tmp_path: Path, known: list[Foreign]) -> None:
+def test_bytes_that_lie_in_no_file_are_read(tmp_path: Path, known: list[Layout]) -> None:
     (tmp_path / "a.pkl").write_bytes(b"a pickle that has a number")
     content = np.float32(7).tobytes()
     entry = TensorEntry("step", "float32", ())
-    known.append(foreign_of([entry], [Row(0, 0, 0, (), (), ())], ForeignFile("+0", 4, content)))
+    known.append(foreign_of([entry], [Row(0, 0, 0, (), (), ())], StoredFile("+0", 4, content)))
     step = torch.tensor(0.0)
     sw.load(tmp_path, {"step": step})
     assert step == 7
@@ -150,14 +147,14 @@ def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     calls = []
 
-    def read(tree: FileTree) -> Foreign:
+    def read(tree: FileTree) -> Layout:
         calls.append(tree)
         return foreign
 
     foreign = scattered(values, tmp_path, 1)
     index = tmp_path / "index"
     for _ in range(3):
-        found = decode_index(read_or_write_index(FileTree(tmp_path), index, read), "here")
+        found = read_or_write_index(FileTree(tmp_path), index, read)
         assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
     assert len(calls) == 1
     index.write_bytes(index.read_bytes()[:-1])
@@ -171,7 +168,7 @@ def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
 
 ENTRY = TensorEntry("w", "float32", (2, 3))
 GOOD = Row(0, 0, 0, (0, 0), (2, 3), (3, 1))
-FILE = ForeignFile("a.bin", 24)
+FILE = StoredFile("a.bin", 24)
 
 
 @pytest.mark.parametrize(
@@ -179,37 +176,37 @@ FILE = ForeignFile("a.bin", 24)
     [
         (ENTRY, [], FILE, "gaps"),
         (ENTRY, [GOOD, GOOD], FILE, "overlap"),
-        (ENTRY, [dataclasses.replace(GOOD, start=4)], FILE, "outside its file"),
-        (ENTRY, [dataclasses.replace(GOOD, start=-4)], FILE, "outside its file"),
-        (ENTRY, [dataclasses.replace(GOOD, stride=(2**61, 1))], FILE, "outside its file"),
+        (ENTRY, [dataclasses.replace(GOOD, start=4)], FILE, "outside of its file"),
+        (ENTRY, [dataclasses.replace(GOOD, start=-4)], FILE, "outside of its file"),
+        (ENTRY, [dataclasses.replace(GOOD, stride=(2**61, 1))], FILE, "outside of its file"),
         (ENTRY, [dataclasses.replace(GOOD, stride=(2, 1))], FILE, "share bytes"),
         (ENTRY, [dataclasses.replace(GOOD, stride=(0, 0))], FILE, "share bytes"),
-        (ENTRY, [dataclasses.replace(GOOD, offset=(1, 0))], FILE, "outside the tensor"),
+        (ENTRY, [dataclasses.replace(GOOD, offset=(1, 0))], FILE, "outside of the tensor"),
         (
             ENTRY,
             [dataclasses.replace(GOOD, file=1)],
             FILE,
-            "does not exist: the index of .* in .0, 1.",
+            "refers to file 1, but the checkpoint lists 1 file",
         ),
         (
             ENTRY,
             [dataclasses.replace(GOOD, tensor=-1)],
             FILE,
-            "does not exist: the index of .* in .0, 1.",
+            "refers to tensor -1, but the checkpoint lists 1 tensor",
         ),
-        (ENTRY, [GOOD], ForeignFile("../a.bin", 24), "not a path below"),
-        (ENTRY, [GOOD], ForeignFile("/a.bin", 24), "not a path below"),
-        (TensorEntry("w", "float31", (2, 3)), [GOOD], FILE, "'float31' is not supported"),
-        (TensorEntry("w", "float32", (2**62, 2**62)), [GOOD], FILE, "is larger than"),
+        (ENTRY, [GOOD], StoredFile("../a.bin", 24), "not a path below"),
+        (ENTRY, [GOOD], StoredFile("/a.bin", 24), "not a path below"),
+        (TensorEntry("w", "float31", (2, 3)), [GOOD], FILE, "unknown dtype 'float31'"),
+        (TensorEntry("w", "float32", (2**62, 2**62)), [GOOD], FILE, "has more than"),
         (TensorEntry("w", "float32", (2, 3), same_as="v"), [], FILE, "tied"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(
-    entry: TensorEntry, rows: list[Row], file: ForeignFile, says: str
+    entry: TensorEntry, rows: list[Row], file: StoredFile, says: str
 ) -> None:
-    assert validate_foreign(foreign_of([ENTRY], [GOOD], FILE))
+    assert validate_layout(foreign_of([ENTRY], [GOOD], FILE))
     with pytest.raises(FormatError, match=says):
-        validate_foreign(foreign_of([entry], rows, file))
+        validate_layout(foreign_of([entry], rows, file))
 
 
 def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.zip_archive import read_directory
-from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
-from shardwise.formats.piece_tables import table_of_boxes
-from shardwise.formats.validate import validate_foreign
+from shardwise.formats.foreign import StoredArray
+from shardwise.formats.piece_tables import pieces_of_boxes
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.validate import validate_layout
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
 from tests.breadth import examples
@@ -216,9 +217,9 @@ def assert_within(value: Any, size: int) -> None:
     if isinstance(value, dict):
         arrays = [each for each in value.values() if isinstance(each, StoredArray)]
     entries = [TensorEntry(f"t{i}", a.dtype, a.shape) for i, a in enumerate(arrays)]
-    table = table_of_boxes([(i, 0, (0,) * len(a.shape), a) for i, a in enumerate(arrays)])
-    files = (ForeignFile("a.pt", size),)
-    validate_foreign(Foreign(format="it", files=files, tensors=tuple(entries), table=table))
+    pieces = pieces_of_boxes([(i, 0, (0,) * len(a.shape), a) for i, a in enumerate(arrays)])
+    files = (StoredFile("a.pt", size),)
+    validate_layout(Layout(format="it", files=files, tensors=tuple(entries), pieces=pieces))
 
 
 def test_a_storage_of_before_that_lies_about_its_size() -> None:

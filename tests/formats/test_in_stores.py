@@ -1,4 +1,4 @@
-"""Foreign checkpoints in an object store are read in place: all values, in few requests."""
+"""Layout checkpoints in an object store are read in place: all values, in few requests."""
 
 from __future__ import annotations
 

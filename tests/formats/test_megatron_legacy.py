@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import shardwise as sw
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.validate import validate_layout
 from tests.formats.comparing import assert_same
 from tests.formats.conftest import GOLDEN_OR_LIVE, LEGACY, Checkpoints
 from tests.formats.reference import read_tensors
@@ -41,7 +41,7 @@ def wanted(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", [*LEGACY, "llama"])
 def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> None:
     tree = FileTree(megatron.place(case, 4))
-    foreign = validate_foreign(read_foreign(tree))
+    foreign = validate_layout(read_foreign(tree))
     assert (foreign.format, foreign.step) == ("legacy Megatron-LM", 2)
     read = read_tensors(Path(str(tree)), foreign)
     expected = wanted(megatron.expected(case, 4))
@@ -160,7 +160,7 @@ def test_a_head_of_its_own_comes_out_as_one(megatron: Checkpoints, tmp_path: Pat
 @pytest.mark.parametrize("case", TIED)
 def test_a_tied_head_is_the_embedding(megatron: Checkpoints, case: str) -> None:
     found = sw.open(megatron.place(case, 4), spec=sw.spec("megatron_gpt2", vocab=60, heads=4))
-    entries = {entry.name: entry for entry in found.manifest.tensors}
+    entries = {entry.name: entry for entry in found.layout.tensors}
     assert entries["model.lm_head.weight"].same_as == "model.transformer.wte.weight"
     assert "optimizer.lm_head.weight.exp_avg" not in entries
     assert found.verify().bytes_compared > 0

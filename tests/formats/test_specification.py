@@ -118,7 +118,7 @@ def test_a_published_model_is_exported_under_other_names(files: Path, tmp_path: 
     assert torch.equal(found.tensors()["model.h.5.fc"][...], whole()["layers.5.up"])
 
 
-def test_copies_are_compared_when_they_are_read(
+def test_copies_are_compared_by_a_verification_and_an_export(
     files: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("exported")
@@ -135,13 +135,8 @@ def test_copies_are_compared_when_they_are_read(
     state = torch.load(path)
     state["model"]["layers.1.norm"][3] += 1
     torch.save(state, path)
-    out = torch.zeros(H)
-    state = {"model": {"layers": {"3": {"norm": out}}}}
-    only = ["model.layers.3.norm"]
     reads: list[Callable[[], object]] = [
         lambda: sw.open(files, spec=spec).verify(),
-        lambda: sw.open(files, spec=spec)["model.layers.3.norm"][...],  # type: ignore[index]
-        lambda: sw.load(files, state, spec=spec, only=only),
         lambda: sw.export(files, tmp_path / "out", spec=spec),
     ]
     for read in reads:
@@ -155,14 +150,11 @@ def test_copies_are_compared_when_they_are_read(
             content = (files / name).read_bytes()
             norm = torch.load(files / name)["model"]["layers.1.norm"]
             assert content[at : at + 4] == norm[3].numpy().tobytes()
-    assert not out.any()
     assert not list((tmp_path / "out").glob("*"))
-    # What is not read is not compared; and the first copy is there for those who want it.
-    assert torch.equal(
-        sw.open(files, spec=spec)["model.layers.2.norm"][...],  # type: ignore[index]
-        whole()["layers.2.norm"],
-    )
-    sw.load(files, state, spec=spec, only=only, verify=False)
+    # A load reads the first copy.
+    out = torch.zeros(H)
+    state = {"model": {"layers": {"3": {"norm": out}}}}
+    sw.load(files, state, spec=spec, only=["model.layers.3.norm"])
     assert torch.equal(out, whole()["layers.3.norm"])
 
 
@@ -191,37 +183,6 @@ def test_a_wrong_text_shows_where(tmp_path: Path) -> None:
         sw.spec("a => b")
     with pytest.raises(sw.StateError, match="whole number"):
         sw.spec(TEXT, layers="2")  # type: ignore[arg-type]
-
-
-def test_one_rank_compares_for_all(files: Path) -> None:
-    path = files / "mp_rank_01_002" / "model.pt"
-    state = torch.load(path)
-    state["model"]["layers.0.norm"][1] += 1
-    torch.save(state, path)
-    spec = sw.spec(TEXT, files=PATTERN, layers=LAYERS)
-
-    def load(group: ThreadGroup) -> tuple[str, int]:
-        norms = {str(group.rank): {"norm": torch.zeros(H)}, "4": {"norm": torch.zeros(H)}}
-        if group.rank != 2:
-            del norms["4"]  # the one whose copies differ
-        stages: list[str] = []
-        try:
-            sw.load(
-                files,
-                {"model": {"layers": norms}},
-                spec=spec,
-                only=["*.norm"],
-                strict=False,
-                group=group,
-                on_event=lambda event: stages.append(event.stage),
-            )
-        except sw.MismatchError as error:
-            return error.problems[0].partition(":")[0], stages.count("replicas")
-        return "", stages.count("replicas")
-
-    told = run_ranks(3, load)
-    assert [name for name, _ in told] == ["model.layers.4.norm"] * 3
-    assert [count for _, count in told] == [1, 0, 0]
 
 
 def test_values_of_other_ranks_are_told(files: Path) -> None:

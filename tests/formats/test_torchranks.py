@@ -140,7 +140,7 @@ def test_any_placement_of_any_dtype(saved: Path) -> None:
     assert found["placed.float32.scalar"][...] == 2.5  # type: ignore[index]
     assert_same(found["placed.float32.tied"][...], full_of(0, torch.float32))  # type: ignore[index]
     assert_same(found["placed.float32.transposed"][...], full_of(0, torch.float32).t())  # type: ignore[index]
-    ties = {entry.name: entry.same_as for entry in found.manifest.tensors if entry.same_as}
+    ties = {entry.name: entry.same_as for entry in found.layout.tensors if entry.same_as}
     assert [*ties] == ["placed.float32.tied"]
     found.verify()
 

@@ -108,8 +108,8 @@ def everything(reader: torch_dcp.StorageReader) -> dict[str, Any]:
 def test_the_writer_saves_what_torchs_writer_saves(save: Save, kind: str) -> None:
     ours, theirs = save(kind) / "ours" / kind, save(kind) / "torch" / kind
     checkpoint = sw.open(ours)
-    assert (checkpoint.manifest.format, checkpoint.world_size) == ("shardwise", WORLDS[kind])
-    assert checkpoint.verify().bytes_checked == sum(f.size for f in checkpoint.manifest.files)
+    assert (checkpoint.layout.format, checkpoint.world_size) == ("shardwise", WORLDS[kind])
+    assert checkpoint.verify().bytes_checked == sum(f.size for f in checkpoint.layout.files)
     found, expected = contents(ours), contents(theirs)
     assert found.pop(DCP_METADATA)
     assert found == expected
@@ -415,7 +415,7 @@ def test_s3(moto: Server) -> None:  # noqa: F811
     target = {"model": {"w": torch.zeros(10)}, "step": 0}
     dcp.load(target, checkpoint_id=url)
     assert_same(target, state)
-    assert len(sw.open(url).manifest.files) == 1
+    assert len(sw.open(url).layout.files) == 1
 
 
 def sharded(value: float) -> dict[str, Any]:

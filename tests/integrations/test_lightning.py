@@ -309,10 +309,10 @@ def test_the_path_of_a_checkpoint_of_the_callback_is_refused(tmp_path: Path) -> 
 def test_a_run_that_goes_back_replaces_later_checkpoints(tmp_path: Path) -> None:
     options: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1}
     whole, _ = train_with_callback(tmp_path, None, 1, **options)
-    before = sw.open(tmp_path, step=9).manifest.save_id
+    before = sw.open(tmp_path, step=9).layout.save_id
     again, _ = train_with_callback(tmp_path, None, 1, resume=3, **options)
     assert committed_steps(LocalStore(tmp_path)) == [3, 6, 9]
-    assert sw.open(tmp_path, step=9).manifest.save_id != before
+    assert sw.open(tmp_path, step=9).layout.save_id != before
     assert equal(again.state_dict(), whole.state_dict())
 
 

@@ -157,7 +157,7 @@ def test_options_for_the_first_and_last_checkpoint(
         assert found == ["model-step-4", "step-00000002", "step-00000003"]
     native = sw.open(titan.checkpoints("native") / "model-step-4")
     published = sw.open(titan.checkpoints("hf") / "model-step-4")
-    assert published.manifest.format.startswith("Hugging Face")
+    assert published.layout.format.startswith("Hugging Face")
     for name, hf_name in (("tok_embeddings", "model.embed_tokens"), ("norm", "model.norm")):
         one, other = native[f"model.{name}.weight"], published[f"model.{hf_name}.weight"]
         assert one.dtype == other.dtype == torch.bfloat16  # type: ignore[union-attr]

@@ -20,13 +20,13 @@ from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
     ObjectEntry,
-    TensorEntry,
+    TensorWithPieces,
     complete_manifest,
     decode_manifest,
     encode_manifest,
     encode_tensors,
 )
-from shardwise.manifest.validate import validated_pieces
+from shardwise.manifest.validate import layout_of_manifest
 from tests.breadth import examples
 from tests.manifest.documents import Document, document_of, sealed
 
@@ -104,7 +104,7 @@ def test_mutations_with_a_right_checksum_are_refused_or_make_sense(
         mutate(document, data)
     try:
         manifest = decode_manifest(sealed(document))
-        pieces = validated_pieces(manifest)
+        pieces = layout_of_manifest(manifest).pieces
     except FormatError:
         return
     assert_covered_once(manifest, [(int(t), o, s) for t, o, s in boxes_of(pieces)])
@@ -185,13 +185,13 @@ def test_what_is_encoded_is_decoded(
         per_rank=tuple(listed[:1]),
         files=(FileEntry("r00000.safetensors", 0, 4100, 4096, 4096, 4096, 7),),
         objects=tuple(ObjectEntry(n, v) for n, v in zip(listed[1:3], plain, strict=False)),
-        tensors=tuple(TensorEntry(name, dtype, (0, 3)) for name in listed[3:]),
+        tensors=tuple(TensorWithPieces(name, dtype, (0, 3)) for name in listed[3:]),
     )
     assert decode_manifest(encode_manifest(manifest)) == manifest
     again = encode_manifest(manifest, encode_tensors(manifest.tensors))
     assert again == encode_manifest(manifest)
     assert json.loads(again)["crc32"] > 0
-    validated_pieces(manifest)
+    layout_of_manifest(manifest)
 
 
 @st.composite

@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.layout.columns import Int
+from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import (
     Manifest,
     TensorEntry,
@@ -14,14 +16,14 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
-    Pieces,
-    entries_of_runs,
+    add_pieces,
     expand_runs,
     find_runs,
     runs_of_manifest,
 )
 
 SHAPE = (64, 64)
+DATA_AT = np.zeros(1 << 15, np.int64)
 Row = tuple[int, int, int, tuple[int, int], tuple[int, int]]
 
 
@@ -43,11 +45,11 @@ def rows(draw: st.DrawFn) -> list[Row]:
     return listed
 
 
-def pieces_of(listed: list[Row]) -> Pieces:
+def columns_of(listed: list[Row]) -> tuple[Int, Int, Int, Int, Int]:
     """Rows as columns."""
     plain = np.array([row[:3] for row in listed], np.int64).reshape(-1, 3)
     boxes = np.array([row[3:] for row in listed], np.int64).reshape(-1, 2, 2)
-    return Pieces(plain[:, 0], plain[:, 1], plain[:, 2], boxes[:, 0], boxes[:, 1])
+    return plain[:, 0], plain[:, 1], plain[:, 2], boxes[:, 0], boxes[:, 1]
 
 
 def rows_of(pieces: Pieces) -> list[Row]:
@@ -64,18 +66,15 @@ def rows_of(pieces: Pieces) -> list[Row]:
 
 @given(rows())
 def test_expanding_undoes_folding(listed: list[Row]) -> None:
-    runs = find_runs(pieces_of(listed))
-    assert rows_of(expand_runs(runs)) == listed
+    runs = find_runs(*columns_of(listed))
+    assert rows_of(expand_runs(runs, DATA_AT)) == listed
     assert all(count == 1 or count >= SHORTEST_RUN for count in runs.count.tolist())
 
 
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
-    runs = find_runs(pieces_of(listed))
-    entries = entries_of_runs(runs, [2, 2, 2])
-    tensors = tuple(
-        TensorEntry(f"t{i}", "uint8", SHAPE, tuple(own)) for i, own in enumerate(entries)
-    )
+    entries = [TensorEntry(f"t{i}", "uint8", SHAPE) for i in range(3)]
+    tensors = tuple(add_pieces(entries, *columns_of(listed)))
     manifest = Manifest(
         save_id="0" * 16,
         step=None,
@@ -87,12 +86,12 @@ def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     )
     again = decode_manifest(encode_manifest(manifest))
     assert again == manifest
-    assert rows_of(expand_runs(runs_of_manifest(again))) == listed
+    assert rows_of(expand_runs(runs_of_manifest(again), DATA_AT)) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
     ranks = 16_384
     listed: list[Row] = [(0, rank, 4096, (8 * rank, 0), (8, 64)) for rank in range(ranks)]
-    runs = find_runs(pieces_of(listed))
+    runs = find_runs(*columns_of(listed))
     assert len(runs.count) == 1
-    assert rows_of(expand_runs(runs)) == listed
+    assert rows_of(expand_runs(runs, DATA_AT)) == listed

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout import Box, row_major
-from shardwise.manifest.pieces import Pieces
+from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.load import (
     LoadPlan,
-    PieceLocations,
     plan_load,
 )
 from shardwise.plan.ranges import Ranges
@@ -76,24 +76,38 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def source_of(case: Case) -> tuple[PieceLocations, list[int]]:
+def source_of(case: Case) -> tuple[Layout, list[int]]:
     """Pieces one after another in their files, with gaps; and the number of each file's bytes."""
     ends = [0, 0, 0]
     starts = []
     for (tensor, box), file, gap in zip(case.pieces, case.files, case.gaps, strict=True):
         starts.append(ends[file] + gap)
         ends[file] = starts[-1] + box.size * case.itemsizes[tensor]
-    data_at = [0, 24, 4096]
+    data_at = np.array([0, 24, 4096])
+    files = np.array(case.files, np.int64)
+    shape = np.array([box.shape for _, box in case.pieces], np.int64).reshape(-1, DIMS)
     pieces = Pieces(
         np.array([tensor for tensor, _ in case.pieces], np.int64),
-        np.array(case.files, np.int64),
-        np.array(starts, np.int64),
+        files,
+        data_at[files] + np.array(starts, np.int64),
         np.array([box.offset for _, box in case.pieces], np.int64).reshape(-1, DIMS),
-        np.array([box.shape for _, box in case.pieces], np.int64).reshape(-1, DIMS),
+        shape,
+        row_major(shape),
     )
-    covered = [at + end + 8 for at, end in zip(data_at, ends, strict=True)]
-    columns = (np.array(case.itemsizes), np.array(data_at), np.array(covered))
-    return PieceLocations(pieces, row_major(pieces.shape), *columns), covered
+    covered = (data_at + ends + 8).tolist()
+    return layout_of(case.shapes, case.itemsizes, pieces, covered), covered
+
+
+def layout_of(
+    shapes: list[tuple[int, ...]], itemsizes: list[int], pieces: Pieces, file_sizes: list[int]
+) -> Layout:
+    rows = enumerate(zip(shapes, itemsizes, strict=True))
+    return Layout(
+        format="made here",
+        files=tuple(StoredFile(str(i), size) for i, size in enumerate(file_sizes)),
+        tensors=tuple(TensorEntry(str(i), f"int{8 * size}", shape) for i, (shape, size) in rows),
+        pieces=pieces,
+    )
 
 
 def wanted_of(case: Case) -> tuple[Int, Int, Int]:
@@ -104,15 +118,14 @@ def wanted_of(case: Case) -> tuple[Int, Int, Int]:
     )
 
 
-def needed_blocks(case: Case, source: PieceLocations) -> set[tuple[int, int]]:
+def needed_blocks(case: Case, source: Layout) -> set[tuple[int, int]]:
     """The blocks in which the bytes of wanted elements lie: element by element."""
     blocks = set()
     for (tensor, box), file, start in zip(
         case.pieces, source.pieces.file.tolist(), source.pieces.start.tolist(), strict=True
     ):
         itemsize = case.itemsizes[tensor]
-        first = int(source.data_at[file]) + start
-        place = first + itemsize * np.arange(box.size).reshape(box.shape)
+        place = start + itemsize * np.arange(box.size).reshape(box.shape)
         for other, wanted in case.wanted:
             common = box.intersect(wanted) if other == tensor else None
             if common is not None:
@@ -213,9 +226,9 @@ def test_a_column_of_long_rows_costs_a_block_a_row() -> None:
         np.zeros(1, np.int64),
         np.zeros((1, 2), np.int64),
         np.array([[rows, columns]]),
+        np.array([[columns, 1]]),
     )
-    covered = np.array([rows * columns * 4])
-    source = PieceLocations(pieces, row_major(pieces.shape), np.array([4]), np.array([0]), covered)
+    source = layout_of([(rows, columns)], [4], pieces, [rows * columns * 4])
     wanted = np.zeros(1, np.int64), np.array([[0, 7]]), np.array([[rows, 1]])
     plan = plan_load(source, wanted, largest_read=1 << 20, block=BLOCK)
     assert plan.bytes_read == rows * BLOCK
@@ -230,11 +243,9 @@ def test_neighbouring_pieces_are_one_read() -> None:
         np.arange(count) * nbytes,
         np.zeros((count, 1), np.int64),
         np.full((count, 1), nbytes),
+        np.ones((count, 1), np.int64),
     )
-    total = count * nbytes
-    source = PieceLocations(
-        pieces, row_major(pieces.shape), np.ones(count, np.int64), np.array([0]), np.array([total])
-    )
+    source = layout_of([(nbytes,)] * count, [1] * count, pieces, [count * nbytes])
     wanted = np.arange(count), np.zeros((count, 1), np.int64), np.full((count, 1), nbytes)
     plan = plan_load(source, wanted, largest_read=1 << 20)
     assert len(plan.spans) == 1

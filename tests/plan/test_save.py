@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box, MeshShard, Sharding, fragments_of_shard, splits_of
+from shardwise.layout.columns import padded_rows
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Manifest, TensorEntry
-from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, runs_of_manifest
+from shardwise.manifest.layout import Pieces
+from shardwise.manifest.manifest import Manifest, TensorWithPieces
+from shardwise.manifest.pieces import expand_runs, runs_of_manifest
 from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
 from shardwise.plan.structure import Description, Structure, World, find_rules
 from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
@@ -75,8 +77,8 @@ def plan_of(descriptions: Sequence[Description]) -> SavePlan:
     return plans_of(descriptions)[0]
 
 
-def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
-    return msgspec.json.decode(plan.manifest().tensors, type=tuple[TensorEntry, ...])
+def entries_of(plan: SavePlan) -> tuple[TensorWithPieces, ...]:
+    return msgspec.json.decode(plan.manifest().tensors, type=tuple[TensorWithPieces, ...])
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
@@ -89,7 +91,7 @@ def pieces_of(plan: SavePlan) -> Pieces:
         objects=(),
         tensors=entries_of(plan),
     )
-    return expand_runs(runs_of_manifest(manifest))
+    return expand_runs(runs_of_manifest(manifest), np.zeros(1 << 16, np.int64))
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
@@ -353,7 +355,7 @@ def test_a_tie_on_one_rank_only_is_refused() -> None:
     tensor, other = Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))
     whole = [Box.whole((2,))]
     tied = described([(tensor, whole)], ties=(("b", "a"),))
-    assert entries_of(plan_of([tied, tied]))[1] == TensorEntry("b", "float32", (2,), (), "a")
+    assert entries_of(plan_of([tied, tied]))[1] == TensorWithPieces("b", "float32", (2,), "a")
     with pytest.raises(LayoutError, match="tie it on all ranks"):
         plan_of([tied, described([(tensor, whole), (other, whole)])])
 

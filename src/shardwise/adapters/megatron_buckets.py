@@ -73,7 +73,7 @@ class Buckets:
 def match_buckets(optimizers: Sequence[object], saved: SavedNames) -> Buckets:
     """Match the buckets of a checkpoint with optimizers of Megatron-Core."""
     groups: dict[str, set[int]] = {}
-    for entry in saved.manifest.tensors:
+    for entry in saved.layout.tensors:
         match = _BUCKET_NAME.fullmatch(entry.name)
         if match is not None:
             groups.setdefault(match[1], set()).add(int(match[2]))

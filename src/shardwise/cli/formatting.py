@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TypeGuard
@@ -62,7 +62,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-def metrics(values: dict[str, float | None]) -> str:
+def metrics(values: Mapping[str, float | None]) -> str:
     """Return metrics by name: `loss=0.0123 lr=1e-05`."""
     shown = {name: "?" if value is None else f"{value:.4g}" for name, value in values.items()}
     return " ".join(f"{printable(name)}={value}" for name, value in shown.items())

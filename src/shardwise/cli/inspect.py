@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Collection
 from typing import Annotated, Any
 
@@ -55,11 +56,11 @@ def inspect(
     checkpoint = sw.open(
         path, step="newest" if step is None else step, skip_unknown=True, format=format
     )
-    names = [*checkpoint, *checkpoint.manifest.per_rank]
+    names = [*checkpoint, *checkpoint.layout.per_rank]
     if name is not None and name in checkpoint.tensors():
         document = _tensor_document(checkpoint, name)
     elif name is not None and name in names:
-        key = "values" if name in checkpoint.manifest.per_rank else "value"
+        key = "values" if name in checkpoint.layout.per_rank else "value"
         document = {"path": checkpoint.path, "name": name, key: checkpoint.as_json(name)}
     else:
         shown = names if name is None else _names_below(checkpoint.path, names, name)
@@ -80,18 +81,19 @@ def inspect(
 
 def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, Any]:
     """Return what `--json` prints of some names of a checkpoint."""
-    manifest = checkpoint.manifest
-    tensors = checkpoint.tensors()
+    layout = checkpoint.layout
+    tensors, boxes = checkpoint.tensors(), Counter(layout.pieces.tensor.tolist())
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
-        "saved_at": manifest.created,
-        "save_id": manifest.save_id,
+        "saved_at": layout.created,
+        "save_id": layout.save_id,
         "world_size": checkpoint.world_size,
-        "bytes": sum(file.size for file in manifest.files),
+        "bytes": sum(file.size for file in layout.files),
         "metrics": checkpoint.metrics,
         "files": [
-            {"name": file.name, "rank": file.rank, "bytes": file.size} for file in manifest.files
+            {"name": file.name, "rank": rank, "bytes": file.size}
+            for rank, file in _files_by_rank(checkpoint).items()
         ],
         "tensors": [
             {
@@ -99,27 +101,33 @@ def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, An
                 "dtype": entry.dtype,
                 "shape": entry.shape,
                 "bytes": tensors[entry.name].nbytes,
-                "boxes": sum(each.repeat.count if each.repeat else 1 for each in entry.pieces),
+                "boxes": boxes[index],
                 "same_as": entry.same_as,
             }
-            for entry in manifest.tensors
+            for index, entry in enumerate(layout.tensors)
             if entry.name in names
         ],
-        "values": [entry for entry in manifest.objects if entry.name in names],
-        "per_rank": [name for name in manifest.per_rank if name in names],
+        "values": [entry for entry in layout.objects if entry.name in names],
+        "per_rank": [name for name in layout.per_rank if name in names],
     }
+
+
+def _files_by_rank(checkpoint: sw.Checkpoint) -> dict[int, Any]:
+    """Return the files by the rank that wrote each; for a foreign checkpoint, by their index."""
+    files = checkpoint.layout.files
+    return {i if f.entry is None else f.entry.rank: f for i, f in enumerate(files)}
 
 
 def _tensor_document(checkpoint: sw.Checkpoint, name: str) -> dict[str, Any]:
     (document,) = _document(checkpoint, {name})["tensors"]
-    files = {file.rank: file.name for file in checkpoint.manifest.files}
+    files = _files_by_rank(checkpoint)
     itemsize = checkpoint.tensors()[name].dtype.itemsize
     boxes = [
         {
             "offset": box.offset,
             "shape": box.shape,
             "rank": rank,
-            "file": files[rank],
+            "file": files[rank].name,
             "bytes": box.size * itemsize,
         }
         for box, rank in checkpoint.boxes(name)
@@ -148,22 +156,22 @@ def _names_below(path: str, names: Collection[str], name: str) -> list[str]:
 
 
 def _show_header(checkpoint: sw.Checkpoint, console: Console) -> None:
-    manifest = checkpoint.manifest
-    contents = [fmt.count(len(manifest.tensors), "tensor")]
-    if manifest.objects:
-        contents.append(fmt.count(len(manifest.objects), "value"))
-    if manifest.per_rank:
-        contents.append(f"{fmt.count(len(manifest.per_rank), 'value')} for each rank")
-    size = fmt.size(sum(file.size for file in manifest.files))
+    layout = checkpoint.layout
+    contents = [fmt.count(len(layout.tensors), "tensor")]
+    if layout.objects:
+        contents.append(fmt.count(len(layout.objects), "value"))
+    if layout.per_rank:
+        contents.append(f"{fmt.count(len(layout.per_rank), 'value')} for each rank")
+    size = fmt.size(sum(file.size for file in layout.files))
     lines = [
         ("checkpoint", checkpoint.path),
         ("step", "–" if checkpoint.step is None else str(checkpoint.step)),
-        ("saved", f"{fmt.time(manifest.created)} UTC")
-        if manifest.created
-        else ("format", manifest.format),
+        ("saved", f"{fmt.time(layout.created)} UTC")
+        if layout.created
+        else ("format", layout.format),
         ("ranks", str(checkpoint.world_size)),
         ("contents", ", ".join(contents)),
-        ("size", f"{size} in {fmt.count(len(manifest.files), 'file')}"),
+        ("size", f"{size} in {fmt.count(len(layout.files), 'file')}"),
     ]
     if checkpoint.metrics:
         lines.append(("metrics", fmt.metrics(checkpoint.metrics)))

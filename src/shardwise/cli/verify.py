@@ -90,7 +90,7 @@ def _verify(path: str, step: int | None) -> Verdict:
     except sw.CorruptionError as error:  # the manifest is damaged
         damage = (sw.Damage(file=None, problem=str(error), tensors=[]),)
         return Verdict(path=path, step=step, intact=False, damage=damage)
-    with progress(sum(file.size for file in checkpoint.manifest.files)) as on_event:
+    with progress(sum(file.size for file in checkpoint.layout.files)) as on_event:
         report = checkpoint.find_damage(on_event)
     return Verdict(
         path=report.path,

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 import numpy as np
@@ -15,14 +15,13 @@ from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import SMALLEST_MEMORY, Conversion, ConversionReport
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.manifest.manifest import Manifest, encode_manifest
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
-from shardwise.store import Store, open_store
+from shardwise.store import Files, Store, open_store
 
 MAX_MEMORY = 1 << 30
 MAX_FILE = 5 << 30
@@ -85,7 +84,7 @@ class ExportOptions:
 
 
 def write_export(
-    options: ExportOptions, opened: Opened, group: Group, recorder: Recorder
+    options: ExportOptions, source: Files, layout: Layout, group: Group, recorder: Recorder
 ) -> ConversionReport:
     """Write the selected tensors and values of a checkpoint. All ranks call it together.
 
@@ -95,15 +94,15 @@ def write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    identity = f"{_digest_source(opened)}: {options.resume_key}"
-    selected, tensors = _select_contents(options, opened.manifest)
-    selected = msgspec.structs.replace(selected, left_out=opened.left_out)
+    identity = f"{_digest_source(source, layout)}: {options.resume_key}"
+    selected, tensors = _select_contents(options, layout)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))
     plan_files = TARGETS[options.to]
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file, config)
     return Conversion(
-        opened=opened,
+        source=source,
+        layout=layout,
         verify=options.verify,
         files=plan_files(contents),
         folder=open_store(options.target),
@@ -123,34 +122,34 @@ def _read_config(store: Store) -> bytes:
         return FileRange.whole_file(file, store.name, str(store)).read(0, file.size)
 
 
-def _digest_source(opened: Opened) -> str:
-    """Return an id of a source: the path, and a digest of the manifest and the pieces."""
-    pieces = opened.pieces
-    digest = hashlib.blake2b(encode_manifest(opened.manifest), digest_size=16)
-    for column in (pieces.tensor, pieces.file, pieces.start, pieces.offset, opened.stride):
-        digest.update(np.ascontiguousarray(column).tobytes())
-    return f"{opened.store}: {digest.hexdigest()}"
+def _digest_source(source: Files, layout: Layout) -> str:
+    """Return an id of a source: the path, and a digest of the layout."""
+    contents = layout.format, layout.save_id, layout.step, layout.tensors, layout.objects
+    digest = hashlib.blake2b(msgspec.msgpack.encode((contents, layout.files)), digest_size=16)
+    for column in fields(layout.pieces):
+        digest.update(np.ascontiguousarray(getattr(layout.pieces, column.name)).tobytes())
+    return f"{source}: {digest.hexdigest()}"
 
 
 def _select_contents(
-    options: ExportOptions, manifest: Manifest
-) -> tuple[Manifest, tuple[TargetTensor, ...]]:
-    """Return a manifest with the selected values, and the selected tensors.
+    options: ExportOptions, layout: Layout
+) -> tuple[Layout, tuple[TargetTensor, ...]]:
+    """Return a layout with the selected values, and the selected tensors.
 
     A tied tensor gets separate bytes if the tensor that it is tied to is not selected, or is
     written in another dtype.
     """
     root, dtype = options.root, options.dtype
     selection = Selection.from_patterns(options.only, options.skip)
-    if not manifest.tensors:
+    if not layout.tensors:
         raise StateError(
             "nothing to write: the checkpoint has no tensors; choose another checkpoint"
         )
-    tensors = [each for each in manifest.tensors if selection.selects(each.name)]
+    tensors = [each for each in layout.tensors if selection.selects(each.name)]
     if not tensors:
         raise StateError(
             f"nothing to write: only={[*options.only]} and skip={[*options.skip]} select none of "
-            f"the {len(manifest.tensors)} tensors, for example not {manifest.tensors[0].name}: "
+            f"the {len(layout.tensors)} tensors, for example not {layout.tensors[0].name}: "
             "change the patterns"
         )
     names = dict.fromkeys(each.name for each in tensors)
@@ -158,7 +157,7 @@ def _select_contents(
     converted = dict.fromkeys(n for n in names if dtype is not None and n.startswith(start))
     if dtype is not None and not converted:
         raise StateError(f"dtype={dtype!r}: {describe_empty_root(root, names)}")
-    quantized = find_quantized(manifest.tensors)
+    quantized = find_quantized(layout.tensors)
     if refused := [name for name in converted if name in quantized]:
         raise StateError(
             f"dtype={dtype!r}: {len(refused)} tensors are parts of quantized tensors, for example "
@@ -173,5 +172,5 @@ def _select_contents(
         entry = each if stays_tied else msgspec.structs.replace(each, same_as=None)
         is_float = each.name in converted and each.dtype in FLOATS
         selected.append(TargetTensor(each.name, entry, dtype if dtype and is_float else each.dtype))
-    objects = tuple(each for each in manifest.objects if selection.selects(each.name))
-    return msgspec.structs.replace(manifest, objects=objects), tuple(selected)
+    objects = tuple(each for each in layout.objects if selection.selects(each.name))
+    return replace(layout, objects=objects), tuple(selected)

@@ -14,7 +14,8 @@ from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.store.store import Buffer
 
 MOST_LISTED = 8
@@ -154,7 +155,7 @@ class ExportContents:
     """The tensors and values to write, and the options of their format.
 
     Attributes:
-        source: the manifest of the source, with the plain values to write.
+        source: the layout of the source, with the plain values to write.
         tensors: the tensors, in the order of the source, including tied tensors.
         save_id: an id that is part of file names. If an export is repeated, it has the same id.
         root: the key of the model in the state, for formats that hold only a model.
@@ -162,7 +163,7 @@ class ExportContents:
         config: contents of the model's configuration file, for formats that have one.
     """
 
-    source: Manifest
+    source: Layout
     tensors: tuple[TargetTensor, ...]
     save_id: str
     root: str

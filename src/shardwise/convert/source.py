@@ -6,10 +6,11 @@ import torch
 
 from shardwise.convert.plan import TensorPart
 from shardwise.engine.buffers import Arena
-from shardwise.engine.load import fill_alone, plan_reads
-from shardwise.engine.opened import Opened
+from shardwise.engine.load import read_leaves
+from shardwise.manifest.layout import Layout
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf
+from shardwise.store import Files
 from shardwise.store.store import Buffer
 
 
@@ -17,14 +18,14 @@ class CheckpointSource:
     """Reads parts of tensors from a checkpoint.
 
     Args:
-        opened: the checkpoint.
+        store, layout: the checkpoint.
         arena: the buffers that bytes are read through.
         verify: whether to verify checksums.
     """
 
-    def __init__(self, opened: Opened, arena: Arena, *, verify: bool = True) -> None:
-        self._opened = opened
-        self._saved = SavedNames(opened.manifest)
+    def __init__(self, store: Files, layout: Layout, arena: Arena, *, verify: bool = True) -> None:
+        self._store = store
+        self._saved = SavedNames(layout)
         self._arena = arena
         self._verify = verify
 
@@ -46,7 +47,6 @@ class CheckpointSource:
             entry = self._saved.tensor(part.name)
             shape = part.box.shape if entry is None else entry.shape
             leaves.append(TensorLeaf(part.name, dtype, shape, (Fragment(part.box, data),)))
-        planned = plan_reads(leaves, self._saved, self._opened, self._arena)
-        fill_alone(planned, self._opened, self._arena, verify=self._verify)
+        read_leaves(leaves, self._saved, self._store, self._arena, verify=self._verify)
         for data, buffer in unaligned:
             buffer[:] = data.reshape(-1).view(torch.uint8).numpy()

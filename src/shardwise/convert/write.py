@@ -30,13 +30,13 @@ from shardwise.convert.source import CheckpointSource
 from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import check_all_together
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.store import Store, WritableFile, store_below
+from shardwise.manifest.layout import Layout
+from shardwise.store import Files, Store, WritableFile, store_below
 from shardwise.store.store import Buffer
 
 SMALLEST_MEMORY = 16 << 20
@@ -87,7 +87,7 @@ class Conversion:
     """One export. All ranks of the group run it together and share the files.
 
     Attributes:
-        opened: the source.
+        source, layout: the source.
         verify: whether to verify checksums, and to compare all copies of the written tensors.
         files: the files to write.
         folder: a place that is new, empty, or has files of the same export.
@@ -95,7 +95,8 @@ class Conversion:
         max_memory: the most host memory that each rank uses, in bytes.
     """
 
-    opened: Opened
+    source: Files
+    layout: Layout
     verify: bool
     files: ExportFiles
     folder: Store
@@ -115,7 +116,9 @@ class Conversion:
         """
         if self.verify:
             names = _tensor_names(self.files.tensor_files)
-            check_all_together(self.opened, names, self.max_memory, self.recorder, self.group)
+            check_all_together(
+                self.source, self.layout, names, self.max_memory, self.recorder, self.group
+            )
         journal = Journal(self.folder, self.identity)
         own_files = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
 
@@ -144,7 +147,7 @@ class Conversion:
             files=len(self.files.tensor_files),
             bytes_written=sum(file.size for file in own_files),
             resumed=resumed,
-            left_out=(*self.opened.left_out, *self.files.left_out),
+            left_out=(*self.layout.left_out, *self.files.left_out),
             seconds=self.recorder.seconds(),
         )
 
@@ -154,7 +157,7 @@ class Conversion:
         Returns the number of files that were complete, and the checksums of all files, encoded.
         """
         chunk = _chunk_size(self.max_memory)
-        source = CheckpointSource(self.opened, Arena(chunk), verify=self.verify)
+        source = CheckpointSource(self.source, self.layout, Arena(chunk), verify=self.verify)
         resumed = 0
         sums_of_files: dict[str, list[int]] = {}
         with self.recorder.stage("plan", 2 * sum(file.size for file in files)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,17 +13,21 @@ from torch import Tensor
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
 from shardwise.engine.load import read_boxes
-from shardwise.engine.opened import Opened, read_per_rank
+from shardwise.engine.per_rank import read_per_rank
 from shardwise.events import Recorder, format_count
 from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.store import Files
 
 MAX_BATCH_BYTES = 16 << 20
 """The most bytes of each checkpoint to compare at a time."""
 MAX_CONVERTED_ELEMENTS = 1 << 20
 """The most elements to convert to float64 at a time."""
 
+Source: TypeAlias = tuple[Files, Layout]
+"""The files and the layout of a checkpoint."""
 _ABSENT = object()
 _INTEGER_OF_ITEMSIZE = {
     1: torch.uint8,
@@ -100,26 +105,28 @@ class Comparison:
         return f"{self.a} and {self.b}: {found}"
 
 
-def compare(a: Opened, b: Opened, arena: Arena, recorder: Recorder) -> Comparison:
+def compare(a: Source, b: Source, arena: Arena, recorder: Recorder) -> Comparison:
     """Compare two checkpoints, including every byte of the tensors that both have.
 
     Args:
+        a, b: the files and the layout of each checkpoint.
         recorder: gets an event for each batch of tensors.
 
     Raises:
         CorruptionError: one of the checkpoints is damaged.
     """
-    kinds_a, kinds_b = _kinds_by_name(a), _kinds_by_name(b)
+    (store_a, layout_a), (store_b, layout_b) = a, b
+    kinds_a, kinds_b = _kinds_by_name(layout_a), _kinds_by_name(layout_b)
     common = [name for name in kinds_a if name in kinds_b]
     kinds = [
         Difference(name, kinds_a[name], kinds_b[name])
         for name in common
         if kinds_a[name] != kinds_b[name]
     ]
-    tensors_b = {entry.name: entry for entry in b.manifest.tensors}
-    pairs = [(x, tensors_b[x.name]) for x in a.manifest.tensors if x.name in tensors_b]
+    tensors_b = {entry.name: entry for entry in layout_b.tensors}
+    pairs = [(x, tensors_b[x.name]) for x in layout_a.tensors if x.name in tensors_b]
     comparable = [(x, y) for x, y in pairs if (x.dtype, x.shape) == (y.dtype, y.shape)]
-    values_a, values_b = _values_of(a), _values_of(b)
+    values_a, values_b = _values_of(*a), _values_of(*b)
     values = [
         difference
         for name in common
@@ -127,8 +134,8 @@ def compare(a: Opened, b: Opened, arena: Arena, recorder: Recorder) -> Compariso
         for difference in _compare_values(values_a[name], values_b[name], name)
     ]
     found = Comparison(
-        a=str(a.store),
-        b=str(b.store),
+        a=str(store_a),
+        b=str(store_b),
         same=False,
         tensors_compared=len(comparable),
         only_in_a=[
@@ -148,19 +155,18 @@ def compare(a: Opened, b: Opened, arena: Arena, recorder: Recorder) -> Compariso
     return replace(found, same=not found.differences)
 
 
-def _kinds_by_name(opened: Opened) -> dict[str, str]:
+def _kinds_by_name(layout: Layout) -> dict[str, str]:
     return {
-        **{entry.name: "tensor" for entry in opened.manifest.tensors},
-        **{entry.name: "value" for entry in opened.manifest.objects},
-        **dict.fromkeys(opened.manifest.per_rank, "value of each rank"),
+        **{entry.name: "tensor" for entry in layout.tensors},
+        **{entry.name: "value" for entry in layout.objects},
+        **dict.fromkeys(layout.per_rank, "value of each rank"),
     }
 
 
-def _values_of(opened: Opened) -> dict[str, object]:
+def _values_of(store: Files, layout: Layout) -> dict[str, object]:
     """Return the encoded values of all ranks, and a list of each value that differs by rank."""
-    manifest = opened.manifest
-    per_rank = read_per_rank(opened, manifest.per_rank, SoloGroup(), verify=True)
-    return {**{entry.name: entry.value for entry in manifest.objects}, **per_rank}
+    per_rank = read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
+    return {**{entry.name: entry.value for entry in layout.objects}, **per_rank}
 
 
 def _compare_values(a: object, b: object, name: str) -> Iterator[Difference]:
@@ -207,8 +213,8 @@ class _Tally:
 
 
 def _compare_tensors(
-    a: Opened,
-    b: Opened,
+    a: Source,
+    b: Source,
     pairs: Sequence[tuple[TensorEntry, TensorEntry]],
     arena: Arena,
     recorder: Recorder,
@@ -220,7 +226,7 @@ def _compare_tensors(
     for batch in batch_boxes(read.values()):
         nbytes = sum(box.size * DTYPES[entry.dtype].itemsize for entry, box in batch)
         with recorder.stage("compare", nbytes):
-            data = [read_boxes(batch, opened, arena, verify=True) for opened in (a, b)]
+            data = [read_boxes(batch, *source, arena, verify=True) for source in (a, b)]
             for (entry, _), x, y in zip(batch, *data, strict=True):
                 tallies[entry.name].add(x, y)
     differences = []

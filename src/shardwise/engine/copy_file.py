@@ -11,6 +11,7 @@ from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import crc32
+from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import Files, Store, WritableFile
 from shardwise.store.store import Buffer
@@ -61,7 +62,7 @@ def copy_verified(
     buffer = aligned_buffer(CHUNK)
     table_crc32 = 0
     with (
-        closing(DataReader(source, entry)) as verifier,
+        closing(DataReader(source, StoredFile.of_entry(entry))) as verifier,
         closing(source.open(entry.name)) as file,
         create_durably(store, entry) as copy,
     ):
@@ -135,7 +136,7 @@ def is_intact(
     """
     buffer = aligned_buffer(CHUNK)
     try:
-        with closing(DataReader(store, entry)) as reader:
+        with closing(DataReader(store, StoredFile.of_entry(entry))) as reader:
             for low in range(0, entry.checksums_at, CHUNK):
                 before_chunk()
                 high = min(low + CHUNK, entry.checksums_at)

@@ -15,6 +15,7 @@ from shardwise.errors import (
 )
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
+from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
@@ -27,16 +28,20 @@ LARGEST_ELEMENT = 16
 log = logging.getLogger("shardwise")
 
 
+def end_of_read(file: StoredFile, high: int) -> int:
+    """Return the end of the bytes that a read up to `high` returns; see `DataReader`."""
+    return high if file.entry is not None else min(high + LARGEST_ELEMENT, file.size)
+
+
 class DataReader:
     """An open data file whose blocks are verified as they are read.
 
     Args:
         store: the files of the checkpoint.
-        entry: the file's entry in the manifest.
+        file: the file. A data file of shardwise ends with a table of checksums. Other files have no
+            table. Reads of these files end `LARGEST_ELEMENT` bytes later, because an element may
+            begin in one read and end in the next.
         verify: check the checksum of each block.
-        has_checksums: whether a table of checksums ends the file. Files of foreign checkpoints
-            have no table. Reads of these files end `LARGEST_ELEMENT` bytes later, because an
-            element may begin in one read and end in the next.
 
     Raises:
         CheckpointNotFoundError: the checkpoint was removed meanwhile.
@@ -44,15 +49,12 @@ class DataReader:
         StoreUnavailableError: the storage does not answer, which says nothing about the file.
     """
 
-    def __init__(
-        self, store: Files, entry: FileEntry, *, verify: bool = True, has_checksums: bool = True
-    ) -> None:
-        self.entry = entry
+    def __init__(self, store: Files, file: StoredFile, *, verify: bool = True) -> None:
+        self._stored, self._entry = file, file.entry
         self._store = store
-        self._has_checksums = has_checksums
-        self._label = f"{entry.name} in {store}"
+        self._label = f"{file.name} in {store}"
         try:
-            self._file: ReadableFile = store.open(entry.name)
+            self._file: ReadableFile = store.open(file.name)
         except FileNotFoundError as error:
             self._refuse_removed(error)
             raise CorruptionError(
@@ -69,20 +71,20 @@ class DataReader:
         self._table: BlockTable | None = None
         self._verifies = verify
         try:
-            if not self._has_size(entry.size):
+            if not self._has_size(file.size):
                 raise CorruptionError(
-                    f"{self._label} has {self._file.size} bytes, but {entry.size} were saved: "
+                    f"{self._label} has {self._file.size} bytes, but {file.size} were saved: "
                     "the file was truncated or replaced; copy it again from an intact source"
                 )
-            if verify and has_checksums:
-                self._table = self._read_table()
+            if verify and self._entry is not None:
+                self._table = self._read_table(self._entry)
         except BaseException:
             self._file.close()
             raise
 
     def _refuse_removed(self, error: OSError) -> None:
         """Raise if the checkpoint has no manifest any more, and is not foreign."""
-        if not self._has_checksums:
+        if self._entry is None:
             return
         try:
             self._store.open(MANIFEST).close()
@@ -118,7 +120,7 @@ class DataReader:
         Raises:
             CorruptionError: bytes differ from the saved bytes.
         """
-        high = self._end_of_read(high)
+        high = end_of_read(self._stored, high)
         try:
             self._fill(low, high, buffer)
             return self.verify(low, buffer[: high - low])
@@ -165,7 +167,7 @@ class DataReader:
 
         If the file itself has checksums, the other rank verifies those, and the result is 0.
         """
-        return crc32(data) if self._verifies and not self._has_checksums else 0
+        return crc32(data) if self._verifies and self._entry is None else 0
 
     def verify_shared(self, low: int, high: int, buffer: Buffer, checksum: int) -> Buffer:
         """Verify bytes `low:high`, which another rank has read, in shared memory.
@@ -178,17 +180,13 @@ class DataReader:
         Raises:
             CorruptionError: bytes differ from the saved bytes or that the other rank read.
         """
-        data = buffer[: self._end_of_read(high) - low]
+        data = buffer[: end_of_read(self._stored, high) - low]
         if self.checksum(data) != checksum:
             raise CorruptionError(
                 f"{self._label}: bytes {low}:{high} were changed after they were read, in shared "
                 "memory or between nodes; load again, and test the memory of these nodes"
             )
         return self.verify(low, data)
-
-    def _end_of_read(self, high: int) -> int:
-        """Return the end of a read that covers all elements which begin before byte `high`."""
-        return high if self._has_checksums else min(high + LARGEST_ELEMENT, self.entry.size)
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
         """Read bytes like `read`, but leave `buffer` alone if the file needs none.
@@ -197,7 +195,7 @@ class DataReader:
             CorruptionError: bytes differ from the saved bytes.
         """
         if self._viewable is not None:
-            return self.verify(low, self._viewable.view(low, self._end_of_read(high) - low))
+            return self.verify(low, self._viewable.view(low, end_of_read(self._stored, high) - low))
         return self.read(low, high, buffer)
 
     def _fill(self, low: int, high: int, buffer: Buffer, copy: int | None = None) -> None:
@@ -232,8 +230,10 @@ class DataReader:
         return data
 
     def read_objects(self) -> bytes:
-        """Read and verify the encoded per-rank values of the rank that wrote this file."""
-        low, high = self.entry.objects_at, self.entry.checksums_at
+        """Read and verify the encoded per-rank values of the rank that wrote this data file."""
+        if self._entry is None:
+            return b""
+        low, high = self._entry.objects_at, self._entry.checksums_at
         first = low // BLOCK * BLOCK
         buffer = aligned_buffer(-(-(high - first) // ALIGNMENT) * ALIGNMENT)
         return self.read(first, high, buffer)[low - first :].tobytes()
@@ -258,14 +258,14 @@ class DataReader:
                 "error; load another checkpoint or copy"
             ) from error
 
-    def _read_table(self) -> BlockTable:
-        low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
-        buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
-        table = self._table_in(low, buffer)
+    def _read_table(self, entry: FileEntry) -> BlockTable:
+        low = entry.checksums_at // ALIGNMENT * ALIGNMENT
+        buffer = aligned_buffer(-(-(entry.size - low) // ALIGNMENT) * ALIGNMENT)
+        table = self._table_in(entry, low, buffer)
         for copy in range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0):
             if table is None:
                 with suppress(CorruptionError, OSError):
-                    table = self._table_in(low, buffer, copy)
+                    table = self._table_in(entry, low, buffer, copy)
         if table is None:
             raise CorruptionError(
                 f"{self._label}: its checksums differ from those in the manifest, because the file "
@@ -273,10 +273,12 @@ class DataReader:
             )
         return table
 
-    def _table_in(self, low: int, buffer: Buffer, copy: int | None = None) -> BlockTable | None:
+    def _table_in(
+        self, entry: FileEntry, low: int, buffer: Buffer, copy: int | None = None
+    ) -> BlockTable | None:
         """Return the checksums in one copy of the file; None if the manifest's differ."""
         count = self._read_at(low, buffer, copy)
-        encoded = buffer[self.entry.checksums_at - low : count]
-        if crc32(encoded) != self.entry.checksums_crc32:
+        encoded = buffer[entry.checksums_at - low : count]
+        if crc32(encoded) != entry.checksums_crc32:
             return None
         return BlockTable(encoded.view("<u4"))

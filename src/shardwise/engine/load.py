@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone
 from shardwise.engine.tensors import (
     SpanCopier,
@@ -25,12 +23,14 @@ from shardwise.engine.tensors import (
 from shardwise.errors import MismatchError
 from shardwise.events import format_bytes, format_count
 from shardwise.layout import Box
+from shardwise.layout.columns import Int, padded_rows
+from shardwise.manifest.checksums import BLOCK
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import padded_rows
 from shardwise.plan.load import LoadPlan, Spans, plan_load, wanted_columns
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
-from shardwise.store import MappedStore
+from shardwise.store import Files, MappedStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,18 +88,20 @@ class PlannedLoad:
     """The tensors to fill on this rank, and the plan of the reads.
 
     Attributes:
+        layout: the layout of the checkpoint.
         leaves: the tensors to fill.
         targets: the memory of their fragments.
         plan: the spans to read, and the boxes to copy from them.
     """
 
+    layout: Layout
     leaves: list[TensorLeaf]
     targets: list[TargetFragment]
     plan: LoadPlan
 
-    def copier(self, spans: Spans, opened: Opened) -> SpanCopier:
+    def copier(self, spans: Spans) -> SpanCopier:
         """Return the object that copies boxes from these spans to the fragments."""
-        return SpanCopier(self.plan.transfers, spans, opened.stride, self.targets)
+        return SpanCopier(self.plan.transfers, spans, self.layout.pieces.stride, self.targets)
 
     def finish(self) -> None:
         """Move values to their final memory, after all fragments are filled."""
@@ -109,17 +111,24 @@ class PlannedLoad:
 
 
 def plan_reads(
-    leaves: Sequence[TensorLeaf], saved: SavedNames, opened: Opened, arena: Arena
+    leaves: Sequence[TensorLeaf], saved: SavedNames, largest_read: Int, arena: Arena
 ) -> PlannedLoad:
     """Plan the reads that fill some tensors.
+
+    Args:
+        leaves: the tensors.
+        saved: the contents of the checkpoint.
+        largest_read: the longest read of each file; see `largest_reads`.
+        arena: the buffers to read through.
 
     Raises:
         StateError: a tensor has no memory.
     """
+    layout = saved.layout
     stored = [
         each
         for leaf in _leaves_to_read(leaves, saved)
-        for each in _stored_tensors(leaf, saved.stored_index(leaf.name), opened)
+        for each in _stored_tensors(leaf, saved.stored_index(leaf.name), layout)
     ]
     leaves = [leaf for _, leaf, _ in stored]
     targets: list[TargetFragment] = []
@@ -136,15 +145,26 @@ def plan_reads(
         tensor,
         padded_rows([box.offset for box in boxes], dims, 0),
         padded_rows([box.shape for box in boxes], dims, 1),
-        opened.pieces.offset.shape[1],
+        layout.pieces.offset.shape[1],
     )
     plan = plan_load(
-        opened.source(),
-        columns,
-        largest_read=opened.largest_reads(arena),
-        largest_gap=arena.transfer.largest_gap,
+        layout, columns, largest_read=largest_read, largest_gap=arena.transfer.largest_gap
     )
-    return PlannedLoad(leaves, targets, plan)
+    return PlannedLoad(layout, leaves, targets, plan)
+
+
+def largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
+    """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
+
+    Each read from another node is a request, so these reads are as long as the arena allows.
+    """
+    mapped = store if isinstance(store, MappedStore) else None
+    sizes = [
+        (arena.read_size if mapped is None or mapped.is_mapped(file.name) else arena.buffer_size)
+        - (BLOCK if file.entry is None else 0)  # for the bytes past the end; see `DataReader`
+        for file in layout.files
+    ]
+    return np.array(sizes, np.int64)
 
 
 def _leaves_to_read(leaves: Sequence[TensorLeaf], saved: SavedNames) -> list[TensorLeaf]:
@@ -179,7 +199,7 @@ def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
 
 
 def _stored_tensors(
-    leaf: TensorLeaf, index: int, opened: Opened
+    leaf: TensorLeaf, index: int, layout: Layout
 ) -> list[tuple[int, TensorLeaf, torch.dtype]]:
     """Return the stored tensors to read for a leaf.
 
@@ -189,8 +209,8 @@ def _stored_tensors(
     Returns:
         The index and dtype of each stored tensor, with the leaf to read it into.
     """
-    dtype: torch.dtype = getattr(torch, opened.manifest.tensors[index].dtype)
-    version_indices = opened.averages.get(index)
+    dtype: torch.dtype = getattr(torch, layout.tensors[index].dtype)
+    version_indices = layout.terms_of.get(index)
     if version_indices is None:
         return [(index, leaf, dtype)]
     versions = [
@@ -218,7 +238,7 @@ def _stored_tensors(
 
 
 def fill_alone(
-    planned: PlannedLoad, opened: Opened, arena: Arena, *, verify: bool, ranks_on_node: int = 1
+    planned: PlannedLoad, store: Files, arena: Arena, *, verify: bool, ranks_on_node: int = 1
 ) -> int:
     """Read and fill the tensors on this rank alone.
 
@@ -233,17 +253,22 @@ def fill_alone(
     """
     spans = planned.plan.spans
     with ExitStack() as cleanup:
-        readers = open_readers(spans.file, opened, cleanup, verify=verify)
+        readers = open_readers(spans.file, store, planned.layout, cleanup, verify=verify)
         threads = arena.threads_of(ranks_on_node)
-        if are_mapped(spans, opened):  # then only the processors limit the speed
+        if are_mapped(spans, store, planned.layout):  # then only the processors limit the speed
             threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
-        read_alone(spans, planned.copier(spans, opened), readers, arena, threads)
+        read_alone(spans, planned.copier(spans), readers, arena, threads)
     planned.finish()
     return planned.plan.bytes_read
 
 
 def read_boxes(
-    boxes: Sequence[tuple[TensorEntry, Box]], opened: Opened, arena: Arena, *, verify: bool
+    boxes: Sequence[tuple[TensorEntry, Box]],
+    store: Files,
+    layout: Layout,
+    arena: Arena,
+    *,
+    verify: bool,
 ) -> list[torch.Tensor]:
     """Read boxes of tensors into new CPU tensors, all together.
 
@@ -258,29 +283,40 @@ def read_boxes(
         TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
         for (entry, box), data in zip(boxes, out, strict=True)
     ]
-    planned = plan_reads(leaves, SavedNames(opened.manifest), opened, arena)
-    fill_alone(planned, opened, arena, verify=verify)
+    read_leaves(leaves, SavedNames(layout), store, arena, verify=verify)
     return out
 
 
-def are_mapped(spans: Spans, opened: Opened) -> bool:
+def read_leaves(
+    leaves: Sequence[TensorLeaf], saved: SavedNames, store: Files, arena: Arena, *, verify: bool
+) -> None:
+    """Plan the reads that fill some tensors, and read on this rank alone.
+
+    Raises:
+        StateError: a tensor has no memory.
+        CorruptionError: bytes differ from the saved bytes.
+    """
+    planned = plan_reads(leaves, saved, largest_reads(store, saved.layout, arena), arena)
+    fill_alone(planned, store, arena, verify=verify)
+
+
+def are_mapped(spans: Spans, store: Files, layout: Layout) -> bool:
     """Return whether all files of the spans are mapped into this rank's memory."""
-    store, entries = opened.store, opened.manifest.files
     return isinstance(store, MappedStore) and all(
-        store.is_mapped(entries[index].name) for index in np.unique(spans.file).tolist()
+        store.is_mapped(layout.files[index].name) for index in np.unique(spans.file).tolist()
     )
 
 
 def open_readers(
-    files: npt.NDArray[np.int64], opened: Opened, cleanup: ExitStack, *, verify: bool
+    files: Int, store: Files, layout: Layout, cleanup: ExitStack, *, verify: bool
 ) -> dict[int, DataReader]:
-    """Open the readers of some files, which are given by their indices in the manifest.
+    """Open the readers of some files, which are given by their indices in the layout.
 
     Raises:
         CorruptionError: as for `DataReader`.
     """
     readers: dict[int, DataReader] = {}
     for index in np.unique(files).tolist():
-        readers[index] = opened.reader(index, verify=verify)
+        readers[index] = DataReader(store, layout.files[index], verify=verify)
         cleanup.callback(readers[index].close)
     return readers

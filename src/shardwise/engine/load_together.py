@@ -16,18 +16,19 @@ import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
+from shardwise.engine.data_reader import end_of_read
 from shardwise.engine.group import Group
-from shardwise.engine.load import PlannedLoad, are_mapped, fill_alone, open_readers
+from shardwise.engine.load import PlannedLoad, are_mapped, fill_alone, largest_reads, open_readers
 from shardwise.engine.node_ranks import NodeRanks, find_node_ranks
-from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_together
 from shardwise.engine.read_once import SharedWithNodes, agree_on_reading_once
 from shardwise.errors import StoreError
 from shardwise.manifest.checksums import BLOCK, block_count
+from shardwise.manifest.layout import Layout
 from shardwise.plan.load import Spans, assign_transfers
 from shardwise.plan.ranges import Ranges
 from shardwise.plan.within_node import SharedReads, fraction_saved, share_reads
-from shardwise.store import MappedStore
+from shardwise.store import Files, MappedStore
 
 WORTH_SHARING = 0.05
 """The ranks of a node read together if this avoids at least this fraction of their reads."""
@@ -78,7 +79,8 @@ class ReadPlan:
 
 def plan_together(
     plan: Callable[[], PlannedLoad],
-    opened: Opened,
+    store: Files,
+    layout: Layout,
     arena: Arena,
     group: Group,
     cleanup: ExitStack,
@@ -98,8 +100,9 @@ def plan_together(
 
     def make_message() -> tuple[PlannedLoad, bytes]:
         planned = plan()
-        spans, largest = planned.plan.spans, opened.largest_reads(arena)
-        message = _LoadMessage(are_mapped(spans, opened), _encode_ranges(spans), largest.tobytes())
+        spans, largest = planned.plan.spans, largest_reads(store, layout, arena)
+        mapped = are_mapped(spans, store, layout)
+        message = _LoadMessage(mapped, _encode_ranges(spans), largest.tobytes())
         return planned, msgspec.msgpack.encode(message)
 
     planned, node_ranks = find_node_ranks(group, make_message, cleanup)
@@ -108,9 +111,7 @@ def plan_together(
     largest_read = np.minimum.reduce([np.frombuffer(m.largest_reads, np.int64) for m in messages])
     all_mapped = all(each.are_mapped for each in messages)
     # A node reads alone what it has: snapshots, of which it has most, or files on its own disk.
-    has_data = isinstance(opened.store, MappedStore) or (
-        read_once is None and opened.store.traits.is_node_local
-    )
+    has_data = isinstance(store, MappedStore) or (read_once is None and store.traits.is_node_local)
     between = None
     if read_once is not False and len(node_ranks) < group.size:
         between = agree_on_reading_once(
@@ -118,7 +119,7 @@ def plan_together(
             node_ranks,
             None if has_data else wanted,
             largest_read,
-            partial(_measure_store, opened, arena),
+            partial(_measure_store, store, layout, arena),
             cleanup,
             read_once=read_once,
         )
@@ -126,7 +127,7 @@ def plan_together(
 
 
 def fill_together(
-    plan: ReadPlan, opened: Opened, arena: Arena, cleanup: ExitStack, *, verify: bool
+    plan: ReadPlan, store: Files, arena: Arena, cleanup: ExitStack, *, verify: bool
 ) -> tuple[int, int]:
     """Read and fill the tensors. Bytes that several ranks need are read once.
 
@@ -146,10 +147,10 @@ def fill_together(
     )
     alone = len(node_ranks) == 1 or plan.all_mapped
     if not shared.crosses_nodes and (alone or fraction_saved(plan.wanted, shared) < WORTH_SHARING):
-        nbytes = fill_alone(planned, opened, arena, verify=verify, ranks_on_node=len(node_ranks))
+        nbytes = fill_alone(planned, store, arena, verify=verify, ranks_on_node=len(node_ranks))
         return nbytes, 0
     try:
-        _read(plan, shared, opened, arena, cleanup, verify=verify)
+        _read(plan, shared, store, arena, cleanup, verify=verify)
     except BaseException:
         if between is not None:
             between.links.report_failure()
@@ -162,35 +163,38 @@ def fill_together(
 def _read(
     plan: ReadPlan,
     shared: SharedReads,
-    opened: Opened,
+    store: Files,
     arena: Arena,
     cleanup: ExitStack,
     *,
     verify: bool,
 ) -> None:
-    index, transfers = plan.node_ranks.index, plan.own.plan.transfers
-    longest_read = int((shared.high - shared.low).max())
-    slot_bytes = BLOCK * block_count(longest_read + opened.bytes_past_end)
+    index, transfers, layout = plan.node_ranks.index, plan.own.plan.transfers, plan.own.layout
+    ends = [
+        end_of_read(layout.files[file], high)
+        for file, high in zip(shared.file.tolist(), shared.high.tolist(), strict=True)
+    ]
+    nbytes = np.array(ends, np.int64) - shared.low
+    slot_bytes = BLOCK * block_count(int(nbytes.max()))
     reads = arena.max_concurrent_reads(slot_bytes, len(plan.node_ranks))
     slots = min(reads, int(np.bincount(shared.reader).max()))
-    buffers = plan.node_ranks.map_buffers(shared, slots, slot_bytes, opened.manifest.files)
+    buffers = plan.node_ranks.map_buffers(shared, slots, slot_bytes, layout.files)
     try:
         is_needed = shared.wanted[:, index] | ((shared.reader == index) & ~shared.is_received)
-        readers = open_readers(shared.file[is_needed], opened, cleanup, verify=verify)
+        readers = open_readers(shared.file[is_needed], store, layout, cleanup, verify=verify)
     except BaseException as error:
         buffers.mark_failed(error)
         raise
     spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
     exchange = None
     if plan.between_nodes is not None:
-        nbytes = opened.ends_of_reads(shared.file, shared.high) - shared.low
         exchange = partial(plan.between_nodes.links.run, shared, nbytes.tolist(), buffers)
-    copier = plan.own.copier(spans, opened)
+    copier = plan.own.copier(spans)
     threads = arena.threads_of(len(plan.node_ranks))
     read_together(spans, copier, readers, buffers, threads, exchange)
 
 
-def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
+def _measure_store(store: Files, layout: Layout, arena: Arena, reads: Ranges) -> float:
     """Read a small part of what this rank needs, and return the rate in bytes per second.
 
     Each of several rounds reads a few bytes in all threads. The result is the median of the rounds,
@@ -207,7 +211,7 @@ def _measure_store(opened: Opened, arena: Arena, reads: Ranges) -> float:
         return 0.0
     try:
         with ExitStack() as cleanup, ThreadPoolExecutor(len(rows), "shardwise-measure") as pool:
-            files = [opened.store.open(opened.manifest.files[i].name) for i in reads.file[rows]]
+            files = [store.open(layout.files[i].name) for i in reads.file[rows]]
             buffers = [cleanup.enter_context(arena.buffer()) for _ in rows]
             for file in files:
                 cleanup.callback(file.close)

@@ -280,13 +280,13 @@ def _unpack_bits(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
 
 def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str]:
     """Yield a line for each missing name; with the reason if it was left out."""
-    parts = (line.partition(": ") for line in saved.left_out)
+    parts = (line.partition(": ") for line in saved.layout.left_out)
     reason_of = {name.removesuffix(".*"): reason for name, _, reason in parts if reason}
     for name in missing:
         root = saved.saved_name(name)
         while root and root not in reason_of:
             root = root.rpartition(".")[0]
-        is_left_out = root and root not in saved.missing_files
+        is_left_out = root and root not in saved.layout.missing_files
         yield f"{name}: " + (
             f"left out: {reason_of[root]}" if is_left_out else "not in the checkpoint"
         )
@@ -294,7 +294,7 @@ def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str
 
 def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:
     """Return a sentence about the missing files that would contain missing names, or ""."""
-    file_of = saved.missing_files
+    file_of = saved.layout.missing_files
     names = [saved.saved_name(name) for name in missing]
     roots = [root for root in file_of if any(is_below(name, {root}) for name in names)]
     if not roots:

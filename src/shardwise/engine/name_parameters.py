@@ -10,16 +10,16 @@ import msgspec
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened
-from shardwise.manifest.manifest import Manifest, ObjectEntry
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.leaves import ParameterOrder
 
 GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 
 
 def name_parameters(
-    opened: Opened, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
-) -> Opened:
+    layout: Layout, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
+) -> Layout:
     """Name the parameters of optimizers that the checkpoint identifies by position.
 
     As in `Optimizer.load_state_dict`, the first parameter of a saved group is the first parameter
@@ -27,21 +27,21 @@ def name_parameters(
     of its state, differ from those of the target. All ranks call this function together.
 
     Args:
-        opened: the checkpoint.
+        layout: the checkpoint.
         orders: returns the parameters of each optimizer on this rank, in order. The keys are the
             names of the optimizers in the checkpoint.
         group: the ranks.
 
     Returns:
-        A view of the checkpoint with the names of the target.
+        The layout with the names of the target.
     """
     positional = [
         entry.name.removesuffix(f".{GROUPS}")
-        for entry in opened.manifest.objects
+        for entry in layout.objects
         if entry.name.endswith(f".{GROUPS}") and _positions_of(entry.value) is not None
     ]
     if not positional:
-        return opened
+        return layout
 
     def make_reply(messages: list[bytes]) -> bytes:
         return messages[0] if len(set(messages)) == 1 else msgspec.msgpack.encode({})
@@ -50,11 +50,10 @@ def name_parameters(
         group, "naming parameters", lambda: msgspec.msgpack.encode(dict(orders())), make_reply
     )
     known = msgspec.msgpack.decode(reply, type=dict[str, list[list[tuple[str, tuple[int, ...]]]]])
-    manifest = opened.manifest
     for optimizer in positional:
         if optimizer in known:
-            manifest = _name_parameters(manifest, optimizer, known[optimizer])
-    return replace(opened, manifest=manifest)
+            layout = _name_parameters(layout, optimizer, known[optimizer])
+    return layout
 
 
 def _positions_of(groups: Any) -> list[list[int]] | None:
@@ -66,12 +65,12 @@ def _positions_of(groups: Any) -> list[list[int]] | None:
         return None
 
 
-def _name_parameters(manifest: Manifest, optimizer: str, order: ParameterOrder) -> Manifest:
-    """Return the manifest with names for one optimizer, or the same manifest if they do not fit."""
-    groups = next(each.value for each in manifest.objects if each.name == f"{optimizer}.{GROUPS}")
+def _name_parameters(layout: Layout, optimizer: str, order: ParameterOrder) -> Layout:
+    """Return the layout with names for one optimizer, or the same layout if they do not fit."""
+    groups = next(each.value for each in layout.objects if each.name == f"{optimizer}.{GROUPS}")
     positions = _positions_of(groups) or []
     if [len(each) for each in positions] != [len(each) for each in order]:
-        return manifest
+        return layout
     pairs = zip(
         (position for each in positions for position in each),
         (parameter for each in order for parameter in each),
@@ -79,11 +78,11 @@ def _name_parameters(manifest: Manifest, optimizer: str, order: ParameterOrder) 
     )
     parameters = {f"{optimizer}.{STATE}.{position}": parameter for position, parameter in pairs}
     tensors = []
-    for entry in manifest.tensors:
+    for entry in layout.tensors:
         owner, _, key = entry.name.rpartition(".")
         parameter_name, shape = parameters.get(owner, ("", ()))
         if parameter_name and entry.shape not in ((), shape):
-            return manifest
+            return layout
         name = f"{optimizer}.{parameter_name}.{key}" if parameter_name else entry.name
         tensors.append(msgspec.structs.replace(entry, name=name))
     named_groups = [
@@ -95,6 +94,6 @@ def _name_parameters(manifest: Manifest, optimizer: str, order: ParameterOrder) 
     ]
     objects = tuple(
         ObjectEntry(each.name, named_groups) if each.name == f"{optimizer}.{GROUPS}" else each
-        for each in manifest.objects
+        for each in layout.objects
     )
-    return msgspec.structs.replace(manifest, tensors=tuple(tensors), objects=objects)
+    return replace(layout, tensors=tuple(tensors), objects=objects)

@@ -32,7 +32,7 @@ from shardwise.engine.exchange import LocalValue, exchange, exchange_with_local_
 from shardwise.engine.group import Group
 from shardwise.engine.shared_buffers import BufferLayout, SharedBuffers, rings_of
 from shardwise.errors import LostRankError, RankError
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.layout import StoredFile
 from shardwise.plan.within_node import SharedReads
 from shardwise.store import Store, UploadingStore
 
@@ -143,7 +143,7 @@ class NodeRanks:
         return len(self._members)
 
     def map_buffers(
-        self, reads: SharedReads, slots: int, slot_bytes: int, files: Sequence[FileEntry]
+        self, reads: SharedReads, slots: int, slot_bytes: int, files: Sequence[StoredFile]
     ) -> SharedBuffers:
         """Allocate this rank's buffer, and map the buffers of all ranks of the node.
 
@@ -255,7 +255,7 @@ def _read_all(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
-def _digest(reads: SharedReads, layout: BufferLayout, files: Sequence[FileEntry]) -> bytes:
+def _digest(reads: SharedReads, layout: BufferLayout, files: Sequence[StoredFile]) -> bytes:
     """Return a digest of the reads, the files that they refer to, and the layout of buffers."""
     digest = hashlib.blake2b(digest_size=DIGEST_SIZE)
     for column in reads.columns():

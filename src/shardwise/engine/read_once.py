@@ -43,6 +43,7 @@ from shardwise.engine.group import Group, own_address
 from shardwise.engine.links import Links
 from shardwise.engine.node_ranks import NodeRanks
 from shardwise.errors import LostRankError
+from shardwise.layout.columns import Int
 from shardwise.plan.between_nodes import (
     NOBODY,
     NodeRates,
@@ -52,7 +53,7 @@ from shardwise.plan.between_nodes import (
     reads_of_node,
     share_between_nodes,
 )
-from shardwise.plan.ranges import Int, Ranges, unite_ranges
+from shardwise.plan.ranges import Ranges, unite_ranges
 
 WORTH_SHARING = 0.05
 """Nodes share their reads if this spares at least this fraction of the bytes to read."""

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from shardwise.engine.doorbell import OPERATION, LateRanks, ring_doorbell
 from shardwise.errors import RankError
+from shardwise.layout.columns import Int
 from shardwise.plan.between_nodes import NOBODY
-from shardwise.plan.ranges import Int
 from shardwise.plan.within_node import SharedReads
 from shardwise.store.store import Buffer
 

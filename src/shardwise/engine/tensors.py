@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.layout import boxes_within
-from shardwise.manifest.pieces import Int, padded_rows
+from shardwise.layout.columns import Int, padded_rows
 from shardwise.plan.load import Spans, Transfers
 from shardwise.plan.structure import Description, Structure, find_rules
 from shardwise.state.leaves import Fragment, TensorLeaf, host_array, memory_extent, view_for_numpy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,12 +10,14 @@ import numpy as np
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.opened import Opened
 from shardwise.engine.replicas import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
+from shardwise.layout.columns import Int
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
-from shardwise.manifest.pieces import Int
+from shardwise.manifest.layout import Layout, Pieces
+from shardwise.manifest.manifest import FileEntry
+from shardwise.store import Files
 from shardwise.store.store import Buffer
 
 BUFFERS_PER_EVENT = 64
@@ -96,7 +98,7 @@ class VerifyReport:
         )
 
 
-def refuse_damage(opened: Opened, report: VerifyReport) -> None:
+def refuse_damage(report: VerifyReport) -> None:
     """Refuse a checkpoint with damage.
 
     Raises:
@@ -105,7 +107,7 @@ def refuse_damage(opened: Opened, report: VerifyReport) -> None:
     """
     in_files = [each for each in report.damage if each.file is not None]
     if not in_files:
-        refuse_differences(opened, [each.problem for each in report.damage])
+        refuse_differences(report.path, [each.problem for each in report.damage])
         return
     first = in_files[0]
     if first.start is None:
@@ -126,26 +128,36 @@ class _CheckedFile:
     damage: list[Damage]
 
 
-def find_damage(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
+def find_damage(
+    store: Files,
+    layout: Layout,
+    checksums: Iterable[FileChecksums],
+    arena: Arena,
+    recorder: Recorder,
+) -> VerifyReport:
     """Check all checksums, and compare all copies of tensors.
 
     Args:
-        opened: the checkpoint.
+        store, layout: the checkpoint.
+        checksums: the checksums in the files of a foreign checkpoint.
         arena: the buffers to read through.
         recorder: gets an event for each file, named by the file; several for a large file.
     """
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        if opened.foreign is None:
-            indices = range(len(opened.manifest.files))
-            files = [_check_file(opened, index, arena, recorder, pool) for index in indices]
-        else:
-            files = list(_check_foreign_files(opened, arena, recorder, pool))
-    compared, differences = find_differences(opened, arena, recorder)
+        check = _Check(store, layout, arena, recorder, pool)
+        files = [
+            check.check_file(index, file.entry)
+            for index, file in enumerate(layout.files)
+            if file.entry is not None
+        ]
+        index_of = {file.name: index for index, file in enumerate(layout.files)}
+        files += [check.check_ranges(index_of[sums.file], sums) for sums in checksums]
+    compared, differences = find_differences(store, layout, arena, recorder)
     damage = [each for file in files for each in file.damage]
     damage += [Damage(file=None, problem=each, tensors=[]) for each in differences]
     return VerifyReport(
-        str(opened.store),
-        opened.manifest.step,
+        str(store),
+        layout.step,
         sum(file.checked > 0 for file in files),
         sum(file.checked for file in files),
         compared,
@@ -155,45 +167,95 @@ def find_damage(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyRepor
     )
 
 
-def _check_file(
-    opened: Opened, index: int, arena: Arena, recorder: Recorder, pool: ThreadPoolExecutor
-) -> _CheckedFile:
-    """Check all bytes of a file of a shardwise checkpoint."""
-    entry = opened.manifest.files[index]
-    try:
-        reader = opened.reader(index)
-    except CorruptionError as error:
-        names = opened.tensors_in(index, 0, entry.size)
-        damage = Damage(file=entry.name, problem=str(error), tensors=names)
-        return _CheckedFile(entry.size, 0, [damage])
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The checkpoint that is checked, and what the checks need."""
 
-    def find(start: int) -> list[tuple[int, int]]:
-        stop = min(start + arena.buffer_size, entry.checksums_at)
-        with arena.buffer() as buffer:
-            return list(_damaged_blocks(reader, start, stop, buffer))
+    store: Files
+    layout: Layout
+    arena: Arena
+    recorder: Recorder
+    pool: ThreadPoolExecutor
 
-    ranges: list[tuple[int, int]] = []
-    size_of_part = arena.buffer_size * BUFFERS_PER_EVENT
-    try:
-        for start in range(0, entry.checksums_at, size_of_part):
-            stop = min(start + size_of_part, entry.checksums_at)
-            end = entry.size if stop == entry.checksums_at else stop
-            with recorder.stage(entry.name, end - start):
-                for found in pool.map(find, range(start, stop, arena.buffer_size)):
-                    ranges += found
-    finally:
-        reader.close()
-    damaged = []
-    for start, stop in _join_adjacent(ranges):
-        parts = ["the header"] if start < entry.data_at else []
-        if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
-            parts.append(f"values of rank {entry.rank}")
-        problem = CHANGED_BYTES + (f" ({', '.join(parts)})" if parts else "")
-        names = opened.tensors_in(index, start, stop)
-        damaged.append(
-            Damage(file=entry.name, start=start, stop=stop, problem=problem, tensors=names)
-        )
-    return _CheckedFile(entry.size, 0, damaged)
+    def check_file(self, index: int, entry: FileEntry) -> _CheckedFile:
+        """Check all bytes of a data file of shardwise."""
+        arena = self.arena
+        try:
+            reader = DataReader(self.store, self.layout.files[index])
+        except CorruptionError as error:
+            return _CheckedFile(entry.size, 0, [self._damage(index, str(error))])
+
+        def find(start: int) -> list[tuple[int, int]]:
+            stop = min(start + arena.buffer_size, entry.checksums_at)
+            with arena.buffer() as buffer:
+                return list(_damaged_blocks(reader, start, stop, buffer))
+
+        ranges: list[tuple[int, int]] = []
+        size_of_part = arena.buffer_size * BUFFERS_PER_EVENT
+        try:
+            for start in range(0, entry.checksums_at, size_of_part):
+                stop = min(start + size_of_part, entry.checksums_at)
+                end = entry.size if stop == entry.checksums_at else stop
+                with self.recorder.stage(entry.name, end - start):
+                    for found in self.pool.map(find, range(start, stop, arena.buffer_size)):
+                        ranges += found
+        finally:
+            reader.close()
+        damaged = []
+        for start, stop in _join_adjacent(ranges):
+            parts = ["the header"] if start < entry.data_at else []
+            if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
+                parts.append(f"values of rank {entry.rank}")
+            problem = CHANGED_BYTES + (f" ({', '.join(parts)})" if parts else "")
+            damaged.append(self._damage(index, problem, (start, stop)))
+        return _CheckedFile(entry.size, 0, damaged)
+
+    def check_ranges(self, index: int, sums: FileChecksums) -> _CheckedFile:
+        """Check the ranges of a foreign checkpoint's file that have checksums."""
+        start, size, _ = sums.ranges.T
+        held = _tensor_ranges(self.layout, index)
+        unchecked = _length_outside(held, np.stack([start, start + size], axis=1))
+        total = int(size.sum())
+        damaged: list[Damage] = []
+        if total:
+            with self.recorder.stage(sums.file, total):
+                damaged = list(self._damaged_ranges(index, sums))
+        return _CheckedFile(total, unchecked, damaged)
+
+    def _damaged_ranges(self, index: int, sums: FileChecksums) -> Iterator[Damage]:
+        arena = self.arena
+        try:
+            reader = DataReader(self.store, self.layout.files[index])
+        except CorruptionError as error:
+            yield self._damage(index, str(error))
+            return
+
+        def checksum_of(start: int, size: int) -> int:
+            checksum = 0
+            # A read is rounded up to whole blocks, and must fit the buffer.
+            step = arena.buffer_size - BLOCK
+            with arena.buffer() as buffer:
+                for low in range(start, start + size, step):
+                    high = min(low + step, start + size)
+                    checksum = crc32(reader.read(low, high, buffer)[: high - low], checksum)
+            return checksum
+
+        try:
+            starts, sizes, expected = sums.ranges.T.tolist()
+            for start, size, wanted, found in zip(
+                starts, sizes, expected, self.pool.map(checksum_of, starts, sizes), strict=True
+            ):
+                if found != wanted:
+                    yield self._damage(index, CHANGED_BYTES, (start, start + size))
+        finally:
+            reader.close()
+
+    def _damage(self, index: int, problem: str, damaged: tuple[int, int] | None = None) -> Damage:
+        """Describe damage of a range of a file; by default, of the whole file."""
+        file = self.layout.files[index]
+        names = self.layout.tensors_in(index, *(damaged or (0, file.size)))
+        start, stop = damaged or (None, None)
+        return Damage(file=file.name, start=start, stop=stop, problem=problem, tensors=names)
 
 
 def _damaged_blocks(
@@ -221,38 +283,11 @@ def _join_adjacent(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _check_foreign_files(
-    opened: Opened, arena: Arena, recorder: Recorder, pool: ThreadPoolExecutor
-) -> Iterator[_CheckedFile]:
-    """Check the ranges of a foreign checkpoint's files that have checksums."""
-    index_of = {entry.name: index for index, entry in enumerate(opened.manifest.files)}
-    for sums in () if opened.foreign is None else opened.foreign.checksums():
-        index = index_of[sums.file]
-        start, size, _ = sums.ranges.T
-        unchecked = _length_outside(
-            _tensor_ranges(opened, index), np.stack([start, start + size], axis=1)
-        )
-        damaged: list[Damage] = []
-        total = int(size.sum())
-        if total:
-            with recorder.stage(sums.file, total):
-                damaged = list(_damaged_ranges(opened, index, sums, arena, pool))
-        yield _CheckedFile(total, unchecked, damaged)
-
-
-def _tensor_ranges(opened: Opened, file: int) -> Int:
+def _tensor_ranges(layout: Layout, file: int) -> Int:
     """Return the ranges of a file that hold tensors or their copies, `(n, 2)`: start and stop."""
-    itemsize, ranges = opened.source().itemsize, [np.zeros((0, 2), np.int64)]
-    tables = [(opened.pieces, opened.stride)]
-    if opened.replicas is not None:
-        tables.append((opened.replicas.pieces, opened.replicas.stride))
-    for pieces, stride in tables:
-        in_file = pieces.file == file
-        extent = ((pieces.shape - 1) * stride).sum(axis=1) + 1
-        start = pieces.start[in_file]
-        stop = start + (extent * itemsize[pieces.tensor])[in_file]
-        ranges.append(np.stack([start, stop], axis=1))
-    return np.concatenate(ranges)
+    pieces = Pieces.join([layout.pieces, layout.replicas])
+    rows = pieces.file == file
+    return np.stack([pieces.start[rows], layout.ends(pieces)[rows]], axis=1)
 
 
 def _length_outside(ranges: Int, others: Int) -> int:
@@ -267,42 +302,3 @@ def _length_of_union(ranges: Int) -> int:
     start, stop = ranges[np.argsort(ranges[:, 0], kind="stable")].T
     stop_before = np.maximum.accumulate(np.concatenate([start[:1], stop[:-1]]))
     return int(np.maximum(stop - np.maximum(start, stop_before), 0).sum())
-
-
-def _damaged_ranges(
-    opened: Opened, index: int, sums: FileChecksums, arena: Arena, pool: ThreadPoolExecutor
-) -> Iterator[Damage]:
-    """Yield the ranges of a file of a foreign checkpoint that do not match their checksums."""
-    try:
-        reader = opened.reader(index)
-    except CorruptionError as error:
-        names = opened.tensors_in(index, 0, opened.manifest.files[index].size)
-        yield Damage(file=sums.file, problem=str(error), tensors=names)
-        return
-
-    def checksum_of(start: int, size: int) -> int:
-        checksum = 0
-        # A read is rounded up to whole blocks, and must fit the buffer.
-        step = arena.buffer_size - BLOCK
-        with arena.buffer() as buffer:
-            for low in range(start, start + size, step):
-                high = min(low + step, start + size)
-                checksum = crc32(reader.read(low, high, buffer)[: high - low], checksum)
-        return checksum
-
-    try:
-        starts, sizes, expected = sums.ranges.T.tolist()
-        for start, size, wanted, found in zip(
-            starts, sizes, expected, pool.map(checksum_of, starts, sizes), strict=True
-        ):
-            if found != wanted:
-                stop = start + size
-                yield Damage(
-                    file=sums.file,
-                    start=start,
-                    stop=stop,
-                    problem=CHANGED_BYTES,
-                    tensors=opened.tensors_in(index, start, stop),
-                )
-    finally:
-        reader.close()

@@ -10,8 +10,24 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
-from shardwise.formats.file_tree import FileTree
+from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.manifest.checksums import FileChecksums
+from shardwise.manifest.layout import Layout
+from shardwise.store import Files
+
+
+def checksums_of(store: Files, layout: Layout) -> Iterator[FileChecksums]:
+    """Yield the checksums in the files of a foreign checkpoint; nothing for another checkpoint.
+
+    Args:
+        store, layout: the checkpoint, as `open_any` returns it.
+
+    Raises:
+        FormatError: an archive is malformed or truncated.
+    """
+    if isinstance(store, ForeignFiles):
+        names = [file.name for file in layout.files if file.content is None]
+        yield from read_checksums(store.tree, names)
 
 
 def read_checksums(tree: FileTree, names: Iterable[str]) -> Iterator[FileChecksums]:

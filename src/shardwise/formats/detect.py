@@ -13,8 +13,8 @@ from importlib.metadata import EntryPoint
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
 from shardwise.formats.foreign_builder import Builder
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST
 from shardwise.plugins import find_plugins, load_plugin
 
@@ -95,7 +95,7 @@ def find_readers(tree: FileTree) -> dict[str, Reader]:
     return {key: reader for key, reader in found.items() if key not in overridden}
 
 
-def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
+def read_foreign(tree: FileTree, format: str | None = None) -> Layout:  # noqa: A002 - as in `open`
     """Read the description of a foreign checkpoint. No tensor is read.
 
     Args:
@@ -134,7 +134,7 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa:
         raise FormatError(f"{tree}: {error}") from error
 
 
-def _read(reader: Reader, tree: FileTree) -> Foreign:
+def _read(reader: Reader, tree: FileTree) -> Layout:
     builder = Builder(tree)
     reader.read(tree, builder)
     return builder.build(reader.name)

@@ -19,7 +19,7 @@ from shardwise.formats.containers.torch_files import (
     MOST_NAMES_SHOWN,
     read_torch_file,
 )
-from shardwise.formats.foreign import ForeignFile
+from shardwise.manifest.layout import StoredFile
 from shardwise.store import FileStatus, ReadableFile, Store, StoreTraits, open_store, store_below
 from shardwise.store.store import Buffer
 
@@ -128,7 +128,7 @@ class FileTree:
         """Return whether a message names this place or a file below, without options of URLs."""
         return str(self).partition("?")[0] in message
 
-    def file(self, name: str) -> ForeignFile:
+    def file(self, name: str) -> StoredFile:
         """Return a file with its size.
 
         Raises:
@@ -139,7 +139,7 @@ class FileTree:
                 f"{self}: the checkpoint refers to the file {name[:200]!r}, which does not "
                 "exist; copy it from a complete copy of the checkpoint"
             )
-        return ForeignFile(name, self.sizes[name])
+        return StoredFile(name, self.sizes[name])
 
     def require(self, names: Iterable[str], needed_by: str) -> None:
         """Check that files exist.
@@ -254,19 +254,23 @@ class FileTree:
 
 
 class ForeignFiles:
-    """The files of a foreign checkpoint, including the `content` of its description."""
+    """The files of a foreign checkpoint, including the `content` of its layout.
 
-    def __init__(self, tree: FileTree, files: Sequence[ForeignFile]) -> None:
-        self._tree = tree
+    Attributes:
+        tree: the files.
+    """
+
+    def __init__(self, tree: FileTree, files: Sequence[StoredFile]) -> None:
+        self.tree = tree
         self._contents = {file.name: file.content for file in files if file.content is not None}
 
     def __str__(self) -> str:
-        return str(self._tree)
+        return str(self.tree)
 
     @property
     def traits(self) -> StoreTraits:
         """The traits of the store that has the files."""
-        return self._tree.store.traits
+        return self.tree.store.traits
 
     def open(self, key: str) -> ReadableFile:
         """Open a file for reading ranges.
@@ -275,7 +279,7 @@ class ForeignFiles:
             FormatError: the file does not exist.
         """
         content = self._contents.get(key)
-        return self._tree.open(key) if content is None else BytesFile(content)
+        return self.tree.open(key) if content is None else BytesFile(content)
 
 
 class BufferedEnds:

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardwise.formats.foreign import PieceTable
 from shardwise.layout import Box, boxes_of_ranges, find_overlaps, row_major
-from shardwise.manifest.pieces import Int, Pieces, padded_rows
+from shardwise.layout.columns import Int, padded_rows
+from shardwise.manifest.layout import Pieces
 
 Block: TypeAlias = tuple[int, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
 """What was flattened: the index of the tensor, the shape of the flattened part, and the boxes of
@@ -30,10 +30,10 @@ class FlatRanges:
         index = self._blocks.setdefault(block, len(self._blocks))
         self._rows.append((index, start, stop, file, position, itemsize))
 
-    def to_table(self) -> PieceTable:
+    def to_pieces(self) -> Pieces:
         """Return the pieces of all ranges."""
         if not self._rows:
-            return PieceTable.empty()
+            return Pieces.empty()
         columns = np.array(self._rows, np.int64).T
         block, start, stop, file, position, itemsize = columns
         dims = max(len(shape) for _, shape, _ in self._blocks)
@@ -46,14 +46,14 @@ class FlatRanges:
         stride = strides[block[row]]
         first = first + ((cut.offset - boxes.offset[cut.left]) * stride).sum(axis=1)
         tensor = np.array([tensor for tensor, _, _ in self._blocks], np.int64)
-        pieces = Pieces(
+        return Pieces(
             tensor[block[row]],
             file[row],
             position[row] + (first - start[row]) * itemsize[row],
             cut.offset + parts.shift[cut.right],
             cut.shape,
+            np.where(cut.shape > 1, stride, 0),
         )
-        return PieceTable(pieces, np.where(pieces.shape > 1, stride, 0))
 
 
 class _Parts:

@@ -1,4 +1,4 @@
-"""The description of a foreign checkpoint, which every reader returns; catalogues of arrays."""
+"""Arrays in files, and catalogues of the arrays in the files of all ranks."""
 
 from __future__ import annotations
 
@@ -9,93 +9,14 @@ from typing import TypeAlias
 
 import numpy as np
 
+from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.pieces import Int, Pieces, check_table_size, padded_rows
+from shardwise.manifest.layout import StoredFile
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.pieces import check_table_size
 
 INDEX_MAGIC = b"shardwise-index-2\n"
 """The first bytes of an encoded description, see `index.py`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignFile:
-    """A file of a foreign checkpoint.
-
-    Attributes:
-        name: the path below the checkpoint's directory, with `/`.
-        size: the size in bytes.
-        content: the bytes, if no file stores them as an array. For example, a step count in a
-            pickle becomes a tensor, and `content` has its bytes.
-    """
-
-    name: str
-    size: int
-    content: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PieceTable:
-    """Pieces: boxes of global tensors, and the offsets of their bytes in files.
-
-    Attributes:
-        pieces: the boxes, their files, and the offset of the first element of each, in bytes.
-        stride: `(n, D)`, strides in elements; 0 in padded dimensions. They are not row-major if an
-            array is transposed, or if the piece is a part of an array.
-    """
-
-    pieces: Pieces
-    stride: Int
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    @classmethod
-    def empty(cls) -> PieceTable:
-        """Return an empty table."""
-        column, table = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-        return cls(Pieces(column, column, column, table, table), table)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
-    """A foreign checkpoint: global tensors, plain values, and the places of their bytes.
-
-    Names are like those of `shardwise.save` for a state with the keys `model` and `optimizer`:
-    `model.<parameter or buffer>`, `optimizer.<parameter>.<key>` and `optimizer.param_groups`.
-    Other nested names are kept.
-
-    Attributes:
-        format: the name of the format, for people.
-        files: the files; `table.pieces.file` is an index into them.
-        tensors: the entries of the tensors, which contain no pieces. The entry of a tied tensor has
-            `same_as`.
-        table: the pieces of all stored tensors; they cover each element exactly once.
-        replicas: further copies of pieces. Their bytes must equal the bytes of the pieces in
-            `table`.
-        replica_names: the name of the stored array of each replica; empty if each array has the
-            name of its tensor.
-        averages: for each tensor that is a mean, the names of its terms. The terms are also entries
-            of `tensors`, but users do not see them.
-        objects: plain values, encoded by `shardwise.state.plain_values`.
-        step: the training step, if known.
-        world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
-        left_out: a line for each thing that was not read, with the reason.
-        missing_files: files that this format usually has but this checkpoint lacks. The key is the
-            name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
-    """
-
-    format: str
-    files: tuple[ForeignFile, ...]
-    tensors: tuple[TensorEntry, ...]
-    table: PieceTable
-    replicas: PieceTable = field(default_factory=PieceTable.empty)
-    replica_names: tuple[str, ...] = ()
-    averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    objects: tuple[ObjectEntry, ...] = ()
-    step: int | None = None
-    world_size: int = 1
-    left_out: tuple[str, ...] = ()
-    missing_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +85,7 @@ class Catalogue:
         coordinate: `(n, len(axes))`, the coordinate of the rank along each axis.
     """
 
-    files: tuple[ForeignFile, ...]
+    files: tuple[StoredFile, ...]
     axes: Mapping[str, int]
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -181,12 +102,33 @@ class Catalogue:
         return len(self.name)
 
 
+def hide_terms(
+    entries: Sequence[TensorEntry], terms: Mapping[str, Sequence[str]]
+) -> tuple[tuple[TensorEntry, ...], tuple[int, ...], Int]:
+    """Separate the terms of means from the tensors that users see.
+
+    Args:
+        entries: tensors and terms.
+        terms: for the name of each mean, the names of its terms.
+
+    Returns:
+        The tensors without the terms; `Layout.terms`; and for each of `entries`, its index in
+        `Pieces.tensor`.
+    """
+    mean_of = {term: mean for mean, names in terms.items() for term in names}
+    tensors = tuple(entry for entry in entries if entry.name not in mean_of)
+    index = {entry.name: i for i, entry in enumerate(tensors)}
+    means = tuple(index.get(mean, 0) for mean in mean_of.values())
+    index |= {term: len(tensors) + i for i, term in enumerate(mean_of)}
+    return tensors, means, np.array([index[entry.name] for entry in entries], np.int64)
+
+
 CatalogueRow: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
 """The name of an array, the array, and the coordinate of its rank along each axis."""
 
 
 def build_catalogue(
-    files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[CatalogueRow]
+    files: Sequence[StoredFile], axes: Mapping[str, int], rows: Iterable[CatalogueRow]
 ) -> Catalogue:
     """Return a catalogue of arrays.
 

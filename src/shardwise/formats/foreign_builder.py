@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from shardwise.errors import FormatError, StateError
 from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.flat_ranges import FlatRanges
-from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray, StoredTensor
+from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
 from shardwise.formats.merge_ranks import merge_ranks
 from shardwise.formats.nested import (
     STORED,
@@ -28,14 +29,15 @@ from shardwise.formats.optimizers import (
     encode_param_groups,
     find_optimizers,
 )
-from shardwise.formats.piece_tables import join_tables, table_of_boxes
+from shardwise.formats.piece_tables import pieces_of_boxes
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
 
 CONTENT_FILE = "(content)"
-"""The name of the `ForeignFile` that contains the bytes of numbers and numpy arrays in pickles."""
+"""The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
 
 
 _Row: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
@@ -70,7 +72,7 @@ class Builder:
         self._terms: dict[str, tuple[str, ...]] = {}
         self._objects: list[ObjectEntry] = []
         # The keys of these dicts say whether the pieces are replicas.
-        self._tables: dict[bool, list[PieceTable]] = {False: [], True: []}
+        self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Row]] = {False: [], True: []}
         self._ranges: dict[bool, FlatRanges] = {False: FlatRanges(), True: FlatRanges()}
         self._replica_names: list[str] = []
@@ -340,30 +342,35 @@ class Builder:
         """Return the index of a tensor that was added."""
         return self._index[name]
 
-    def add_table(self, table: PieceTable, *, replica: bool = False) -> None:
+    def add_pieces(self, pieces: Pieces, *, replica: bool = False) -> None:
         """Add pieces of tensors, or with `replica`, further copies of pieces."""
-        self._tables[replica].append(table)
+        self._tables[replica].append(pieces)
 
-    def add_foreign(self, foreign: Foreign) -> None:
-        """Add an existing description, before anything else."""
-        for file in foreign.files:
+    def add_layout(self, layout: Layout) -> None:
+        """Add an existing layout, before anything else."""
+        for file in layout.files:
             if file.content is not None:
                 self._contents[file.name] = bytearray(file.content)
             self.add_file(file.name)
-        for entry in foreign.tensors:
+        for entry in layout.tensors:
             self._index.setdefault(entry.name, len(self._tensors))
             self._tensors.append(entry)
-        self._objects += foreign.objects
-        self.add_table(foreign.table)
-        self.add_table(foreign.replicas, replica=True)
-        self._terms |= foreign.averages
-        self._replica_names += foreign.replica_names
-        self.left_out += foreign.left_out
-        self.missing_files |= foreign.missing_files
-        self.world_size = max(self.world_size, foreign.world_size)
-        self.step = foreign.step if foreign.step is not None else self.step
+        for index, terms in layout.terms_of.items():
+            mean = layout.tensors[index]
+            self._terms[mean.name] = tuple(f"{mean.name}\0{term}" for term in terms)
+        for term, index in enumerate(layout.terms, len(layout.tensors)):
+            mean = layout.tensors[index]
+            self.add_tensor(f"{mean.name}\0{term}", mean.dtype, mean.shape)
+        self._objects += layout.objects
+        self.add_pieces(layout.pieces)
+        self.add_pieces(layout.replicas, replica=True)
+        self._replica_names += layout.replica_names
+        self.left_out += layout.left_out
+        self.missing_files |= layout.missing_files
+        self.world_size = max(self.world_size, layout.world_size)
+        self.step = layout.step if layout.step is not None else self.step
 
-    def build(self, format: str) -> Foreign:  # noqa: A002 - the name in `Foreign`
+    def build(self, format: str) -> Layout:  # noqa: A002 - the name in `Layout`
         """Return the description of everything that was added.
 
         Args:
@@ -372,34 +379,35 @@ class Builder:
         Raises:
             FormatError: a file does not exist, or the elements of an array share bytes too often.
         """
-        table, replicas = (
-            join_tables(
-                *self._tables[replica],
-                table_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name),
-                self._ranges[replica].to_table(),
-            )
-            for replica in (False, True)
+        tensors, terms, new_index = hide_terms(self._tensors, self._terms)
+        pieces, replicas = (
+            replace(each, tensor=new_index[each.tensor])
+            for each in (self._join_pieces(replica=False), self._join_pieces(replica=True))
         )
         files = tuple(
-            ForeignFile(name, len(content), bytes(content))
+            StoredFile(name, len(content), bytes(content))
             if (content := self._contents.get(name)) is not None
             else self._tree.file(name)
             for name in self._files
         )
-        return Foreign(
+        return Layout(
             format=format,
             files=files,
-            tensors=tuple(self._tensors),
-            table=table,
+            tensors=tensors,
+            pieces=pieces,
             replicas=replicas,
             replica_names=tuple(self._replica_names),
-            averages=dict(self._terms),
+            terms=terms,
             objects=tuple(self._objects),
             step=self.step,
             world_size=self.world_size,
             left_out=tuple(self.left_out),
             missing_files=dict(self.missing_files),
         )
+
+    def _join_pieces(self, *, replica: bool) -> Pieces:
+        boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
+        return Pieces.join([*self._tables[replica], boxes, self._ranges[replica].to_pieces()])
 
 
 def make_number_tensor(value: float, name: str) -> torch.Tensor:

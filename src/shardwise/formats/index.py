@@ -18,10 +18,12 @@ import numpy as np
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StateError, StoreError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import INDEX_MAGIC, Foreign, ForeignFile, PieceTable
+from shardwise.formats.foreign import INDEX_MAGIC
+from shardwise.layout.columns import Int
 from shardwise.manifest.checksums import crc32
+from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
-from shardwise.manifest.pieces import Int, Pieces, check_table_size
+from shardwise.manifest.pieces import check_table_size
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.store import resolve_links, store_below
 
@@ -31,12 +33,6 @@ BODY_START = len(INDEX_MAGIC) + 4
 RECREATE_REMEDY = "open the checkpoint again, after deleting its index file if you pass index="
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
-
-
-class _FileEntry(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    size: Count
-    content: bytes | None
 
 
 class _PackedTable(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +46,12 @@ class _PackedTable(msgspec.Struct, frozen=True, array_like=True):
 @prepare_decoding
 class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
     format: str
-    files: tuple[_FileEntry, ...]
+    files: tuple[tuple[str, Count, bytes | None], ...]
     tensors: tuple[TensorEntry, ...]
-    table: _PackedTable
+    pieces: _PackedTable
     replicas: _PackedTable
     replica_names: tuple[tuple[str, ...], bytes]
-    averages: dict[str, tuple[str, ...]]
+    terms: tuple[int, ...]
     objects: tuple[ObjectEntry, ...]
     step: int | None
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -63,21 +59,21 @@ class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
     missing_files: dict[str, str]
 
 
-def encode_index(foreign: Foreign) -> bytes:
+def encode_index(layout: Layout) -> bytes:
     """Encode the description of a foreign checkpoint as bytes."""
     index = _IndexBody(
-        foreign.format,
-        tuple(_FileEntry(file.name, file.size, file.content) for file in foreign.files),
-        foreign.tensors,
-        _pack_table(foreign.table),
-        _pack_table(foreign.replicas),
-        _pack_names(foreign.replica_names),
-        dict(foreign.averages),
-        foreign.objects,
-        foreign.step,
-        foreign.world_size,
-        foreign.left_out,
-        dict(foreign.missing_files),
+        layout.format,
+        tuple((file.name, file.size, file.content) for file in layout.files),
+        layout.tensors,
+        _pack_table(layout.pieces),
+        _pack_table(layout.replicas),
+        _pack_names(layout.replica_names),
+        layout.terms,
+        layout.objects,
+        layout.step,
+        layout.world_size,
+        layout.left_out,
+        dict(layout.missing_files),
     )
     body = msgspec.msgpack.encode(index)
     return INDEX_MAGIC + crc32(body).to_bytes(4, "little") + body
@@ -89,8 +85,8 @@ def is_intact_index(data: bytes) -> bool:
     return data[:BODY_START] == INDEX_MAGIC + checksum.to_bytes(4, "little")
 
 
-def decode_index(data: bytes, checkpoint: str) -> Foreign:
-    """Decode the result of `encode_index`. The caller must check it with `validate_foreign`.
+def decode_index(data: bytes, checkpoint: str) -> Layout:
+    """Decode the result of `encode_index`. The caller must check it with `validate_layout`.
 
     Args:
         data: the encoded index.
@@ -105,7 +101,7 @@ def decode_index(data: bytes, checkpoint: str) -> Foreign:
         raise FormatError(f"the index of {checkpoint}: {error}; {RECREATE_REMEDY}") from error
 
 
-def _decode_index(data: bytes) -> Foreign:
+def _decode_index(data: bytes) -> Layout:
     if not data.startswith(INDEX_MAGIC):
         raise FormatError("it does not begin like an index of a foreign checkpoint")
     if not is_intact_index(data):
@@ -114,14 +110,14 @@ def _decode_index(data: bytes) -> Foreign:
         index = msgspec.msgpack.decode(memoryview(data)[BODY_START:], type=_IndexBody)
     except (msgspec.DecodeError, RecursionError) as error:
         raise _malformed_error(str(error)) from error
-    return Foreign(
+    return Layout(
         format=index.format,
-        files=tuple(ForeignFile(file.name, file.size, file.content) for file in index.files),
+        files=tuple(StoredFile(*file) for file in index.files),
         tensors=index.tensors,
-        table=_unpack_table(index.table),
+        pieces=_unpack_table(index.pieces),
         replicas=_unpack_table(index.replicas),
         replica_names=_unpack_names(*index.replica_names, index.replicas.rows),
-        averages=index.averages,
+        terms=index.terms,
         objects=index.objects,
         step=index.step,
         world_size=index.world_size,
@@ -134,16 +130,15 @@ def _malformed_error(reason: str) -> FormatError:
     return FormatError(f"it is malformed: {reason}")
 
 
-def _pack_table(table: PieceTable) -> _PackedTable:
-    pieces = table.pieces
-    by_dim = (*pieces.offset.T, *pieces.shape.T, *table.stride.T)
+def _pack_table(pieces: Pieces) -> _PackedTable:
+    by_dim = (*pieces.offset.T, *pieces.shape.T, *pieces.stride.T)
     columns = (pieces.tensor, pieces.file, pieces.start, *by_dim)
     differences = (np.diff(column, prepend=0).astype("<i8") for column in columns)
     packed = tuple(zlib.compress(column.tobytes(), 1) for column in differences)
     return _PackedTable(len(pieces), pieces.offset.shape[1], packed)
 
 
-def _unpack_table(table: _PackedTable) -> PieceTable:
+def _unpack_table(table: _PackedTable) -> Pieces:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
         raise _malformed_error(
@@ -155,7 +150,7 @@ def _unpack_table(table: _PackedTable) -> PieceTable:
         np.cumsum(_decompress_column(packed_column, 8 * table.rows), out=column)
     by_dim = columns[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
     offset, shape, stride = (np.ascontiguousarray(each) for each in by_dim)
-    return PieceTable(Pieces(columns[0], columns[1], columns[2], offset, shape), stride)
+    return Pieces(columns[0], columns[1], columns[2], offset, shape, stride)
 
 
 def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
@@ -194,10 +189,10 @@ The stamp identifies the files of the checkpoint and all options."""
 def read_or_write_index(
     tree: FileTree,
     index: str | os.PathLike[str],
-    read: Callable[[FileTree], Foreign],
+    read: Callable[[FileTree], Layout],
     options: str = "",
-) -> bytes:
-    """Return the index of a foreign checkpoint from its file; write the file if it is outdated.
+) -> Layout:
+    """Return the layout of a foreign checkpoint from a file; write the file if it is outdated.
 
     Args:
         tree: the files of the checkpoint.
@@ -215,11 +210,11 @@ def read_or_write_index(
     if _is_index_file(path):
         head, _, body = path.read_bytes().partition(b"\n")
         if head == stamp and is_intact_index(body):
-            return body
-    body = encode_index(read(tree))
+            return decode_index(body, str(tree))
+    layout = read(tree)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        temporary.write_bytes(stamp + b"\n" + body)
+        temporary.write_bytes(stamp + b"\n" + encode_index(layout))
         os.replace(temporary, path)
     except OSError as error:
         raise StoreError(
@@ -229,7 +224,7 @@ def read_or_write_index(
     finally:
         with suppress(OSError):
             temporary.unlink()
-    return body
+    return layout
 
 
 def _is_index_file(path: Path) -> bool:

@@ -1,22 +1,17 @@
-"""Open a foreign checkpoint: describe its files, and check the description."""
+"""Open a foreign checkpoint: read the layout of its files, and check the layout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
-from shardwise.engine.opened import ForeignDetails, Opened, Replicas
 from shardwise.errors import FormatError, MismatchError
-from shardwise.formats.checksums import read_checksums
 from shardwise.formats.detect import find_readers, read_foreign
 from shardwise.formats.file_tree import FileTree, ForeignFiles
-from shardwise.formats.foreign import Foreign
-from shardwise.formats.index import decode_index, encode_index, read_or_write_index
+from shardwise.formats.index import read_or_write_index
 from shardwise.formats.options import OpenOptions
-from shardwise.formats.validate import validate_foreign
-from shardwise.manifest.manifest import FileEntry, Manifest
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.validate import validate_layout
 from shardwise.store import Store
 
 
@@ -28,8 +23,8 @@ def formats_at(store: Store) -> str:
         return ""
 
 
-def describe_foreign(store: Store, options: OpenOptions) -> bytes:
-    """Return the encoded index of a foreign checkpoint.
+def read_layout(store: Store, options: OpenOptions) -> Layout:
+    """Return the layout of a foreign checkpoint. `check_layout` checks it.
 
     Raises:
         CheckpointNotFoundError: no known format is recognised.
@@ -41,7 +36,7 @@ def describe_foreign(store: Store, options: OpenOptions) -> bytes:
     read = partial(read_foreign, format=options.format) if spec is None else spec.read
     try:
         if options.index is None:
-            return encode_index(read(tree))
+            return read(tree)
         settings_text = f"{spec}, {options.skip_unknown}, {options.format}"
         return read_or_write_index(tree, options.index, read, settings_text)
     except FormatError as error:
@@ -54,62 +49,19 @@ def describe_foreign(store: Store, options: OpenOptions) -> bytes:
         raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
 
-def open_description(store: Store, description: bytes) -> Opened:
-    """Return the foreign checkpoint that an encoded index describes.
+def check_layout(store: Store, layout: Layout) -> tuple[ForeignFiles, Layout]:
+    """Check the layout of a foreign checkpoint, and return it with the files.
 
     Raises:
-        FormatError: the description is inconsistent.
-    """
-    return convert_to_opened(FileTree(store), decode_index(description, str(store)))
-
-
-def convert_to_opened(tree: FileTree, foreign: Foreign) -> Opened:
-    """Check the description of a foreign checkpoint, and return it as an `Opened` checkpoint.
-
-    Raises:
-        FormatError: the description is inconsistent.
+        FormatError: the layout is inconsistent.
     """
     try:
-        foreign = validate_foreign(foreign)
+        layout = validate_layout(layout)
     except FormatError as error:
-        raise FormatError(f"{tree}: {error}") from error
-    # The versions of which a tensor is the average are read, but not listed.
-    hidden = {name for names in foreign.averages.values() for name in names}
-    shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
-    index_of = {tensor.name: i for i, tensor in enumerate(shown)}
-    averages: dict[int, tuple[int, ...]] = {}
-    for name, versions in foreign.averages.items():
-        index_of |= {each: len(index_of) + k for k, each in enumerate(versions)}
-        averages[index_of[name]] = tuple(index_of[each] for each in versions)
-    new_index = np.array([index_of[tensor.name] for tensor in foreign.tensors], np.int64)
-    pieces = foreign.table.pieces
-    copies = foreign.replicas.pieces
-    reindexed = replace(pieces, tensor=new_index[pieces.tensor])
-    copies = replace(copies, tensor=new_index[copies.tensor])
-    replicas = Replicas(copies, foreign.replicas.stride, foreign.replica_names)
-    files = tuple(
-        FileEntry(file.name, rank, file.size, 0, file.size, file.size, 0)
-        for rank, file in enumerate(foreign.files)
-    )
-    manifest = Manifest(
-        format=foreign.format,
-        save_id="",
-        step=foreign.step,
-        created="",
-        world_size=foreign.world_size,
-        files=files,
-        objects=foreign.objects,
-        tensors=tuple(shown),
-    )
-    store, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
-    stored = [file.name for file in foreign.files if file.content is None]
-    missing = (f"{name}: {file} is missing" for name, file in foreign.missing_files.items())
-    return Opened(
-        store,
-        manifest,
-        reindexed,
-        stride,
-        replicas,
-        (*foreign.left_out, *missing),
-        ForeignDetails(averages, foreign.missing_files, partial(read_checksums, tree, stored)),
-    )
+        raise FormatError(
+            f"{store}: {error}; copy the checkpoint again from an intact source, or open another "
+            "one; if you pass index=, delete the index file first"
+        ) from error
+    missing = (f"{name}: {file} is missing" for name, file in layout.missing_files.items())
+    files = ForeignFiles(FileTree(store), layout.files)
+    return files, replace(layout, left_out=(*layout.left_out, *missing))

@@ -1,19 +1,19 @@
-"""Make piece tables of arrays and boxes; join, select and pad them; tie equal arrays."""
+"""Make pieces of boxes that are arrays in files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import PieceTable, StoredArray
-from shardwise.manifest.pieces import Pieces, check_table_size, padded_rows
+from shardwise.formats.foreign import StoredArray
+from shardwise.layout.columns import padded_rows
+from shardwise.manifest.layout import Pieces
+from shardwise.manifest.pieces import check_table_size
 
 MOST_PIECES_OF_ARRAY = 4096
 """The most pieces that an array is cut into. Arrays are cut if elements share bytes (`expand`)."""
@@ -22,11 +22,11 @@ _Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A piece: tensor, file, start, offset, shape, stride."""
 
 
-def table_of_boxes(
+def pieces_of_boxes(
     boxes: Sequence[tuple[int, int, tuple[int, ...], StoredArray]],
     name_of: Callable[[int], str] = "tensor {}".format,
-) -> PieceTable:
-    """Return a table in which each array is a box of a tensor. Empty arrays have no piece.
+) -> Pieces:
+    """Return the pieces of boxes, each an array. Empty arrays have no piece.
 
     Args:
         boxes: the index of the tensor, the index of the file, the offset of the box, and the array.
@@ -61,54 +61,7 @@ def table_of_boxes(
     offsets = padded_rows([row[3] for row in rows], max_ndim, 0)
     shapes = padded_rows([row[4] for row in rows], max_ndim, 1)
     strides = padded_rows([row[5] for row in rows], max_ndim, 0)
-    return PieceTable(Pieces(columns[:, 0], columns[:, 1], columns[:, 2], offsets, shapes), strides)
-
-
-def join_tables(*tables: PieceTable) -> PieceTable:
-    """Return one table with the pieces of all tables."""
-    if not tables:
-        return PieceTable.empty()
-    max_ndim = max(table.stride.shape[1] for table in tables)
-    padded = [pad_table(table, max_ndim) for table in tables]
-    columns = [
-        np.concatenate([getattr(table.pieces, name) for table in padded])
-        for name in ("tensor", "file", "start", "offset", "shape")
-    ]
-    return PieceTable(Pieces(*columns), np.concatenate([table.stride for table in padded]))
-
-
-def select_rows(table: PieceTable, is_kept: npt.NDArray[np.bool_]) -> PieceTable:
-    """Return a table of the rows where `is_kept` is true."""
-    pieces = table.pieces
-    columns = pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
-    return PieceTable(Pieces(*(column[is_kept] for column in columns)), table.stride[is_kept])
-
-
-def pad_table(table: PieceTable, dims: int) -> PieceTable:
-    """Return the table with its columns padded to `dims` dimensions.
-
-    Raises:
-        FormatError: a piece has more dimensions.
-    """
-    pieces = table.pieces
-    missing_dims = dims - pieces.offset.shape[1]
-    if missing_dims < 0:
-        raise FormatError(
-            f"a piece has {pieces.offset.shape[1]} dimensions, but no tensor has more than {dims}: "
-            "copy the checkpoint again from an intact source"
-        )
-    if missing_dims == 0:
-        return table
-    zeros = np.zeros((len(pieces.offset), missing_dims), np.int64)
-    offset, shape, stride = (
-        np.concatenate((column, fill), axis=1)
-        for column, fill in (
-            (pieces.offset, zeros),
-            (pieces.shape, zeros + 1),
-            (table.stride, zeros),
-        )
-    )
-    return PieceTable(replace(pieces, offset=offset, shape=shape), stride)
+    return Pieces(columns[:, 0], columns[:, 1], columns[:, 2], offsets, shapes, strides)
 
 
 @lru_cache(4096)

@@ -18,11 +18,12 @@ from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, StoredShard
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Catalogue, Foreign, StoredArray, build_catalogue
+from shardwise.formats.foreign import Catalogue, StoredArray, build_catalogue
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
 from shardwise.formats.values import describe_differing_values
+from shardwise.manifest.layout import Layout
 
 _AXIS_PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
@@ -46,7 +47,7 @@ class Specification:
         sizes = ", ".join(f"{name}={size}" for name, size in sorted(self.sizes.items()))
         return f"{self.rules.source.text!r} ({sizes}; {self.files})"
 
-    def read(self, tree: FileTree) -> Foreign:
+    def read(self, tree: FileTree) -> Layout:
         """Read the files of the ranks.
 
         Raises:
@@ -55,9 +56,9 @@ class Specification:
             MismatchError: the rules do not fit; `problems` lists everything that is wrong.
         """
         catalogue, values = _read_rank_files(tree, self.files or "")
-        foreign = apply_spec(self.rules, catalogue, sizes=self.sizes, checkpoint=str(tree))
+        layout = apply_spec(self.rules, catalogue, sizes=self.sizes, checkpoint=str(tree))
         builder = Builder(tree)
-        builder.add_foreign(foreign)
+        builder.add_layout(layout)
         builder.left_out += describe_differing_values(values)
         for name, value in values[0].items():
             builder.add_value(name, value)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import FormatError
+from shardwise.layout.columns import Int
 
-Int = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 MOST_SPLIT_DIMS = 12
 MOST_CORNERS = 2**27

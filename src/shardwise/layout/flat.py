@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.layout.box import Box
-
-Int = npt.NDArray[np.int64]
+from shardwise.layout.columns import Int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Int = npt.NDArray[np.int64]
+from shardwise.layout.columns import Int, Table, count_up
+
 PAIRS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Overlaps:
+class Overlaps(Table):
     """The common parts of boxes in a left and a right list.
 
     Attributes:
@@ -52,11 +52,7 @@ def find_overlaps(
         rows = np.arange(begin, end)
         found.append(_intersect(left, right, order, low, counts, rows))
         begin = end
-    if not found:
-        dims = left[1].shape[1]
-        none = np.zeros(0, np.int64)
-        return Overlaps(none, none, np.zeros((0, dims), np.int64), np.zeros((0, dims), np.int64))
-    return Overlaps(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+    return Overlaps.join(found, left[1].shape[1])
 
 
 def _intersect(
@@ -66,10 +62,10 @@ def _intersect(
     low: Int,
     counts: Int,
     rows: Int,
-) -> tuple[Int, Int, Int, Int]:
+) -> Overlaps:
     count = counts[rows]
     left_rows = np.repeat(rows, count)
-    place_in_tensor = np.arange(len(left_rows)) - np.repeat(np.cumsum(count) - count, count)
+    place_in_tensor = count_up(count)
     right_rows = order[np.repeat(low[rows], count) + place_in_tensor]
     offset = np.maximum(left[1][left_rows], right[1][right_rows])
     shape = (
@@ -79,4 +75,4 @@ def _intersect(
         - offset
     )
     keep = (shape > 0).all(axis=1)
-    return left_rows[keep], right_rows[keep], offset[keep], shape[keep]
+    return Overlaps(left_rows, right_rows, offset, shape).select(keep)

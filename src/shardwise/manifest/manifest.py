@@ -59,15 +59,23 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         name: the full name.
         dtype: torch's name of the dtype, for example `bfloat16`.
         shape: the global shape.
-        pieces: the boxes that cover the tensor.
         same_as: the name of the tensor that this one is tied to. A tied tensor has no pieces.
     """
 
     name: Name
     dtype: str
     shape: Dims
-    pieces: tuple[PieceEntry, ...] = ()
     same_as: Name | None = None
+
+
+class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A global tensor in a manifest.
+
+    Attributes:
+        pieces: the boxes that cover the tensor.
+    """
+
+    pieces: tuple[PieceEntry, ...] = ()
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     left_out: tuple[str, ...] = ()
     files: tuple[FileEntry, ...]
     objects: tuple[ObjectEntry, ...]
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorWithPieces, ...]
 
 
 def encode_tensors(entries: Sequence[TensorEntry]) -> bytes:

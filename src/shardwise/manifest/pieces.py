@@ -6,16 +6,23 @@ A manifest stores evenly spaced pieces of a tensor as a run: one entry for the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.manifest.manifest import Manifest, PieceEntry, Repeat
+from shardwise.layout.columns import Bool, Int, Table, count_up
+from shardwise.layout.flat import row_major
+from shardwise.manifest.layout import Pieces
+from shardwise.manifest.manifest import (
+    Manifest,
+    PieceEntry,
+    Repeat,
+    TensorEntry,
+    TensorWithPieces,
+)
 
-Int = npt.NDArray[np.int64]
 SHORTEST_RUN = 3
 MOST_INTEGERS = 2**25
 """The largest number of integers in a column of offsets or shapes: rows times dimensions."""
@@ -37,22 +44,17 @@ def check_table_size(rows: int, dims: int) -> None:
         )
 
 
-def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> Int:
-    """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right."""
-    padded = [row + (fill,) * (dims - len(row)) for row in rows]
-    return np.array(padded, np.int64).reshape(len(padded), dims)
-
-
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """All pieces of a checkpoint, in columns of n rows.
+class Runs(Table):
+    """Runs of pieces in arithmetic progression, in columns of n rows.
 
     Attributes:
-        tensor, file: indices into the manifest's lists, `(n,)`.
-        start: the first byte of each piece, counted from the start of the file's data section,
-            `(n,)`.
-        offset, shape: the box of each piece, `(n, D)`, padded on the right with 0 and 1. D is the
-            largest number of dimensions of any tensor.
+        tensor, file, start, offset, shape: the first piece of each run, as in `Pieces`; but `start`
+            counts from the start of the file's data section. All pieces of a run have the same
+            tensor and shape.
+        count: the number of pieces of each run, `(n,)`.
+        file_step, start_step, offset_step: the differences between one piece and the next, of
+            shapes `(n,)`, `(n,)` and `(n, D)`.
     """
 
     tensor: Int
@@ -60,37 +62,18 @@ class Pieces:
     start: Int
     offset: Int
     shape: Int
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Runs of pieces in arithmetic progression, in columns of n rows.
-
-    Attributes:
-        first: the first piece of each run. All pieces of a run have its `tensor` and `shape`.
-        count: the number of pieces of each run, `(n,)`.
-        file_step, start_step, offset_step: the differences between one piece and the next, of
-            shapes `(n,)`, `(n,)` and `(n, D)`.
-    """
-
-    first: Pieces
     count: Int
     file_step: Int
     start_step: Int
     offset_step: Int
 
 
-def find_runs(pieces: Pieces) -> Runs:
+def find_runs(tensor: Int, file: Int, start: Int, offset: Int, shape: Int) -> Runs:
     """Return the runs of pieces, which must be sorted by tensor. The inverse of `expand_runs`."""
-    n = len(pieces)
-    positions = np.column_stack([pieces.file, pieces.start, pieces.offset])
+    n = len(tensor)
+    positions = np.column_stack([file, start, offset])
     steps = np.diff(positions, axis=0)
-    same_tensor_and_shape = (np.diff(pieces.tensor) == 0) & (
-        np.diff(pieces.shape, axis=0) == 0
-    ).all(axis=1)
+    same_tensor_and_shape = (np.diff(tensor) == 0) & (np.diff(shape, axis=0) == 0).all(axis=1)
     continues = np.zeros(n, bool)
     if n > 2:
         continues[2:] = (
@@ -101,12 +84,20 @@ def find_runs(pieces: Pieces) -> Runs:
     first_rows, counts = _split_runs(continues)
     step = np.zeros((len(first_rows), positions.shape[1]), np.int64)
     step[counts > 1] = steps[first_rows[counts > 1]]
-    first = Pieces(*(column[first_rows] for column in _columns(pieces)))
-    dims = pieces.offset.shape[1]
-    return Runs(first, counts, step[:, 0], step[:, 1], step[:, 2 : 2 + dims])
+    return Runs(
+        tensor[first_rows],
+        file[first_rows],
+        start[first_rows],
+        offset[first_rows],
+        shape[first_rows],
+        counts,
+        step[:, 0],
+        step[:, 1],
+        step[:, 2:],
+    )
 
 
-def _split_runs(continues: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
+def _split_runs(continues: Bool) -> tuple[Int, Int]:
     """Cut rows into runs. Return the first row and the number of rows of each run.
 
     Args:
@@ -132,22 +123,23 @@ def _split_runs(continues: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
     return np.array(first_rows, np.int64), np.array(counts, np.int64)
 
 
-def expand_runs(runs: Runs) -> Pieces:
-    """Return every piece of every run."""
-    rows = np.repeat(np.arange(len(runs.count)), runs.count)
-    k = np.arange(len(rows)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
-    first = runs.first
+def expand_runs(runs: Runs, data_at: Int) -> Pieces:
+    """Return every piece of every run.
+
+    Args:
+        data_at: the start of the data section of each file.
+    """
+    rows, k = np.repeat(np.arange(len(runs)), runs.count), count_up(runs.count)
+    each = runs.select(rows)
+    file = each.file + k * each.file_step
     return Pieces(
-        first.tensor[rows],
-        first.file[rows] + k * runs.file_step[rows],
-        first.start[rows] + k * runs.start_step[rows],
-        first.offset[rows] + k[:, None] * runs.offset_step[rows],
-        first.shape[rows],
+        each.tensor,
+        file,
+        data_at[file] + each.start + k * each.start_step,
+        each.offset + k[:, None] * each.offset_step,
+        each.shape,
+        row_major(each.shape),
     )
-
-
-def _columns(pieces: Pieces) -> tuple[Int, ...]:
-    return pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
 
 
 def runs_of_manifest(manifest: Manifest) -> Runs:
@@ -191,40 +183,31 @@ def runs_of_manifest(manifest: Manifest) -> Runs:
             rows.append((*row, *zeros, *piece.offset, *zeros, *piece.shape, *ones))
             tensor_of_row.append(index)
     table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * dims)
-    first = Pieces(
-        np.array(tensor_of_row, np.int64),
-        table[:, 0],
-        table[:, 1],
-        table[:, 5 + dims : 5 + 2 * dims],
-        table[:, 5 + 2 * dims :],
-    )
-    return Runs(first, table[:, 2], table[:, 3], table[:, 4], table[:, 5 : 5 + dims])
+    file, start, count, file_step, start_step = table[:, :5].T
+    offset_step, offset, shape = table[:, 5:].reshape(len(rows), 3, dims).transpose(1, 0, 2)
+    tensors = np.array(tensor_of_row, np.int64)
+    return Runs(tensors, file, start, offset, shape, count, file_step, start_step, offset_step)
 
 
-def entries_of_runs(runs: Runs, ndims: Sequence[int]) -> list[list[PieceEntry]]:
-    """Return the entries of each tensor's pieces. This is the inverse of `runs_of_manifest`.
+def add_pieces(
+    tensors: Sequence[TensorEntry], tensor: Int, file: Int, start: Int, offset: Int, shape: Int
+) -> list[TensorWithPieces]:
+    """Return the entries of tensors with their pieces. `layout_of_manifest` is the inverse.
 
     Args:
-        runs: the pieces.
-        ndims: the number of dimensions of each tensor.
+        tensors: the tensors, in the order of the manifest.
+        tensor, file, start, offset, shape: the pieces, sorted by tensor; see `Runs`.
     """
-    entries: list[list[PieceEntry]] = [[] for _ in ndims]
-    first = runs.first
-    columns = zip(
-        first.tensor.tolist(),
-        first.file.tolist(),
-        first.start.tolist(),
-        first.offset.tolist(),
-        first.shape.tolist(),
-        runs.count.tolist(),
-        runs.file_step.tolist(),
-        runs.start_step.tolist(),
-        runs.offset_step.tolist(),
-        strict=True,
-    )
-    for tensor, file, start, offset, shape, count, file_step, start_step, offset_step in columns:
-        n = ndims[tensor]
+    entries: list[list[PieceEntry]] = [[] for _ in tensors]
+    runs = find_runs(tensor, file, start, offset, shape)
+    columns = (getattr(runs, name).tolist() for name in Runs.__slots__)
+    for row in zip(*columns, strict=True):
+        index, file_, start_, offset_, shape_, count, file_step, start_step, offset_step = row
+        n = len(tensors[index].shape)
         repeat = Repeat(count, tuple(offset_step[:n]), file_step, start_step) if count > 1 else None
-        entry = PieceEntry(file, start, tuple(offset[:n]), tuple(shape[:n]), repeat)
-        entries[tensor].append(entry)
-    return entries
+        entry = PieceEntry(file_, start_, tuple(offset_[:n]), tuple(shape_[:n]), repeat)
+        entries[index].append(entry)
+    return [
+        TensorWithPieces(each.name, each.dtype, each.shape, each.same_as, tuple(own))
+        for each, own in zip(tensors, entries, strict=True)
+    ]

@@ -1,29 +1,26 @@
-"""Checks of a manifest's contents, before any number in it is used to read or allocate."""
+"""Checks of a layout, before any number in it is used to read or allocate."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.layout import find_uncovered_tensors
+from shardwise.layout.columns import Bool, Int
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest
-from shardwise.manifest.names import RESERVED, check_file_name, check_save_id
-from shardwise.manifest.pieces import (
-    Int,
-    Pieces,
-    Runs,
-    check_table_size,
-    expand_runs,
-    padded_rows,
-    runs_of_manifest,
-)
+from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest, TensorEntry
+from shardwise.manifest.names import LONGEST_NAME, RESERVED, check_file_name, check_save_id
+from shardwise.manifest.pieces import Runs, check_table_size, expand_runs, runs_of_manifest
 from shardwise.store import Store
 
 MOST_PIECES = 2**24
@@ -33,8 +30,8 @@ ROUNDING = 1 + 1e-6
 """Tolerance of comparisons in floating point, which are used where integers could overflow."""
 
 
-def validated_pieces_of(store: Store, manifest: Manifest) -> Pieces:
-    """Return the pieces of a checkpoint in a store, after the checks of `validated_pieces`.
+def layout_in(store: Store, manifest: Manifest) -> Layout:
+    """Return the layout of a checkpoint in a store, after the checks of `layout_of_manifest`.
 
     Raises:
         FormatError: the manifest is invalid.
@@ -53,13 +50,13 @@ def validated_pieces_of(store: Store, manifest: Manifest) -> Pieces:
             ) from None
 
     try:
-        return validated_pieces(manifest, size_of)
+        return layout_of_manifest(manifest, size_of)
     except FormatError as error:
         raise FormatError(f"{store}: {error}; load another checkpoint") from error
 
 
-def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = None) -> Pieces:
-    """Return the pieces of a manifest, after all checks that do not read data files.
+def layout_of_manifest(manifest: Manifest, size_of: Callable[[str], int] | None = None) -> Layout:
+    """Return the layout that a manifest describes, after all checks that do not read data files.
 
     Args:
         manifest: a decoded manifest.
@@ -67,48 +64,86 @@ def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = 
             pieces. So before a large table of pieces is allocated, the sizes of files are checked.
 
     Raises:
-        FormatError: a name is unsafe or duplicate; a number is out of range; pieces overlap, leave
-            gaps, or lie outside their tensor or file; a tied tensor is missing; or a file has
-            another size.
+        FormatError: as for `validate_layout`; or a file has another size, or an unsafe name.
     """
     check_save_id(manifest.save_id)
-    _check_names(manifest)
-    _check_files(manifest)
-    _check_tensors(manifest)
+    _check_data_files(manifest)
+    layout = Layout(
+        format=manifest.format,
+        files=tuple(StoredFile.of_entry(entry) for entry in manifest.files),
+        tensors=tuple(TensorEntry(t.name, t.dtype, t.shape, t.same_as) for t in manifest.tensors),
+        pieces=Pieces.empty(),
+        objects=manifest.objects,
+        per_rank=manifest.per_rank,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        save_id=manifest.save_id,
+        created=manifest.created,
+        metrics=manifest.metrics,
+        left_out=manifest.left_out,
+    )
+    _check_entries(layout)
     runs = runs_of_manifest(manifest)
     _check_totals(manifest, runs)
-    if (
-        int(runs.count.sum()) * max(1, runs.first.offset.shape[1]) > MOST_UNCHECKED_PIECES
-        and size_of
-    ):
+    if int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES and size_of:
         _check_file_sizes(manifest, size_of)
     _check_run_ends(manifest, runs)
-    pieces = expand_runs(runs)
-    if len(pieces):
-        _check_within_tensors(manifest, pieces)
-        _check_within_files(manifest, pieces)
-    _check_coverage(manifest, pieces)
-    return pieces
+    data_at = np.array([file.data_at for file in manifest.files], np.int64)
+    layout = _check_pieces(replace(layout, pieces=expand_runs(runs, data_at)))
+    _refuse_shared_bytes(layout)
+    return layout
 
 
-def _check_names(manifest: Manifest) -> None:
+def validate_layout(layout: Layout) -> Layout:
+    """Check a layout, and return it with padded columns.
+
+    All columns then have as many dimensions as the tensor with the most dimensions.
+
+    Raises:
+        FormatError: a name is invalid or occurs twice; a number is out of range; a piece lies
+            outside of its file or tensor; elements of a piece share bytes; pieces overlap or leave
+            gaps; or a tied tensor is missing. The message names the tensors.
+    """
+    _check_entries(layout)
+    return _check_pieces(layout)
+
+
+def _check_entries(layout: Layout) -> None:
+    """Check the names of tensors and values, the files and the tensors."""
     seen: set[str] = set()
-    tensors, objects = (t.name for t in manifest.tensors), (o.name for o in manifest.objects)
-    for name in [*tensors, *objects, *manifest.per_rank]:
+    tensors, objects = (t.name for t in layout.tensors), (o.name for o in layout.objects)
+    for name in [*tensors, *objects, *layout.per_rank]:
         if name in seen:
             raise FormatError(
-                f"the manifest has the name {name!r} twice, so it is ambiguous which value to "
-                "load: a faulty program wrote it"
+                f"the name {name[:200]!r} occurs twice when keys are joined by dots, so it is "
+                "ambiguous which value to load: save one of the two under another name"
             )
-        if name.startswith(RESERVED):
+        if not name or len(name) > LONGEST_NAME or name.startswith(RESERVED):
             raise FormatError(
-                f"the manifest has the name {name!r}, but names that begin with {RESERVED} are "
-                "reserved: a faulty program wrote it"
+                f"{name[:60]!r} is not a valid name of a tensor or value: names have 1 to "
+                f"{LONGEST_NAME} characters and do not start with {RESERVED!r}, which is reserved; "
+                "save it under another name"
             )
         seen.add(name)
+    files = [file.name for file in layout.files]
+    if len(set(files)) != len(files):
+        (twice, _), *_ = Counter(files).most_common(1)
+        raise FormatError(f"the file {twice[:200]!r} is listed twice")
+    for file in layout.files:
+        parts = file.name.split("/")
+        if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
+            raise FormatError(
+                f"{file.name[:200]!r} is not a path below the directory of the checkpoint"
+            )
+        if file.content is not None and len(file.content) != file.size:
+            raise FormatError(
+                f"{file.name[:200]!r}: the content has {len(file.content)} bytes instead of "
+                f"{file.size}"
+            )
+    _check_tensors(layout)
 
 
-def _check_files(manifest: Manifest) -> None:
+def _check_data_files(manifest: Manifest) -> None:
     names: set[str] = set()
     ranks: set[int] = set()
     for file in manifest.files:
@@ -132,14 +167,14 @@ def _check_files(manifest: Manifest) -> None:
             )
 
 
-def _check_tensors(manifest: Manifest) -> None:
-    by_name = {tensor.name: tensor for tensor in manifest.tensors}
-    for tensor in manifest.tensors:
+def _check_tensors(layout: Layout) -> None:
+    by_name = {tensor.name: tensor for tensor in layout.tensors}
+    for tensor in layout.tensors:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise FormatError(
                 f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}: install a newer version of "
-                "shardwise, which may know it"
+                "shardwise, which may know it, or convert the tensor before saving it"
             )
         if math.prod(n for n in tensor.shape if n) * dtype.itemsize > LARGEST_INTEGER:
             raise FormatError(
@@ -148,10 +183,6 @@ def _check_tensors(manifest: Manifest) -> None:
             )
         if tensor.same_as is None:
             continue
-        if tensor.pieces:
-            raise FormatError(
-                f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, but has its own pieces"
-            )
         other = by_name.get(tensor.same_as)
         if other is None or other.same_as is not None:
             raise FormatError(
@@ -175,16 +206,16 @@ def _check_totals(manifest: Manifest, runs: Runs) -> None:
         raise FormatError(
             f"the manifest claims {total} pieces, but at most {MOST_PIECES} are supported"
         )
-    check_table_size(total, runs.first.offset.shape[1])
+    check_table_size(total, runs.offset.shape[1])
     tensors = manifest.tensors
-    claimed = runs.first.shape.prod(axis=1, dtype=np.float64) * runs.count
+    claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count
     elements = np.array([math.prod(t.shape) for t in tensors], np.float64)
-    has_excess = np.bincount(runs.first.tensor, claimed, len(tensors)) > elements * ROUNDING
+    has_excess = np.bincount(runs.tensor, claimed, len(tensors)) > elements * ROUNDING
     if has_excess.any():
         name = tensors[int(np.argmax(has_excess))].name
         raise FormatError(f"{name}: the pieces have more elements than the tensor, so they overlap")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.float64)
-    claimed_bytes = float((claimed * itemsize[runs.first.tensor]).sum())
+    claimed_bytes = float((claimed * itemsize[runs.tensor]).sum())
     file_bytes = sum(f.objects_at - f.data_at for f in manifest.files)
     if claimed_bytes > file_bytes * ROUNDING:
         raise FormatError(
@@ -207,79 +238,147 @@ def _check_run_ends(manifest: Manifest, runs: Runs) -> None:
     """Check the last piece of each run, so that no sum overflows when runs are expanded."""
     last = (runs.count - 1).astype(np.float64)
     columns = (
-        (runs.first.file, runs.file_step, last),
-        (runs.first.start, runs.start_step, last),
-        (runs.first.offset, runs.offset_step, last[:, None]),
+        (runs.file, runs.file_step, last, len(manifest.files) - 1),
+        (runs.start, runs.start_step, last, LARGEST_INTEGER),
+        (runs.offset, runs.offset_step, last[:, None], LARGEST_INTEGER),
     )
-    for start, step, steps in columns:
+    for start, step, steps, largest in columns:
         end = start.astype(np.float64) + steps * step
-        wrong = (end < 0) | (end > LARGEST_INTEGER)
+        wrong = (end < 0) | (end > largest) | (start > largest)
         if wrong.any():
             row = int(np.argwhere(wrong)[0, 0])
-            name = manifest.tensors[int(runs.first.tensor[row])].name
-            raise FormatError(f"{name}: a repeated piece lies outside of its tensor or file")
+            name = manifest.tensors[int(runs.tensor[row])].name
+            raise FormatError(
+                f"{name}: a piece lies outside of its tensor, or in none of the "
+                f"{format_count(len(manifest.files), 'file')} that are listed"
+            )
 
 
-def _check_within_tensors(manifest: Manifest, pieces: Pieces) -> None:
-    shape = _tensor_shapes(manifest, pieces)[pieces.tensor]
-    inside = (
-        (pieces.shape > 0)
-        & (pieces.offset >= 0)
-        & (pieces.shape <= shape)
-        & (pieces.offset <= shape - pieces.shape)
-    ).all(axis=1)
-    if not inside.all():
-        row = int(np.argmin(inside))
-        tensor = manifest.tensors[int(pieces.tensor[row])]
-        ndim = len(tensor.shape)
-        offset, extent = pieces.offset[row, :ndim].tolist(), pieces.shape[row, :ndim].tolist()
-        raise FormatError(
-            f"{tensor.name}: the piece at {offset} of shape {extent} is empty, or lies outside of "
-            f"the tensor, which has shape {list(tensor.shape)}"
-        )
-
-
-def _check_within_files(manifest: Manifest, pieces: Pieces) -> None:
-    in_list = (pieces.file >= 0) & (pieces.file < len(manifest.files))
-    if not in_list.all():
-        row = int(np.argmin(in_list))
-        raise FormatError(
-            f"{_tensor_name(manifest, pieces, row)}: a piece lies in file {int(pieces.file[row])}, "
-            f"but the manifest lists {len(manifest.files)} files"
-        )
-    itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], np.int64)
-    nbytes = pieces.shape.prod(axis=1) * itemsize[pieces.tensor]
-    data_size = np.array([f.objects_at - f.data_at for f in manifest.files], np.int64)[pieces.file]
-    outside = (pieces.start < 0) | (nbytes > data_size) | (pieces.start > data_size - nbytes)
-    if outside.any():
-        row = int(np.argmax(outside))
-        raise FormatError(
-            f"{_tensor_name(manifest, pieces, row)}: a piece lies outside of the data section of "
-            f"{manifest.files[int(pieces.file[row])].name}"
-        )
+def _refuse_shared_bytes(layout: Layout) -> None:
+    """Refuse pieces of a data file that share bytes. In foreign checkpoints, tensors may share."""
+    pieces = layout.pieces
     order = np.lexsort((pieces.start, pieces.file))
-    same_file = np.diff(pieces.file[order]) == 0
-    overlaps = same_file & (np.diff(pieces.start[order]) < nbytes[order][:-1])
+    file, start, end = pieces.file[order], pieces.start[order], layout.ends(pieces)[order]
+    overlaps = (np.diff(file) == 0) & (start[1:] < end[:-1])
     if overlaps.any():
         first = int(np.argmax(overlaps))
-        names = [_tensor_name(manifest, pieces, int(order[i])) for i in (first, first + 1)]
-        file = manifest.files[int(pieces.file[order[first]])].name
-        raise FormatError(f"pieces of {names[0]} and {names[1]} share bytes of {file}")
+        names = [_tensor_name(layout, pieces, int(order[i])) for i in (first, first + 1)]
+        raise FormatError(
+            f"pieces of {names[0]} and {names[1]} share bytes of {layout.files[file[first]].name}"
+        )
 
 
-def _check_coverage(manifest: Manifest, pieces: Pieces) -> None:
-    shapes = _tensor_shapes(manifest, pieces)
-    stored = np.array([t.same_as is None for t in manifest.tensors], bool)
-    wrong = find_uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
+def _check_pieces(layout: Layout) -> Layout:
+    """Check the pieces and replicas, and return the layout with padded columns."""
+    stored = np.array([t.same_as is None for t in layout.tensors], bool)
+    for index in layout.terms:
+        if not 0 <= index < len(stored):
+            raise FormatError(f"a term belongs to tensor {index}, which does not exist")
+    for rows in (len(layout.tensors), len(layout.pieces), len(layout.replicas)):
+        check_table_size(rows, layout.dims)
+    layout = replace(
+        layout,
+        pieces=layout.pieces.padded(layout.dims),
+        replicas=layout.replicas.padded(layout.dims),
+    )
+    for pieces in (layout.pieces, layout.replicas):
+        _check_table(layout, pieces)
+    if layout.replica_names and len(layout.replica_names) != len(layout.replicas):
+        raise FormatError(
+            f"there are {len(layout.replica_names)} names for {len(layout.replicas)} replicas"
+        )
+    pieces = layout.pieces
+    has_own = ~stored[layout.tensor_of[pieces.tensor]]
+    if has_own.any():
+        tensor = layout.tensors[int(pieces.tensor[np.argmax(has_own)])]
+        raise FormatError(
+            f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, but has its own pieces"
+        )
+    stored = stored[layout.tensor_of]
+    stored[list(layout.terms)] = False
+    wrong = find_uncovered_tensors(layout.shape, pieces.tensor, pieces.offset, pieces.shape, stored)
     if len(wrong):
-        names = ", ".join(manifest.tensors[i].name for i in wrong[:5].tolist())
+        of_wrong = layout.tensor_of[wrong[:5]].tolist()
+        names = ", ".join(dict.fromkeys(layout.tensors[i].name for i in of_wrong))
         tensors = format_count(len(wrong), "tensor")
         raise FormatError(f"the pieces of {tensors} overlap or leave gaps: {names}")
+    return layout
 
 
-def _tensor_shapes(manifest: Manifest, pieces: Pieces) -> Int:
-    return padded_rows([t.shape for t in manifest.tensors], pieces.offset.shape[1], 1)
+def _check_table(layout: Layout, pieces: Pieces) -> None:
+    if len(pieces) > MOST_PIECES:
+        raise FormatError(
+            f"the checkpoint has {len(pieces)} pieces; at most {MOST_PIECES} are supported: save "
+            "it again from fewer ranks"
+        )
+    if pieces.offset.shape[1] > layout.dims:
+        raise FormatError(
+            f"a piece has {pieces.offset.shape[1]} dimensions, but no tensor has more than "
+            f"{layout.dims}"
+        )
+    for indices, count, subject in (
+        (pieces.tensor, len(layout.tensor_of), "tensor"),
+        (pieces.file, len(layout.files), "file"),
+    ):
+        wrong = (indices < 0) | (indices >= count)
+        if wrong.any():
+            raise FormatError(
+                f"a piece refers to {subject} {int(indices[np.argmax(wrong)])}, but the checkpoint "
+                f"lists {format_count(count, subject)}"
+            )
+    shapes = layout.shape[pieces.tensor]
+    inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
+    inside &= pieces.offset <= shapes - pieces.shape
+    _refuse_pieces(layout, pieces, ~inside.all(axis=1), "is empty, or lies outside of the tensor")
+    _refuse_pieces(layout, pieces, (pieces.stride < 0).any(axis=1), "has negative strides")
+    low, high = np.array([f.data_range for f in layout.files], np.int64).reshape(-1, 2).T
+    # In floating point, because integers could overflow.
+    itemsize = layout.itemsize[pieces.tensor]
+    last = ((pieces.shape - 1.0) * pieces.stride).sum(axis=1) * itemsize
+    outside = (pieces.start < low[pieces.file]) | (
+        last > high[pieces.file] - itemsize - pieces.start
+    )
+    _refuse_pieces(layout, pieces, outside, "lies outside of its file's data")
+    shared = ~_have_disjoint_elements(pieces.shape, pieces.stride)
+    _refuse_pieces(layout, pieces, shared, "has elements that share bytes")
 
 
-def _tensor_name(manifest: Manifest, pieces: Pieces, row: int) -> str:
-    return manifest.tensors[int(pieces.tensor[row])].name
+def _have_disjoint_elements(shape: Int, stride: Int) -> Bool:
+    """Return which arrays have disjoint elements.
+
+    Elements are disjoint if each stride exceeds the extent of the dimensions with smaller strides.
+    """
+    disjoint = _are_disjoint_in_order(shape[:, ::-1], stride[:, ::-1])  # True for nearly all arrays
+    unordered = np.flatnonzero(~disjoint)
+    shape, stride = shape[unordered], stride[unordered]
+    order = np.argsort(np.where(shape > 1, stride, 0), axis=1)
+    shape, stride = (np.take_along_axis(item, order, axis=1) for item in (shape, stride))
+    disjoint[unordered] = _are_disjoint_in_order(shape, stride)
+    return disjoint
+
+
+def _are_disjoint_in_order(shape: Int, stride: Int) -> Bool:
+    """Return which arrays have disjoint elements. Dimensions must be sorted by stride."""
+    disjoint, extent = np.ones(len(shape), bool), np.zeros(len(shape), np.int64)
+    for sizes, steps in zip(shape.T, stride.T, strict=True):
+        disjoint &= (sizes == 1) | (steps > extent)
+        extent += np.where(sizes > 1, (sizes - 1) * steps, 0)
+    return disjoint
+
+
+def _refuse_pieces(layout: Layout, pieces: Pieces, wrong: npt.ArrayLike, problem: str) -> None:
+    is_wrong = np.asarray(wrong)
+    if not is_wrong.any():
+        return
+    row = int(np.argmax(is_wrong))
+    tensor = layout.tensors[int(layout.tensor_of[pieces.tensor[row]])]
+    file = layout.files[int(pieces.file[row])]
+    offset, shape = (c[row, : len(tensor.shape)].tolist() for c in (pieces.offset, pieces.shape))
+    raise FormatError(
+        f"{tensor.name}, of shape {list(tensor.shape)}: the piece at {offset} of shape {shape} in "
+        f"{file.name} {problem}"
+    )
+
+
+def _tensor_name(layout: Layout, pieces: Pieces, row: int) -> str:
+    return layout.tensors[int(layout.tensor_of[pieces.tensor[row]])].name

@@ -13,14 +13,8 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from shardwise.plan.ranges import (
-    Int,
-    Ranges,
-    covered_rows,
-    cut_to_length,
-    edges_of,
-    join_adjacent,
-)
+from shardwise.layout.columns import Int
+from shardwise.plan.ranges import Ranges, covered_rows, cut_to_length, edges_of, join_adjacent
 
 NOBODY = -1
 MARGIN = 0.8
@@ -72,7 +66,7 @@ class ReadsBetweenNodes:
         new_index[kept] = np.arange(len(kept))
         rows = np.isin(self.group, kept)
         return ReadsBetweenNodes(
-            self.ranges.select_rows(rows),
+            self.ranges.select(rows),
             self.node[rows],
             self.lane[rows],
             new_index[self.group[rows]],
@@ -106,7 +100,7 @@ class ReadsOfNode:
 
     def read_by(self, rank: int) -> Ranges:
         """Return the reads from storage of the rank with this index in the node."""
-        return self.ranges.select_rows((self.reader == rank) & (self.source == NOBODY))
+        return self.ranges.select((self.reader == rank) & (self.source == NOBODY))
 
 
 @dataclass(frozen=True, slots=True)

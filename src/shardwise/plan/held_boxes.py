@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from shardwise.errors import MismatchError
 from shardwise.layout import Box
+from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import padded_rows
 from shardwise.plan.structure import Structure, World, boxes_of_rule
-
-Int = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

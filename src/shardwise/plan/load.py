@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.layout import find_overlaps
+from shardwise.layout.columns import Int, Table, count_up, pad_columns
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.pieces import Pieces
-
-Int = npt.NDArray[np.int64]
+from shardwise.manifest.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class Transfers(Table):
     """Boxes to copy from pieces to fragments, in columns of n rows.
 
     Attributes:
@@ -34,21 +32,6 @@ class Transfers:
     file: Int
     low: Int
     high: Int
-
-    def __len__(self) -> int:
-        return len(self.piece)
-
-    def select_rows(self, rows: Int) -> Transfers:
-        """Return some of the rows."""
-        return Transfers(
-            self.piece[rows],
-            self.fragment[rows],
-            self.offset[rows],
-            self.shape[rows],
-            self.file[rows],
-            self.low[rows],
-            self.high[rows],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +77,8 @@ class LoadPlan:
         return int((self.spans.high - self.spans.low).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class PieceLocations:
-    """The pieces of a checkpoint, and the positions of their bytes in files.
-
-    Attributes:
-        pieces: the pieces.
-        stride: the strides of each piece in elements, `(n, D)`. Pieces of shardwise checkpoints are
-            row-major.
-        itemsize: the size of an element of each tensor, in bytes.
-        data_at: the offset of the data section of each file, in bytes.
-        data_end: the offset at which the data of each file ends, in bytes. Reads stop there.
-    """
-
-    pieces: Pieces
-    stride: Int
-    itemsize: Int
-    data_at: Int
-    data_end: Int
-
-
 def plan_load(
-    source: PieceLocations,
+    layout: Layout,
     wanted: tuple[Int, Int, Int],
     *,
     largest_read: int | Int,
@@ -125,66 +88,52 @@ def plan_load(
     """Intersect wanted boxes with pieces, and choose what to read.
 
     Args:
-        source: the pieces.
+        layout: the checkpoint.
         wanted: columns `(tensor, offset, shape)` of the wanted fragments, of shapes `(n,)`,
-            `(n, D)` and `(n, D)`. `tensor` has indices of tensors in the manifest.
+            `(n, D)` and `(n, D)`. `tensor` has indices of stored tensors, as `Pieces.tensor`.
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
         largest_gap: a span may include gaps between wanted blocks of up to this many bytes.
         block: the number of bytes that one checksum covers.
     """
-    pieces = source.pieces
+    pieces = layout.pieces
     found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
-    transfers = _locate(source, found.right, found.left, found.offset, found.shape)
-    needed = found.shape.prod(axis=1) * source.itemsize[pieces.tensor[found.right]]
-    transfers = _cut_at_gaps(source, transfers, max(block, largest_gap))
-    order = np.lexsort((transfers.low, transfers.file))
-    transfers = transfers.select_rows(order)
+    transfers = _locate(layout, found.right, found.left, found.offset, found.shape)
+    needed = found.shape.prod(axis=1) * layout.itemsize[pieces.tensor[found.right]]
+    transfers = _cut_at_gaps(layout, transfers, max(block, largest_gap))
+    transfers = transfers.select(np.lexsort((transfers.low, transfers.file)))
     gap = largest_gap // block
-    spans = _choose_spans(transfers, source.data_end, largest_read, gap, block)
+    spans = _choose_spans(transfers, layout.data_end, largest_read, gap, block)
     return LoadPlan(transfers, spans, int(needed.sum()))
 
 
-def _locate(
-    source: PieceLocations, piece: Int, fragment: Int, offset: Int, shape: Int
-) -> Transfers:
-    pieces = source.pieces
-    itemsize = source.itemsize[pieces.tensor[piece]]
-    stride = source.stride[piece]
-    within = offset - pieces.offset[piece]
-    start = source.data_at[pieces.file[piece]] + pieces.start[piece]
-    low = start + (within * stride).sum(axis=1) * itemsize
-    high = start + (((within + shape - 1) * stride).sum(axis=1) + 1) * itemsize
-    return Transfers(piece, fragment, offset, shape, pieces.file[piece], low, high)
+def _locate(layout: Layout, piece: Int, fragment: Int, offset: Int, shape: Int) -> Transfers:
+    part_of = layout.pieces.select(piece)
+    itemsize = layout.itemsize[part_of.tensor]
+    elements = ((offset - part_of.offset) * part_of.stride).sum(axis=1)
+    extent = ((shape - 1) * part_of.stride).sum(axis=1) + 1
+    low = part_of.start + elements * itemsize
+    return Transfers(piece, fragment, offset, shape, part_of.file, low, low + extent * itemsize)
 
 
-def _cut_at_gaps(source: PieceLocations, transfers: Transfers, gap: int) -> Transfers:
+def _cut_at_gaps(layout: Layout, transfers: Transfers, gap: int) -> Transfers:
     """Cut transfers along a dimension if at least `gap` unneeded bytes lie between two parts."""
-    pieces = source.pieces
+    pieces = layout.pieces
     for dim in range(transfers.shape.shape[1]):
-        stride = source.stride[transfers.piece, dim]
-        itemsize = source.itemsize[pieces.tensor[transfers.piece]]
+        itemsize = layout.itemsize[pieces.tensor[transfers.piece]]
+        stride = pieces.stride[transfers.piece, dim] * itemsize
         count = transfers.shape[:, dim]
-        extent = (transfers.high - transfers.low) - (count - 1) * stride * itemsize
-        apart = (count > 1) & (stride * itemsize - extent >= gap)
-        if not apart.any():
-            continue
-        near, far = np.flatnonzero(~apart), np.flatnonzero(apart)
-        cut = _cut_into_rows(transfers.select_rows(far), dim, (stride * itemsize)[far], extent[far])
-        kept = transfers.select_rows(near)
-        transfers = Transfers(
-            *(
-                np.concatenate([getattr(kept, name), getattr(cut, name)])
-                for name in Transfers.__slots__
-            )
-        )
+        extent = (transfers.high - transfers.low) - (count - 1) * stride
+        apart = (count > 1) & (stride - extent >= gap)
+        if apart.any():
+            cut = _cut_into_rows(transfers.select(apart), dim, stride[apart], extent[apart])
+            transfers = Transfers.join([transfers.select(~apart), cut])
     return transfers
 
 
 def _cut_into_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
     count = transfers.shape[:, dim]
-    rows = np.repeat(np.arange(len(count)), count)
-    k = _concatenate_aranges(count)
-    single = transfers.select_rows(rows)
+    rows, k = np.repeat(np.arange(len(count)), count), count_up(count)
+    single = transfers.select(rows)
     offset, shape = single.offset.copy(), single.shape.copy()
     offset[:, dim] += k
     shape[:, dim] = 1
@@ -216,7 +165,7 @@ def _choose_spans(
     steps = np.maximum(longest_reads(largest_read, first // width) // block, 1)
     cuts = -(-(last - first) // steps)
     rows = np.repeat(np.arange(len(heads)), cuts)
-    span_low = first[rows] + _concatenate_aranges(cuts) * steps[rows]
+    span_low = first[rows] + count_up(cuts) * steps[rows]
     span_high = np.minimum(span_low + steps[rows], last[rows])
     file = span_low // width
     spans = (
@@ -249,23 +198,15 @@ def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Sp
     to_span = np.searchsorted(file * width + low, base + transfers.high, side="left")
     served = np.maximum(to_span - from_span, 0)
     transfer = np.repeat(np.arange(len(transfers)), served)
-    span = from_span[transfer] + _concatenate_aranges(served)
+    span = from_span[transfer] + count_up(served)
     order = np.argsort(span, kind="stable")
     first = np.searchsorted(span[order], np.arange(len(file) + 1))
     return Spans(file, low, high, first, transfer[order])
-
-
-def _concatenate_aranges(counts: Int) -> Int:
-    """Return 0, 1, …, count - 1 for each count, one after another."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def wanted_columns(
     tensor: Sequence[int], offset: Int, shape: Int, dims: int
 ) -> tuple[Int, Int, Int]:
     """Return columns of wanted boxes, padded or cut to `dims` dimensions."""
-    missing = dims - offset.shape[1]
-    if missing > 0:
-        offset = np.pad(offset, ((0, 0), (0, missing)))
-        shape = np.pad(shape, ((0, 0), (0, missing)), constant_values=1)
-    return np.asarray(tensor, np.int64), offset[:, :dims], shape[:, :dims]
+    offset, shape = offset[:, :dims], shape[:, :dims]
+    return np.asarray(tensor, np.int64), pad_columns(offset, dims, 0), pad_columns(shape, dims, 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from types import MappingProxyType
 
 from shardwise.errors import StateError, add_note
-from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import find_quantized
 
 MOST_COMPARED = 2000  # a comparison of two names takes about 0.1 ms
@@ -65,34 +65,26 @@ class SavedNames:
     """The contents of a checkpoint, looked up by the names of the target.
 
     Args:
-        manifest: the manifest of the checkpoint.
+        layout: the checkpoint.
         saved_name: returns the name in the checkpoint, given a name of the target.
-        missing_files: files that the checkpoint lacks, by the name that each would contain.
-        left_out: a line for each thing that was not read: a name, `: `, and the reason.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        saved_name: Callable[[str], str] = lambda name: name,
-        missing_files: Mapping[str, str] = MappingProxyType({}),
-        left_out: Sequence[str] = (),
+        self, layout: Layout, saved_name: Callable[[str], str] = lambda name: name
     ) -> None:
-        self.manifest = manifest
+        self.layout = layout
         self.saved_name = saved_name
-        self.missing_files = missing_files
-        self.left_out = left_out
-        self._tensors = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
-        self._objects = {entry.name: entry.value for entry in manifest.objects}
+        self._tensors = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
+        self._objects = {entry.name: entry.value for entry in layout.objects}
 
     def tensor(self, name: str) -> TensorEntry | None:
         """Return the entry of a tensor; None if the checkpoint has no tensor of this name."""
         index = self._tensors.get(self.saved_name(name))
-        return None if index is None else self.manifest.tensors[index]
+        return None if index is None else self.layout.tensors[index]
 
     def stored_index(self, name: str) -> int:
         """Return the index of the tensor that stores the bytes: this one, or its tied tensor."""
-        entry = self.manifest.tensors[self._tensors[self.saved_name(name)]]
+        entry = self.layout.tensors[self._tensors[self.saved_name(name)]]
         return self._tensors[entry.same_as or entry.name]
 
     def has_object(self, name: str) -> bool:
@@ -105,7 +97,7 @@ class SavedNames:
 
     def has_per_rank(self, name: str) -> bool:
         """Return whether there is a per-rank value of this name."""
-        return self.saved_name(name) in self.manifest.per_rank
+        return self.saved_name(name) in self.layout.per_rank
 
     def kind(self, name: str) -> str | None:
         """Return "a tensor", "a plain value" or "a per-rank value"; None for an unknown name."""
@@ -130,12 +122,12 @@ class SavedNames:
         """Yield the names in the checkpoint."""
         yield from self._tensors
         yield from self._objects
-        yield from self.manifest.per_rank
+        yield from self.layout.per_rank
 
     @cached_property
     def quantized(self) -> Mapping[str, str]:
         """Names in the checkpoint of quantized tensors and their scales; see `find_quantized`."""
-        return find_quantized(self.manifest.tensors)
+        return find_quantized(self.layout.tensors)
 
     @cached_property
     def _names_below(self) -> dict[str, list[str]]:

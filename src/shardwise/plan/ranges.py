@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.layout.columns import Bool, Int, Table, count_up
 from shardwise.plan.load import longest_reads
-
-Int = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
+class Ranges(Table):
     """Byte ranges of files, in columns of n rows: disjoint, and sorted by file and start.
 
     Attributes:
@@ -27,17 +25,10 @@ class Ranges:
     low: Int
     high: Int
 
-    def __len__(self) -> int:
-        return len(self.file)
-
     @property
     def nbytes(self) -> int:
         """The number of bytes in all ranges."""
         return int((self.high - self.low).sum())
-
-    def select_rows(self, rows: Int | Bool) -> Ranges:
-        """Return some of the rows."""
-        return Ranges(self.file[rows], self.low[rows], self.high[rows])
 
 
 def unite_ranges(ranges: Sequence[Ranges]) -> Ranges:
@@ -59,7 +50,7 @@ def covered_rows(keys: Int, width: int, ranges: Sequence[Ranges]) -> tuple[Int, 
     for index, each in enumerate(ranges):
         first = np.searchsorted(keys, each.file * width + each.low)
         counts = np.searchsorted(keys, each.file * width + each.high) - first
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = count_up(counts)
         rows.append(np.repeat(first, counts) + within)
         list_indices.append(np.full(len(within), index, np.int64))
     row, list_index = np.concatenate(rows), np.concatenate(list_indices)
@@ -93,8 +84,7 @@ def cut_to_length(ranges: Ranges, rows: Int, largest_read: int | Int) -> tuple[R
     """Cut ranges that are too long for one read, and repeat their `rows`."""
     longest = longest_reads(largest_read, ranges.file)
     parts = -(-(ranges.high - ranges.low) // longest)
-    of = np.repeat(np.arange(len(ranges)), parts)
-    k = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+    of, k = np.repeat(np.arange(len(ranges)), parts), count_up(parts)
     low = ranges.low[of] + k * longest[of]
     high = np.minimum(low + longest[of], ranges.high[of])
     return Ranges(ranges.file[of], low, high), rows[of]

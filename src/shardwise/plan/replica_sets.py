@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.layout import Box, boxes_of_range
+from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.structure import Description
 from shardwise.plan.tables import PieceTable
 
-Int = npt.NDArray[np.int64]
 SHARE = 20
 """The checksums of a comparison are at most one in this many of the checksums of a save."""
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 16, 1 << 20

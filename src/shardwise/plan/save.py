@@ -8,23 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.events import format_count
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
+from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.data_file import HeaderEntries, encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
-from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
+from shardwise.manifest.pieces import add_pieces
 from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
 from shardwise.plan.replica_sets import ReplicaSet
 from shardwise.plan.structure import Description, Structure, World
 from shardwise.plan.tables import PieceTable, piece_table
 
-Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
 LARGEST_GRAIN = 1 << 20
 SMALLEST_GRAIN = 1 << 16
@@ -114,24 +113,18 @@ class SavePlan:
         has_values = np.array([bool(each.per_rank) for each in world.structures])
         files = np.flatnonzero((np.diff(self.limits) > 0) | has_values[world.structure_of])
         pieces = self._place_pieces(files)
-        ndims = [len(tensor.shape) for tensor in self.tensors]
-        entries = entries_of_runs(find_runs(pieces), ndims)
-        listed = [
-            msgspec.structs.replace(tensor, pieces=tuple(own))
-            for tensor, own in zip(self.tensors, entries, strict=True)
-        ]
         names = (name for each in world.structures for name in each.per_rank)
         held = boxes.shape.prod(axis=1) * itemsize[boxes.tensor] * boxes.counts
         return ManifestPlan(
-            encode_tensors([*listed, *self.tied]),
+            encode_tensors([*add_pieces(self.tensors, *pieces), *self.tied]),
             tuple(files.tolist()),
             tuple(dict.fromkeys(names)),
             int(held.sum()),
-            int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum()),
+            int((self.shape.prod(axis=1) * itemsize[boxes.tensor[self.box]]).sum()),
         )
 
-    def _place_pieces(self, files: Int) -> Pieces:
-        """Return the pieces with their files and offsets, in the order of the manifest.
+    def _place_pieces(self, files: Int) -> tuple[Int, Int, Int, Int, Int]:
+        """Return the columns of the pieces for `add_pieces`, in the order of the manifest.
 
         Args:
             files: the ranks that write a file.
@@ -142,7 +135,8 @@ class SavePlan:
         start = ends[:-1] - ends[self.limits][ranks]
         columns = (tensor, np.searchsorted(files, ranks), start, self.offset, self.shape)
         order = np.lexsort([*reversed(self.offset.T), tensor])
-        return Pieces(*(column[order] for column in columns))
+        tensor, file, start, offset, shape = (column[order] for column in columns)
+        return tensor, file, start, offset, shape
 
 
 def plan_save(world: World, rank: int = 0) -> SavePlan:
@@ -267,7 +261,7 @@ def _tied_entries(
                     f"{name} is tied to {same_as} on some ranks but not on others: "
                     "tie it on all ranks, or on none"
                 )
-            ties[name] = TensorEntry(name, target.dtype, target.shape, (), same_as)
+            ties[name] = TensorEntry(name, target.dtype, target.shape, same_as)
     return list(ties.values())
 
 

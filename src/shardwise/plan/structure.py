@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
 from shardwise.layout import Box, Sharding, Split, fragments_of_shard
+from shardwise.layout.columns import Int
 
-Int = npt.NDArray[np.int64]
 Coordinates = tuple[int, ...]
 """For each axis of a structure, the index of a rank's part."""
 

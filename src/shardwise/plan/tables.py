@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.layout import Box
+from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.structure import Description
-
-Int = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.layout.columns import Bool, Int
 from shardwise.plan.between_nodes import NOBODY, ReadsOfNode
-from shardwise.plan.ranges import (
-    Bool,
-    Int,
-    Ranges,
-    cut_at_edges,
-    cut_to_length,
-    join_adjacent,
-    overlaps_any,
-)
+from shardwise.plan.ranges import Ranges, cut_at_edges, cut_to_length, join_adjacent, overlaps_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +81,7 @@ def share_reads(
     loads = np.zeros(len(ranges), np.int64)
     if between_nodes is not None:
         is_unshared = wanted[:, :-1].any(axis=1) & ~wanted[:, -1]
-        united, wanted = united.select_rows(is_unshared), wanted[is_unshared, :-1]
+        united, wanted = united.select(is_unshared), wanted[is_unshared, :-1]
         is_read_here = between_nodes.source == NOBODY
         sizes = between_nodes.ranges.high - between_nodes.ranges.low
         np.add.at(loads, between_nodes.reader[is_read_here], sizes[is_read_here])

@@ -40,7 +40,7 @@ def look(url: str) -> tuple[list[int], list[str]]:
         if step is None:
             continue
         store = root.at(step_directory(step))
-        entries = sw.open(store).manifest.files if step in steps else ()
+        entries = sw.open(store).layout.files if step in steps else ()
         known = {MANIFEST, *(each.name for each in entries)}
         strays += [f"{name}/{each}" for each in store.list() if each not in known]
     return steps, strays

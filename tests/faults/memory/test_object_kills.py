@@ -166,7 +166,7 @@ class Run:
                 assert name in ("run.json", "nodes"), name
                 continue
             step = root.at(name)
-            entries = sw.open(step).manifest.files
+            entries = sw.open(step).layout.files
             assert step.list() == sorted([MANIFEST, *(each.name for each in entries)])
         for step_number in steps:
             sw.open(self.direct, step=step_number).verify()

@@ -12,9 +12,9 @@ import torch
 import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.validate import validate_layout
 from shardwise.state.plain_values import decode
 from tests.formats.conftest import ON_FOUR, ON_TWO, Checkpoints
 from tests.formats.foreign_goldens import describe
@@ -26,7 +26,7 @@ LOWER = ("bfloat16", "float16", "aligned", "offload", "sub-groups")
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all checkpoints to be made
 
 
-def values_of(foreign: Foreign) -> dict[str, Any]:
+def values_of(foreign: Layout) -> dict[str, Any]:
     return {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
 
 
@@ -37,8 +37,8 @@ def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def read(place: Path) -> Foreign:
-    return validate_foreign(describe(reader, FileTree(place)))
+def read(place: Path) -> Layout:
+    return validate_layout(describe(reader, FileTree(place)))
 
 
 @pytest.mark.parametrize(("case", "ranks"), CASES)
@@ -118,7 +118,7 @@ def test_replicas_hold_the_same_bytes(checkpoints: Checkpoints, case: str, ranks
     place = checkpoints.place(case, ranks)
     foreign = read(place)
     tensors = read_tensors(place, foreign)
-    again = foreign.replicas.pieces
+    again = foreign.replicas
     for row in range(len(again)):
         entry = foreign.tensors[again.tensor[row]]
         ndim = len(entry.shape)
@@ -199,7 +199,7 @@ def test_the_place_may_be_the_tag_itself(checkpoints: Checkpoints) -> None:
     assert reader.recognise(FileTree(place))
     assert reader.recognise(FileTree(inside))
     assert read_tensors(inside, read(inside)).keys() == read_tensors(place, read(place)).keys()
-    by_tag = validate_foreign(describe(reader, FileTree(place), "global_step3"))
+    by_tag = validate_layout(describe(reader, FileTree(place), "global_step3"))
     assert by_tag.tensors == read(place).tensors
 
 

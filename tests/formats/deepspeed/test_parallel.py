@@ -10,7 +10,7 @@ import torch
 
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.validate import validate_layout
 from tests.formats.conftest import PARALLEL
 from tests.formats.deepspeed.test_native import same
 from tests.formats.foreign_goldens import describe
@@ -37,7 +37,7 @@ def expected(directory: Path, case: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", PARALLEL)
 def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
     place = parallel / case
-    foreign = validate_foreign(describe(reader, FileTree(place)))
+    foreign = validate_layout(describe(reader, FileTree(place)))
     tensors = read_tensors(place, foreign)
     wanted = expected(parallel, case)
     assert len(wanted) == (63 if case.startswith("experts") else 15)
@@ -50,7 +50,7 @@ def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in PARALLEL if "bfloat16" in case])
 def test_the_module_has_weights_of_lower_precision(parallel: Path, case: str) -> None:
     place = parallel / case
-    tensors = read_tensors(place, validate_foreign(describe(reader, FileTree(place))))
+    tensors = read_tensors(place, validate_layout(describe(reader, FileTree(place))))
     module = {name: tensor for name, tensor in tensors.items() if name.startswith("module.")}
     for name, tensor in module.items():
         # A pipeline's file of a tied layer does not say which of tied_modules it is.

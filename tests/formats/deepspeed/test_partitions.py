@@ -18,7 +18,7 @@ from shardwise.formats.readers.deepspeed.zero import (
     ranges_of_partitions,
     ranges_of_slices,
 )
-from shardwise.manifest.pieces import padded_rows
+from shardwise.layout.columns import padded_rows
 
 Shapes = list[tuple[int, ...]]
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)

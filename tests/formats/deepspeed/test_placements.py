@@ -12,13 +12,13 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, parse_placement_rule
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.validate import validate_layout
 from tests.formats.deepspeed.test_native import same
 from tests.formats.foreign_goldens import describe
-from tests.formats.reference import read_tensors
+from tests.formats.reference import read_tensors, read_terms
 
 INFO: dict[str, Any] = {
     "universal_checkpoint_version": 0.4,
@@ -133,8 +133,8 @@ def full() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in FULL.items()}
 
 
-def read(place: Path) -> Foreign:
-    return validate_foreign(describe(reader, FileTree(place)))
+def read(place: Path) -> Layout:
+    return validate_layout(describe(reader, FileTree(place)))
 
 
 def test_divided_both_ways_it_is_put_together(
@@ -142,41 +142,26 @@ def test_divided_both_ways_it_is_put_together(
 ) -> None:
     write(tmp_path, full, lambda state: None)
     foreign = read(tmp_path)
-    tensors = read_tensors(tmp_path, without_averages(foreign))
+    tensors = read_tensors(tmp_path, foreign)
     for name, tensor in full.items():
         if name != "bias":
             assert same(tensors[f"model.{name}"], tensor), name
             assert same(tensors[f"optimizer.{name}.exp_avg"], tensor * 2), name
             assert same(tensors[f"module.{name}"], tensor.bfloat16()), name
             assert same(tensors[f"optimizer.{name}.step"], torch.tensor(1.0))
-    hidden = foreign.averages["model.bias"]
-    assert same(tensors[hidden[0]], full["bias"] - 1)
-    assert same(tensors[hidden[1]], full["bias"] + 1)
-    norm = [entry.name for entry in foreign.tensors].index("model.0.norm.weight")
-    assert norm in foreign.replicas.pieces.tensor
+    names = [entry.name for entry in foreign.tensors]
+    first, second = read_terms(tmp_path, foreign, names.index("model.bias"))
+    assert same(first, full["bias"] - 1)
+    assert same(second, full["bias"] + 1)
+    assert names.index("model.0.norm.weight") in foreign.replicas.tensor
     assert foreign.world_size == 4
-
-
-def without_averages(foreign: Foreign) -> Foreign:
-    """The same, and of a tensor that is a mean the first, so that the reference reads it."""
-    entries = tuple(
-        entry
-        if entry.name not in foreign.averages
-        else type(entry)(
-            entry.name, entry.dtype, entry.shape, same_as=foreign.averages[entry.name][0]
-        )
-        for entry in foreign.tensors
-    )
-    return type(foreign)(
-        format=foreign.format, files=foreign.files, tensors=entries, table=foreign.table
-    )
 
 
 def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tensor]) -> None:
     write(tmp_path, full, lambda state: state.pop("universal_checkpoint_info"))
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
-    foreign = validate_foreign(
+    foreign = validate_layout(
         describe(reader, FileTree(tmp_path), place=parse_placement_rule(INFO, "here"))
     )
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}

@@ -12,7 +12,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.readers.deepspeed import reader, universal
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.validate import validate_layout
 from shardwise.state.plain_values import decode
 from tests.formats.conftest import CONVERTED, Checkpoints
 from tests.formats.deepspeed.test_native import same
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CONVERTED)
 def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> None:
     place, expected = checkpoints.place(case) / "universal", checkpoints.expected(case)
-    foreign = validate_foreign(describe(universal, FileTree(place)))
+    foreign = validate_layout(describe(universal, FileTree(place)))
     tensors = read_tensors(place, foreign)
     wanted = {f"model.{name}": tensor for name, tensor in expected["parameters"].items()}
     wanted |= {f"optimizer.{name}": tensor for name, tensor in expected["moments"].items()}
@@ -60,7 +60,7 @@ def test_a_root_with_universal_ones_only_is_recognised(
     (tmp_path / "latest_universal").write_text("universal")
     assert universal.recognise(FileTree(tmp_path))
     assert not reader.recognise(FileTree(tmp_path))
-    assert validate_foreign(describe(universal, FileTree(tmp_path))).tensors
+    assert validate_layout(describe(universal, FileTree(tmp_path))).tensors
 
 
 @pytest.mark.parametrize(

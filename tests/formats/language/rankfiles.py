@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from shardwise.errors import MismatchError
-from shardwise.formats.foreign import Catalogue, ForeignFile
+from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language import Spec, apply_spec, parse
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.layout import StoredFile
+from shardwise.manifest.validate import validate_layout
 from tests.formats.reference import read_tensors
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +39,7 @@ def catalogue(axes: Mapping[str, int], ranks: Ranks) -> Catalogue:
             rows.append((name, array.dtype.name, number, start, array.shape, stride, coordinate))
             base = np.lib.stride_tricks.as_strided(array, array.shape, array.strides)
             content += _memory(base, high - low)
-        files.append(ForeignFile(f"rank{number}", len(content), content))
+        files.append(StoredFile(f"rank{number}", len(content), content))
     names = sorted({row[0] for row in rows})
     dtypes = sorted({row[1] for row in rows})
     dims = max((len(row[4]) for row in rows), default=0)
@@ -75,7 +76,7 @@ def read(
 ) -> dict[str, torch.Tensor]:
     """Read the tensors that a specification makes of files of ranks, element by element."""
     return read_tensors(
-        NOWHERE, validate_foreign(apply_spec(parse(text), catalogue(axes, ranks), **options))
+        NOWHERE, validate_layout(apply_spec(parse(text), catalogue(axes, ranks), **options))
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.errors import MismatchError
 from shardwise.formats.language import apply_spec, parse
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.validate import validate_layout
 from tests.formats.language.rankfiles import (
     NOWHERE,
     Array,
@@ -53,8 +53,8 @@ def test_replicas_are_told() -> None:
     whole = numbered(4)
     ranks = catalogue(TP2, on_tp("ln", [whole, whole]))
     foreign = apply_spec(parse("ranks tp\nln -> ln [h]"), ranks)
-    assert len(foreign.table) == 1
-    assert foreign.replicas.pieces.file.tolist() == [1]
+    assert len(foreign.pieces) == 1
+    assert foreign.replicas.file.tolist() == [1]
     same(read_tensors(NOWHERE, foreign)["ln"], whole)
 
 
@@ -196,13 +196,13 @@ def test_gpt2_wants_all_of_q_before_k_and_transposed() -> None:
     same(read(text, TP2, shards)["c"], qkv.transpose(3, 1, 0, 2).reshape(h, -1))
 
 
-def test_averages_are_left_to_the_reader() -> None:
+def test_the_terms_of_a_mean_are_no_tensors() -> None:
     ranks = catalogue(TP2, on_tp("b", [numbered(2), numbered(2) + 2]))
     foreign = apply_spec(parse("ranks tp\nb -> b [h] average over tp"), ranks)
-    assert foreign.averages == {"b": ("b#tp=0", "b#tp=1")}
+    assert [entry.name for entry in foreign.tensors] == ["b"]
+    assert foreign.terms == (0, 0)
     got = read_tensors(NOWHERE, apply_spec(parse("ranks tp\nb -> b.{tp} [h]"), ranks))
     same(got["b.1"], numbered(2) + 2)
-    assert [entry.name for entry in foreign.tensors] == ["b#tp=0", "b#tp=1", "b"]
 
 
 def test_ties_and_skips() -> None:
@@ -332,7 +332,7 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
     one, other = numbered(2, 2), numbered(2, 2) + 1
     ranks = {(0,): {"embed": one}, (1,): {"head": other, "norm": numbered(3)}}
     text = "ranks pp\nembed -> embed\nhead -> head\nnorm -> norm\nhead = embed"
-    foreign = validate_foreign(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
+    foreign = validate_layout(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
     assert {entry.name: entry.same_as for entry in foreign.tensors} == {
         "embed": None,
         "head": "embed",
@@ -342,17 +342,17 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
     same(read["head"], one)
     same(read["norm"], numbered(3))
     assert foreign.replica_names == ("head",)
-    assert foreign.replicas.pieces.file.tolist() == [1]
-    assert foreign.replicas.pieces.tensor.tolist() == [0]
+    assert foreign.replicas.file.tolist() == [1]
+    assert foreign.replicas.tensor.tolist() == [0]
 
 
 def test_a_tie_may_give_way_to_what_is_stored() -> None:
     text = "ranks pp\nembed -> embed\nhead -> head\nhead = embed unless stored"
     ranks = {(0,): {"embed": numbered(2, 2)}, (1,): {"head": numbered(2, 2) + 1}}
-    own = validate_foreign(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
+    own = validate_layout(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
     assert not len(own.replicas)
     same(read_tensors(NOWHERE, own)["head"], numbered(2, 2) + 1)
-    tied = validate_foreign(
+    tied = validate_layout(
         apply_spec(parse(text), catalogue({"pp": 1}, {(0,): {"embed": numbered(2, 2)}}))
     )
     same(read_tensors(NOWHERE, tied)["head"], numbered(2, 2))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import torch
 
 from shardwise.errors import MismatchError
 from shardwise.formats.language import apply_spec, parse
-from shardwise.formats.validate import validate_foreign
+from shardwise.manifest.validate import validate_layout
 from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered
 from tests.formats.reference import read_tensors
 
@@ -67,21 +65,11 @@ def test_pictures_are_true(text: str, picture: str) -> None:
     spec = parse(text, "language.md")
     sizes = np.max(list(ranks), axis=0) + 1
     axes = dict(zip((name for name, _ in spec.ranks), sizes.tolist(), strict=True))
-    foreign = validate_foreign(apply_spec(spec, catalogue(axes, ranks)))
-    hidden = {name for own in foreign.averages.values() for name in own}
-    got: dict[str, Any] = read_tensors(NOWHERE, foreign) if not hidden else means(foreign)
+    foreign = validate_layout(apply_spec(spec, catalogue(axes, ranks)))
+    got = read_tensors(NOWHERE, foreign)
     assert {name: t.tolist() for name, t in got.items()} == {
         name: array.tolist() for name, array in whole.items()
     }
-
-
-def means(foreign: Any) -> dict[str, Any]:
-    """All tensors, those that are means of others worked out."""
-    stored = [t for t in foreign.tensors if t.name not in foreign.averages]
-    got = read_tensors(NOWHERE, replace(foreign, tensors=tuple(stored)))
-    for name, own in foreign.averages.items():
-        got[name] = torch.stack([got.pop(each) for each in own]).sum(0) // len(own)
-    return got
 
 
 def test_code_on_the_page_runs(

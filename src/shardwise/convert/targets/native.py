@@ -26,7 +26,7 @@ from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
     PieceEntry,
-    TensorEntry,
+    TensorWithPieces,
     encode_manifest,
 )
 from shardwise.manifest.names import MANIFEST, data_file
@@ -61,7 +61,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
             step=source.step,
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             world_size=len(files),
-            metrics=source.metrics,
+            metrics=dict(source.metrics),
             left_out=(*source.left_out, *left_out),
             files=tuple(
                 FileEntry(
@@ -98,7 +98,7 @@ def _encode_checksums(sums: RangeChecksums) -> bytes:
 
 def _tensor_entries(
     tensors: Sequence[TargetTensor], files: Sequence[Sequence[TensorPart]]
-) -> tuple[TensorEntry, ...]:
+) -> tuple[TensorWithPieces, ...]:
     pieces: dict[str, list[PieceEntry]] = {}
     for file_index, file_parts in enumerate(files):
         offset = 0
@@ -107,12 +107,12 @@ def _tensor_entries(
             pieces.setdefault(part.name, []).append(piece)
             offset += part.size
     return tuple(
-        TensorEntry(
+        TensorWithPieces(
             each.entry.name,
             each.dtype,
             each.entry.shape,
-            tuple(pieces.get(each.entry.name, ())),
             each.entry.same_as,
+            tuple(pieces.get(each.entry.name, ())),
         )
         for each in tensors
     )

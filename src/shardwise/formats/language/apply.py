@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.formats.foreign import Catalogue, Foreign
+from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment, NumberOrList
 from shardwise.formats.language.array_groups import (
     ArrayGroup,
@@ -34,8 +34,9 @@ from shardwise.formats.language.rules import DimensionMap, Rule, Spec, Target, m
 from shardwise.formats.language.shapes import size_of
 from shardwise.formats.language.tensor_collector import Collector
 from shardwise.layout import Box
+from shardwise.layout.columns import Int
 from shardwise.layout.flat import boxes_within, row_major
-from shardwise.manifest.pieces import Int
+from shardwise.manifest.layout import Layout
 
 NO_DIMENSIONS = DimensionMap((), (), (), frozenset(), ())
 
@@ -46,7 +47,7 @@ def apply_spec(
     *,
     sizes: Mapping[str, int] | None = None,
     checkpoint: str = "the checkpoint",
-) -> Foreign:
+) -> Layout:
     """Return the checkpoint that a specification makes of the arrays of all ranks.
 
     Every element of every tensor is there exactly once, apart from replicas and averages. Every

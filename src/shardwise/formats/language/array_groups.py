@@ -31,8 +31,8 @@ from shardwise.formats.language.shapes import (
     size_of_axis,
     solve_sizes,
 )
+from shardwise.layout.columns import Int
 from shardwise.manifest.manifest import LARGEST_INTEGER
-from shardwise.manifest.pieces import Int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import Foreign, PieceTable
+from shardwise.formats.foreign import hide_terms
 from shardwise.formats.language.boxes import BoxTable
 from shardwise.formats.language.rules import Rule, Skip
 from shardwise.formats.language.tensor_collector import Collector
 from shardwise.layout import find_uncovered_tensors
+from shardwise.layout.columns import padded_rows
 from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Int, Pieces, padded_rows
 
 MOST_SHOWN = 8
 """The most names or numbers that a message lists."""
@@ -25,7 +25,7 @@ TensorShapes = Sequence[tuple[int, ...] | None]
 """The shape of each tensor, or None if the tensor has no arrays."""
 
 
-def assemble_checkpoint(collector: Collector) -> Foreign:
+def assemble_checkpoint(collector: Collector) -> Layout:
     """Check the tensors and return them as a checkpoint; problems are added to the collector."""
     catalogue = collector.catalogue
     for i in np.unique(catalogue.name[collector.matches.unmatched]).tolist():
@@ -33,26 +33,33 @@ def assemble_checkpoint(collector: Collector) -> Foreign:
         collector.problems.append(f"{catalogue.names[i]}: {problem}")
     shapes = _find_shapes(collector)
     dims = max((len(shape) for shape in shapes if shape is not None), default=0)
-    boxes = _join_boxes(collector.boxes, dims)
+    boxes = BoxTable.join(collector.boxes, dims)
     dtypes = _find_dtypes(collector)
     ties = _resolve_ties(collector, shapes, dtypes)
     boxes, tied = _split_tied(collector, boxes, ties)
     boxes, copies = _split_copies(boxes, shapes)
-    copies = _join_boxes([copies, tied], boxes.offset.shape[1])
+    copies = BoxTable.join([copies, tied])
     names = zip(collector.tensors.names, shapes, strict=True)
     _check_coverage(collector, boxes, [None if name in ties else shape for name, shape in names])
     _check_numbers_in_names(collector)
-    copies = _select_rows(copies, np.argsort(copies.tensor, kind="stable"))
-    return Foreign(
+    copies = copies.select(np.argsort(copies.tensor, kind="stable"))
+    entries = _make_entries(collector, shapes, dtypes, ties)
+    means = collector.tensors.tensors_to_average
+    tensors, terms, index = hide_terms(list(entries.values()), means)
+    index_of = dict(zip(entries, index.tolist(), strict=True))
+    new_index = np.array([index_of.get(name, 0) for name in collector.tensors.names], np.int64)
+    pieces, replicas = (
+        replace(table, tensor=new_index[table.tensor])
+        for table in (_locate(collector, each, shapes) for each in (boxes, copies))
+    )
+    return Layout(
         format=f"rank files, as {collector.spec.source.source} says",
         files=catalogue.files,
-        tensors=_make_entries(collector, shapes, dtypes, ties),
-        table=_make_piece_table(collector, boxes, shapes),
-        replicas=_make_piece_table(collector, copies, shapes),
+        tensors=tensors,
+        pieces=pieces,
+        replicas=replicas,
         replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.array_row].tolist()),
-        averages={
-            name: tuple(terms) for name, terms in collector.tensors.tensors_to_average.items()
-        },
+        terms=terms,
         world_size=int(np.prod(list(catalogue.axes.values()), dtype=np.int64)),
         left_out=tuple(_describe_skipped(collector)),
     )
@@ -70,35 +77,6 @@ def _find_shapes(collector: Collector) -> TensorShapes:
                     tensor, f"its arrays disagree on its shape: {list(shape)} and {list(known)}"
                 )
     return shapes
-
-
-def _join_boxes(tables: Sequence[BoxTable], dims: int) -> BoxTable:
-    """Join tables, padded to `dims` dimensions."""
-    empty_column = np.zeros(0, np.int64)
-    empty_matrix = np.zeros((0, dims), np.int64)
-    if not tables:
-        return BoxTable(
-            empty_column, empty_column, empty_column, empty_matrix, empty_matrix, empty_matrix
-        )
-
-    def pad(column: Int, fill: int) -> Int:
-        wide = np.full((len(column), dims), fill, np.int64)
-        wide[:, : column.shape[1]] = column
-        return wide
-
-    return BoxTable(
-        np.concatenate([each.tensor for each in tables]),
-        np.concatenate([each.array_row for each in tables]),
-        np.concatenate([each.start for each in tables]),
-        np.concatenate([pad(each.offset, 0) for each in tables]),
-        np.concatenate([pad(each.shape, 1) for each in tables]),
-        np.concatenate([pad(each.stride, 0) for each in tables]),
-    )
-
-
-def _select_rows(boxes: BoxTable, rows: npt.NDArray[np.bool_] | Int) -> BoxTable:
-    columns = boxes.tensor, boxes.array_row, boxes.start, boxes.offset, boxes.shape, boxes.stride
-    return BoxTable(*(column[rows] for column in columns))
 
 
 def _find_dtypes(collector: Collector) -> list[str | None]:
@@ -137,7 +115,7 @@ def _split_copies(boxes: BoxTable, shapes: TensorShapes) -> tuple[BoxTable, BoxT
     is_same_box &= (np.diff(boxes.shape[order], axis=0) == 0).all(axis=1)
     is_copy = np.zeros(len(order), bool)
     is_copy[order[1:]] = is_same_box
-    return _select_rows(boxes, ~is_copy), _select_rows(boxes, is_copy)
+    return boxes.select(~is_copy), boxes.select(is_copy)
 
 
 def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes) -> None:
@@ -191,7 +169,7 @@ def _make_entries(
     shapes: TensorShapes,
     dtypes: Sequence[str | None],
     ties: Mapping[str, str],
-) -> tuple[TensorEntry, ...]:
+) -> dict[str, TensorEntry]:
     tensors = collector.tensors
     entries = {
         name: TensorEntry(name, dtype, shape, same_as=ties.get(name))
@@ -210,7 +188,7 @@ def _make_entries(
         elif tied not in entries:
             entry = entries[target]
             entries[tied] = TensorEntry(tied, entry.dtype, entry.shape, same_as=target)
-    return tuple(entries.values())
+    return entries
 
 
 def _resolve_ties(
@@ -287,29 +265,27 @@ def _split_tied(
             target_index_of[tensors.index_of(tied)] = tensors.index_of(target)
     new_tensor = target_index_of[boxes.tensor]
     is_tied = new_tensor != boxes.tensor
-    copies = replace(_select_rows(boxes, is_tied), tensor=new_tensor[is_tied])
-    return _select_rows(boxes, ~is_tied), copies
+    copies = replace(boxes.select(is_tied), tensor=new_tensor[is_tied])
+    return boxes.select(~is_tied), copies
 
 
-def _make_piece_table(collector: Collector, boxes: BoxTable, shapes: TensorShapes) -> PieceTable:
-    catalogue = collector.catalogue
+def _locate(collector: Collector, boxes: BoxTable, shapes: TensorShapes) -> Pieces:
+    """Return boxes in arrays as pieces of files, sorted by tensor."""
+    catalogue, boxes = collector.catalogue, boxes.select(np.argsort(boxes.tensor, kind="stable"))
     itemsize = np.array([DTYPES[dtype].itemsize for dtype in catalogue.dtypes], np.int64)
-    start = (
-        catalogue.start[boxes.array_row] + boxes.start * itemsize[catalogue.dtype[boxes.array_row]]
-    )
-    order = np.argsort(boxes.tensor, kind="stable")
-    pieces = Pieces(
-        boxes.tensor[order],
-        catalogue.file[boxes.array_row][order],
-        start[order],
-        boxes.offset[order],
-        boxes.shape[order],
-    )
+    row = boxes.array_row
     # A dimension of size 1 may have any stride: use the stride of a row-major box.
-    ndim = np.array([len(shape or ()) for shape in shapes], np.int64)[pieces.tensor]
+    ndim = np.array([len(shape or ()) for shape in shapes], np.int64)[boxes.tensor]
     is_dim = np.arange(boxes.offset.shape[1]) < ndim[:, None]
-    stride = np.where(pieces.shape == 1, row_major(pieces.shape), boxes.stride[order])
-    return PieceTable(pieces, np.where(is_dim, stride, 0))
+    stride = np.where(boxes.shape == 1, row_major(boxes.shape), boxes.stride)
+    return Pieces(
+        boxes.tensor,
+        catalogue.file[row],
+        catalogue.start[row] + boxes.start * itemsize[catalogue.dtype[row]],
+        boxes.offset,
+        boxes.shape,
+        np.where(is_dim, stride, 0),
+    )
 
 
 def _describe_skipped(collector: Collector) -> Iterator[str]:

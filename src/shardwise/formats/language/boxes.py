@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.formats.language.rules import DimensionMap
 from shardwise.formats.language.shapes import Sizes, Term, expand_terms, size_of_axis
-from shardwise.manifest.pieces import Int
+from shardwise.layout.columns import Int, Table
 
 MOST_BOXES = 2**26
 
@@ -38,7 +38,7 @@ class RelativeBoxes:
 
 
 @dataclass(frozen=True, slots=True)
-class BoxTable:
+class BoxTable(Table):
     """The n boxes of tensors in stored arrays, in columns.
 
     Attributes:

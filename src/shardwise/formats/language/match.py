@@ -18,7 +18,7 @@ from shardwise.formats.language.arithmetic import (
 )
 from shardwise.formats.language.rules import DeclaredValue, Rule, Skip, Spec
 from shardwise.formats.language.shapes import single_axis_parts
-from shardwise.manifest.pieces import Int
+from shardwise.layout.columns import Int
 
 UNMATCHED = -1
 CapturedTexts = dict[str, str]

@@ -28,7 +28,7 @@ from shardwise.formats.language.match import (
     find_captured_numbers,
 )
 from shardwise.formats.language.rules import Rule, Skip, Spec, Target, Template
-from shardwise.manifest.pieces import Int
+from shardwise.layout.columns import Int
 
 MOST_COMBINATIONS = 2**62
 

@@ -15,9 +15,16 @@ from shardwise.engine.options import SaveOptions
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
 from shardwise.integrations.dcp.names import FlatState, NamedState, name_state
 from shardwise.layout import Box
-from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, TensorEntry
-from shardwise.manifest.pieces import Pieces, entries_of_runs, find_runs, padded_rows
-from shardwise.manifest.validate import validated_pieces
+from shardwise.layout.columns import padded_rows
+from shardwise.manifest.manifest import (
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+    TensorWithPieces,
+)
+from shardwise.manifest.pieces import add_pieces
+from shardwise.manifest.validate import layout_of_manifest
 from shardwise.state.plain_values import JsonValue
 
 
@@ -117,7 +124,7 @@ def make_manifest(
         tensors=_entries_with_pieces(entries, pieces, files),
     )
     try:
-        validated_pieces(manifest)
+        layout_of_manifest(manifest)
     except FormatError as error:
         raise LayoutError(
             f"{error}: every element of a tensor must be saved by exactly one rank: call save on "
@@ -176,7 +183,7 @@ def _tensors_of(
 
 def _entries_with_pieces(
     entries: Mapping[str, TensorEntry], pieces: Sequence[WrittenPiece], files: Sequence[FileEntry]
-) -> tuple[TensorEntry, ...]:
+) -> tuple[TensorWithPieces, ...]:
     """Return the entries of the tensors, with their pieces."""
     index_of = {name: i for i, name in enumerate(entries)}
     file_index = {file.name: i for i, file in enumerate(files)}
@@ -187,22 +194,14 @@ def _entries_with_pieces(
             "planner's create_global_plan"
         )
     dims = max((len(entry.shape) for entry in entries.values()), default=0)
-    table = Pieces(
-        np.array([index_of[each.tensor] for each in pieces], np.int64),
+    tensor = np.array([index_of[each.tensor] for each in pieces], np.int64)
+    offset = padded_rows([each.box.offset for each in pieces], dims, 0)
+    columns = (
+        tensor,
         np.array([file_index[each.file.name] for each in pieces], np.int64),
         np.array([each.start for each in pieces], np.int64),
-        padded_rows([each.box.offset for each in pieces], dims, 0),
+        offset,
         padded_rows([each.box.shape for each in pieces], dims, 1),
     )
-    order = np.lexsort([*reversed(table.offset.T), table.tensor])
-    ordered = Pieces(
-        *(
-            column[order]
-            for column in (table.tensor, table.file, table.start, table.offset, table.shape)
-        )
-    )
-    rows = entries_of_runs(find_runs(ordered), [len(entry.shape) for entry in entries.values()])
-    return tuple(
-        TensorEntry(entry.name, entry.dtype, entry.shape, tuple(own))
-        for entry, own in zip(entries.values(), rows, strict=True)
-    )
+    order = np.lexsort([*reversed(offset.T), tensor])
+    return tuple(add_pieces([*entries.values()], *(column[order] for column in columns)))

@@ -20,7 +20,7 @@ from shardwise.formats.foreign import StoredArray
 from shardwise.formats.nested import MODULE_PREFIX, LeafNames, find_leaves, nest
 from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
 from shardwise.formats.readers.dcp.metadata import Metadata
-from shardwise.manifest.manifest import Manifest
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import check_name
 from shardwise.state.plain_values import JsonValue, decode, encode
 
@@ -188,7 +188,7 @@ class DcpNames:
     paths: Mapping[str, Path]
 
 
-def names_in_checkpoint(manifest: Manifest, *, allow_pickle: bool = False) -> DcpNames:
+def names_in_checkpoint(layout: Layout, *, allow_pickle: bool = False) -> DcpNames:
     """Return the names that DCP uses for the contents of a checkpoint of any format.
 
     If DCP did not save the checkpoint, tensors of optimizers get the names that torch's
@@ -198,15 +198,15 @@ def names_in_checkpoint(manifest: Manifest, *, allow_pickle: bool = False) -> Dc
         FormatError: the value `dcp_metadata` is invalid.
         StateError: this value contains pickle, and `allow_pickle` is not set.
     """
-    objects = {entry.name: entry.value for entry in manifest.objects}
-    tensors = [entry.name for entry in manifest.tensors]
+    objects = {entry.name: entry.value for entry in layout.objects}
+    tensors = [entry.name for entry in layout.tensors]
     if DCP_METADATA not in objects:
         return _names_without_metadata(tensors, objects, allow_pickle=allow_pickle)
     metadata = decode(objects.pop(DCP_METADATA), DCP_METADATA, allow_pickle=allow_pickle)
     return _names_by_metadata(metadata, tensors, objects)
 
 
-def names_in_dcp_files(names: DcpNames, metadata: Metadata, manifest: Manifest) -> DcpNames:
+def names_in_dcp_files(names: DcpNames, metadata: Metadata, layout: Layout) -> DcpNames:
     """Add the names that the files of DCP themselves use.
 
     They may lack the prefix `model.` or `optimizer.` of the names in the checkpoint, and name the
@@ -215,11 +215,11 @@ def names_in_dcp_files(names: DcpNames, metadata: Metadata, manifest: Manifest) 
     Args:
         names: the result of `names_in_checkpoint`.
         metadata: the content of DCP's `.metadata`.
-        manifest: the manifest of the checkpoint.
+        layout: the layout of the checkpoint.
     """
     tensors, values = dict(names.tensors), dict(names.values)
-    objects = {entry.name: SavedValue(entry.name) for entry in manifest.objects}
-    other_values = {**_hyperparameters_by_parameter(manifest), **values, **objects}
+    objects = {entry.name: SavedValue(entry.name) for entry in layout.objects}
+    other_values = {**_hyperparameters_by_parameter(layout), **values, **objects}
     for name in (*metadata.tensors, *metadata.values):
         if name in metadata.values and tensors.get(name) == name:
             values[name] = SavedValue(tensors.pop(name))
@@ -235,10 +235,10 @@ def names_in_dcp_files(names: DcpNames, metadata: Metadata, manifest: Manifest) 
     return DcpNames(tensors, values, {name: (name,) for name in (*tensors, *values)})
 
 
-def _hyperparameters_by_parameter(manifest: Manifest) -> dict[str, SavedValue]:
+def _hyperparameters_by_parameter(layout: Layout) -> dict[str, SavedValue]:
     """Return them as `StateDictOptions(flatten_optimizer_state_dict=True)` names them."""
     found = {}
-    for entry in manifest.objects:
+    for entry in layout.objects:
         if entry.name.rpartition(".")[2] != GROUPS or not isinstance(entry.value, list):
             continue
         for i, group in enumerate(entry.value):

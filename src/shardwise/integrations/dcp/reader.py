@@ -29,11 +29,8 @@ from shardwise.api import Index, Place, find_store
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import fill_alone, plan_reads
-from shardwise.engine.opened import Opened
-from shardwise.engine.replicas import check_sample
+from shardwise.engine.load import read_leaves
 from shardwise.errors import MismatchError, StateError, StoreError
-from shardwise.events import Recorder
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.options import OpenOptions
 from shardwise.formats.readers.dcp.metadata import read_metadata as read_dcp_metadata
@@ -46,6 +43,7 @@ from shardwise.integrations.dcp.names import (
     names_in_dcp_files,
 )
 from shardwise.layout import Box
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import open_any
@@ -54,7 +52,7 @@ from shardwise.retention import Choice
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.plain_values import decode
-from shardwise.store import Store, open_store
+from shardwise.store import Files, Store, open_store
 
 
 class StorageReader(storage.StorageReader):
@@ -138,12 +136,12 @@ class StorageReader(storage.StorageReader):
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
-        opened = open_any(get_and_lock_store, SoloGroup(), options=self._options)
-        names = names_in_checkpoint(opened.manifest, allow_pickle=self._allow_pickle)
-        if opened.manifest.format == DCP_FORMAT and self._options.spec is None:
+        store, layout = open_any(get_and_lock_store, SoloGroup(), options=self._options)
+        names = names_in_checkpoint(layout, allow_pickle=self._allow_pickle)
+        if layout.format == DCP_FORMAT and self._options.spec is None:
             metadata = read_dcp_metadata(FileTree(get_store()))
-            names = names_in_dcp_files(names, metadata, opened.manifest)
-        self._load = _RunningLoad(opened, names, release)
+            names = names_in_dcp_files(names, metadata, layout)
+        self._load = _RunningLoad(store, layout, names, release)
         entries = self._load.entries()
         described = {
             name: BytesStorageMetadata()
@@ -154,7 +152,7 @@ class StorageReader(storage.StorageReader):
         return Metadata(
             described,
             planner_data=dict(names.paths),
-            storage_meta=StorageMeta(self.checkpoint_id, save_id=opened.manifest.save_id),
+            storage_meta=StorageMeta(self.checkpoint_id, save_id=layout.save_id),
         )
 
     def set_up_storage_reader(
@@ -166,8 +164,8 @@ class StorageReader(storage.StorageReader):
         """Return the plan with the checkpoint that this rank has opened."""
         if self._load is None:
             return plan
-        opened = self._load.opened
-        return replace(plan, storage_data=(opened.manifest.save_id, str(opened.store)))
+        identity = self._load.layout.save_id, str(self._load.store)
+        return replace(plan, storage_data=identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged.
@@ -217,18 +215,19 @@ class _RunningLoad:
     """A checkpoint between `read_metadata` and the end of the load.
 
     Attributes:
-        opened: the checkpoint.
+        store, layout: the checkpoint.
         names: its contents under the names of DCP.
         release: releases the lock of the checkpoint.
     """
 
-    opened: Opened
+    store: Files
+    layout: Layout
     names: DcpNames
     release: Callable[[], object]
 
     def entries(self) -> dict[str, TensorEntry]:
         """Return the entries of all tensors, by the names in the checkpoint."""
-        return {entry.name: entry for entry in self.opened.manifest.tensors}
+        return {entry.name: entry for entry in self.layout.tensors}
 
     def read(
         self, plan: LoadPlan, planner: LoadPlanner, *, verify: bool, allow_pickle: bool
@@ -252,17 +251,13 @@ class _RunningLoad:
     def _fill(
         self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], *, verify: bool
     ) -> None:
-        entries, opened = self.entries(), self.opened
-        saved = SavedNames(opened.manifest)
+        entries = self.entries()
         leaves = [
             self._leaf(item, target, entries) for item, target in zip(items, targets, strict=True)
         ]
-        arena = Arena.for_reading(opened.store.traits.transfer)
-        if verify:
-            indices = {saved.stored_index(leaf.name) for leaf in leaves}
-            check_sample(opened, arena, Recorder(), indices)
-        planned = plan_reads(make_leaves_fillable(leaves), saved, opened, arena)
-        fill_alone(planned, opened, arena, verify=verify)
+        arena = Arena.for_reading(self.store.traits.transfer)
+        fillable = make_leaves_fillable(leaves)
+        read_leaves(fillable, SavedNames(self.layout), self.store, arena, verify=verify)
 
     def _leaf(
         self, item: ReadItem, target: torch.Tensor, entries: Mapping[str, TensorEntry]
@@ -273,12 +268,12 @@ class _RunningLoad:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if entry is None or not Box.whole(entry.shape).contains(box):
             raise MismatchError(
-                f"{self.opened.store}: the planner requests what the checkpoint lacks:",
+                f"{self.store}: the planner requests what the checkpoint lacks:",
                 [f"{name}{box}: " + ("no tensor" if entry is None else f"has {[*entry.shape]}")],
             )
         if tuple(target.shape) != box.shape:
             raise MismatchError(
-                f"{self.opened.store}: the planner resolved an item to another shape:",
+                f"{self.store}: the planner resolved an item to another shape:",
                 [f"{name}{box}: a tensor of shape {list(target.shape)}"],
             )
         leaf = tensor_leaf(entry.name, target)
@@ -289,7 +284,7 @@ class _RunningLoad:
         name = item.storage_index.fqn
         if name not in self.names.values:
             raise MismatchError(
-                f"{self.opened.store}: the planner requests what the checkpoint lacks:",
+                f"{self.store}: the planner requests what the checkpoint lacks:",
                 [f"{name}: no plain value"],
             )
         return self.names.values[name]
@@ -301,8 +296,8 @@ class _RunningLoad:
 
         A value that is itself a NumPy array is stored as a tensor.
         """
-        checkpoint = Checkpoint(self.opened, verify=verify)
-        encoded = {entry.name: entry.value for entry in self.opened.manifest.objects}
+        checkpoint = Checkpoint(self.store, self.layout, verify=verify)
+        encoded = {entry.name: entry.value for entry in self.layout.objects}
 
         def read_tensor(name: str) -> torch.Tensor:
             saved: SavedTensor = checkpoint[name]

@@ -106,4 +106,4 @@ def has_only_weights(path: str) -> bool:
         opened = sw.open(path)
     except sw.ShardwiseError:
         return False
-    return opened.manifest.format == "shardwise" and _REST not in opened
+    return opened.layout.format == "shardwise" and _REST not in opened

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import PieceTable, StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.foreign_builder import Builder, make_number_tensor
 from shardwise.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.formats.readers.deepspeed.agreement import STEP
@@ -29,8 +29,9 @@ from shardwise.formats.readers.deepspeed.zero import (
     ranges_of_slices,
 )
 from shardwise.layout import find_overlaps, row_major
+from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.pieces import Int, Pieces, padded_rows
+from shardwise.manifest.layout import Pieces
 
 
 def tensor_name(parameter: str, key: str) -> str:
@@ -138,9 +139,9 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
                         start[rows],
                         offset[rows],
                         boxes.shape[rows],
+                        np.where(boxes.shape > 1, stride, 0)[rows],
                     )
-                    strides = np.where(pieces.shape > 1, stride[rows], 0)
-                    builder.add_table(PieceTable(pieces, strides), replica=replica)
+                    builder.add_pieces(pieces, replica=replica)
 
 
 def _ensure_tensors(

@@ -19,7 +19,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
 from shardwise.layout import boxes_of_ranges
-from shardwise.manifest.pieces import Int
+from shardwise.layout.columns import Int
 
 MASTER = ""
 """The key of the master weights among the keys of the optimizer's state."""

@@ -11,7 +11,8 @@ from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance, UnknownObject
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import ForeignFile, StoredArray
+from shardwise.formats.foreign import StoredArray
+from shardwise.manifest.layout import StoredFile
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 LARGEST_LATEST_FILE = 100
@@ -217,7 +218,7 @@ def parameters_of(rank: Rank) -> list[Parameter]:
     ]
 
 
-def list_files(tree: FileTree, files: IterationFiles) -> tuple[ForeignFile, ...]:
+def list_files(tree: FileTree, files: IterationFiles) -> tuple[StoredFile, ...]:
     """Return the files of all ranks, in the order that the file indices of arrays refer to."""
     return tuple(tree.file(path) for paths in files.ranks.values() for path in paths.values())
 

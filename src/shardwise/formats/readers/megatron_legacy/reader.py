@@ -11,7 +11,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_parts import find_unknown
 from shardwise.formats.detect import Reader
 from shardwise.formats.file_tree import MOST_FILES, FileTree
-from shardwise.formats.foreign import CatalogueRow, Foreign, build_catalogue
+from shardwise.formats.foreign import CatalogueRow, build_catalogue
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import (
@@ -56,7 +56,8 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
 )
 from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import describe_differing_values
-from shardwise.manifest.pieces import Int
+from shardwise.layout.columns import Int
+from shardwise.manifest.layout import Layout
 
 FORMAT = "legacy Megatron-LM"
 SPEC_NAME = "megatron"
@@ -95,7 +96,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     assembled = apply_spec(
         load_builtin(SPEC_NAME), catalogue, sizes={"gates": geometry.gates}, checkpoint=str(tree)
     )
-    builder.add_foreign(assembled)
+    builder.add_layout(assembled)
     _add_param_groups(builder, assembled, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
@@ -259,7 +260,7 @@ def _rows_of_rank(
 
 
 def _add_param_groups(
-    builder: Builder, assembled: Foreign, optimizers: Sequence[RankOptimizer]
+    builder: Builder, assembled: Layout, optimizers: Sequence[RankOptimizer]
 ) -> None:
     """Add the param groups of all ranks, and numbers in the state of parameters."""
     names = _names_by_start(assembled)
@@ -299,12 +300,12 @@ def _add_param_groups(
         builder.left_out.append(f"optimizer.*: {optimizers[0].reason_unassigned}")
 
 
-def _names_by_start(assembled: Foreign) -> dict[tuple[str, int], str]:
+def _names_by_start(assembled: Layout) -> dict[tuple[str, int], str]:
     """Return the names of parameters by the file and offset at which a rank's weights begin."""
     names: dict[tuple[str, int], str] = {}
     tables: list[tuple[Int, Int, Int]] = [
-        (table.pieces.file, table.pieces.start, table.pieces.tensor)
-        for table in (assembled.table, assembled.replicas)
+        (pieces.file, pieces.start, pieces.tensor)
+        for pieces in (assembled.pieces, assembled.replicas)
     ]
     for columns in tables:
         for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):

@@ -1,0 +1,79 @@
+"""Tables of integers in columns: select and join rows, and pad tuples of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Int = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+Rows = TypeVar("Rows", bound="Table")
+
+FILL = {"offset": 0, "shape": 1, "stride": 0, "offset_step": 0}
+"""The columns `(n, D)`, and the number that they are padded with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of n rows. Each field is a column: an array `(n,)` or, if in `FILL`, `(n, D)`.
+
+    Rows of fewer than D dimensions are padded on the right: a shape with 1, an offset or stride
+    with 0.
+    """
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    @classmethod
+    def empty(cls: type[Rows], dims: int = 0) -> Rows:
+        """Return a table without rows."""
+        names = [each.name for each in fields(cls)]
+        return cls(*(np.zeros((0, dims) if n in FILL else 0, np.int64) for n in names))
+
+    @classmethod
+    def join(cls: type[Rows], tables: Sequence[Rows], dims: int = 0) -> Rows:
+        """Return the rows of all tables, padded to `dims` dimensions or the widest table."""
+        for name in FILL.keys() & {each.name for each in fields(cls)}:
+            dims = max([dims, *(getattr(each, name).shape[1] for each in tables)])
+        padded = [each.padded(dims) for each in (tables or [cls.empty()])]
+        names = [each.name for each in fields(cls)]
+        return cls(*(np.concatenate([getattr(each, name) for each in padded]) for name in names))
+
+    def select(self: Rows, rows: Int | Bool) -> Rows:
+        """Return some of the rows, given by their indices or by a mask."""
+        return type(self)(*(getattr(self, each.name)[rows] for each in fields(self)))
+
+    def padded(self: Rows, dims: int) -> Rows:
+        """Return the table with at least `dims` columns in each array `(n, D)`."""
+        columns = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return type(self)(
+            *(
+                pad_columns(c, max(dims, c.shape[1]), FILL[n]) if n in FILL else c
+                for n, c in columns
+            )
+        )
+
+
+def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> Int:
+    """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right."""
+    padded = [row + (fill,) * (dims - len(row)) for row in rows]
+    return np.array(padded, np.int64).reshape(len(padded), dims)
+
+
+def pad_columns(columns: Int, dims: int, fill: int) -> Int:
+    """Return an array `(n, D)` padded on the right to `(n, dims)`."""
+    missing = dims - columns.shape[1]
+    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
+
+
+def count_up(counts: Int) -> Int:
+    """Return 0, 1, …, count - 1 for each count, one after another.
+
+    >>> count_up(np.array([2, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

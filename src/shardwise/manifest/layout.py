@@ -1,0 +1,174 @@
+"""`Layout`: the tensors and plain values of a checkpoint of any format, and where its bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.layout.columns import Int, Table, padded_rows
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import FileEntry, ObjectEntry, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces(Table):
+    """Boxes of tensors, and the bytes of each box in a file, in columns of n rows.
+
+    For example, the rows of a float32 tensor of shape `[4, 6]`, which two ranks saved after a
+    header of 4096 bytes:
+
+        tensor  file  start  offset  shape   stride
+        0       0     4096   [0, 0]  [2, 6]  [6, 1]
+        0       1     4096   [2, 0]  [2, 6]  [6, 1]
+
+    Attributes:
+        tensor, file: indices of the tensor and of the file in the `Layout`, `(n,)`.
+        start: the offset of the first element in the file, in bytes, `(n,)`.
+        offset, shape: the box, `(n, D)`, padded on the right with 0 and 1.
+        stride: the strides in the file, in elements, `(n, D)`; 0 in padded dimensions. They are not
+            row-major if an array is transposed, or if the box is a part of an array.
+    """
+
+    tensor: Int
+    file: Int
+    start: Int
+    offset: Int
+    shape: Int
+    stride: Int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        name: the name of a data file, or the path below the directory of a foreign checkpoint,
+            with `/`.
+        size: the size in bytes.
+        content: the bytes, if no file stores them as an array. For example, a step count in a
+            pickle becomes a tensor, and `content` has its bytes.
+        entry: the file's entry in a manifest of shardwise, with the place of its checksums; None
+            for a file of another format.
+    """
+
+    name: str
+    size: int
+    content: bytes | None = None
+    entry: FileEntry | None = None
+
+    @classmethod
+    def of_entry(cls, entry: FileEntry) -> StoredFile:
+        """Return a data file of a checkpoint of shardwise."""
+        return cls(entry.name, entry.size, entry=entry)
+
+    @property
+    def data_range(self) -> tuple[int, int]:
+        """The bytes that pieces may have."""
+        return (0, self.size) if self.entry is None else (self.entry.data_at, self.entry.objects_at)
+
+    @property
+    def data_end(self) -> int:
+        """The end of the bytes that a load may read."""
+        return self.size if self.entry is None else self.entry.checksums_at
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """The tensors and plain values of a checkpoint, and where its bytes are.
+
+    Names are those that `shardwise.save` gives to a state with the keys `model` and `optimizer`:
+    `model.<parameter or buffer>`, `optimizer.<parameter>.<key>` and `optimizer.param_groups`.
+    Other nested names of foreign checkpoints are kept.
+
+    Attributes:
+        format: `shardwise`, or the name of a foreign format, for people.
+        files: the files; `pieces.file` is an index into them.
+        tensors: the tensors. A tied tensor has `same_as`, and no pieces.
+        pieces: the pieces of all stored tensors, which cover each element exactly once.
+        replicas: further copies of tensors, whose bytes must equal those of `pieces`.
+        replica_names: the name of the stored array of each replica; empty if each array has the
+            name of its tensor.
+        terms: the terms of tensors that are means. `pieces.tensor` counts them after the tensors:
+            with ten tensors, `terms=(3, 3)` says that the stored tensors 10 and 11 are the terms of
+            tensor 3, which has no pieces.
+        objects: the plain values that all ranks share, encoded by `shardwise.state.plain_values`.
+        per_rank: the names of the per-rank values.
+        step: the training step; None if it is unknown.
+        world_size: the number of ranks that saved; 1 if it is unknown.
+        save_id, created, metrics: see `Manifest`; empty for a foreign checkpoint.
+        left_out: a line for each thing that is not loaded, with the reason.
+        missing_files: files that this format usually has but this checkpoint lacks. The key is the
+            name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
+    """
+
+    format: str
+    files: tuple[StoredFile, ...]
+    tensors: tuple[TensorEntry, ...]
+    pieces: Pieces
+    replicas: Pieces = field(default_factory=Pieces.empty)
+    replica_names: tuple[str, ...] = ()
+    terms: tuple[int, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    per_rank: tuple[str, ...] = ()
+    step: int | None = None
+    world_size: int = 1
+    save_id: str = ""
+    created: str = ""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    missing_files: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def dims(self) -> int:
+        """The largest number of dimensions of any tensor."""
+        return max((len(tensor.shape) for tensor in self.tensors), default=0)
+
+    @cached_property
+    def tensor_of(self) -> Int:
+        """For each index in `pieces.tensor`, the index of the tensor in `tensors`."""
+        return np.array([*range(len(self.tensors)), *self.terms], np.int64)
+
+    @cached_property
+    def itemsize(self) -> Int:
+        """For each index in `pieces.tensor`, the size of an element in bytes."""
+        sizes = np.array([DTYPES[t.dtype].itemsize for t in self.tensors], np.int64)
+        return sizes[self.tensor_of]
+
+    @cached_property
+    def shape(self) -> Int:
+        """For each index in `pieces.tensor`, the shape of the tensor, padded with 1."""
+        return padded_rows([t.shape for t in self.tensors], self.dims, 1)[self.tensor_of]
+
+    @cached_property
+    def data_end(self) -> Int:
+        """For each file, the end of the bytes that a load may read."""
+        return np.array([file.data_end for file in self.files], np.int64)
+
+    @cached_property
+    def terms_of(self) -> Mapping[int, Sequence[int]]:
+        """For the index of each mean, the indices of its terms in `pieces.tensor`."""
+        found: dict[int, list[int]] = {}
+        for index, mean in enumerate(self.terms, len(self.tensors)):
+            found.setdefault(mean, []).append(index)
+        return found
+
+    def ends(self, pieces: Pieces) -> Int:
+        """Return the end of the bytes of each piece in its file."""
+        elements = ((pieces.shape - 1) * pieces.stride).sum(axis=1) + 1
+        ends: Int = pieces.start + elements * self.itemsize[pieces.tensor]
+        return ends
+
+    def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
+        """Return the names of the tensors that have bytes in a range of a file.
+
+        Args:
+            file: the index of the file.
+            start, stop: the range, in bytes.
+        """
+        pieces = self.pieces
+        found = (pieces.file == file) & (pieces.start < stop) & (self.ends(pieces) > start)
+        stored = {self.tensors[i].name for i in set(self.tensor_of[pieces.tensor[found]].tolist())}
+        return [t.name for t in self.tensors if t.name in stored or t.same_as in stored]
