@@ -1,0 +1,43 @@
+"""The size of the package and the borders of its packages. Figures may fall, but not grow.
+
+`python -m tests.structure` prints the figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+import shardwise
+from tests.structure import Figures, measure, names_from_other_packages
+
+LIMITS = Figures(
+    modules=362,
+    statements=35100,
+    modules_of_api=117,
+    statements_of_api=10600,
+    record_types=392,
+    names_across_packages=430,
+    names_of_readers=100,
+    test_files_with_inner_imports=165,
+)
+"""Lower a limit when its figure has fallen."""
+
+
+@pytest.fixture(scope="module")
+def figures() -> Figures:
+    return measure()
+
+
+@pytest.mark.parametrize("name", list(asdict(LIMITS)))
+def test_a_figure_does_not_grow(figures: Figures, name: str) -> None:
+    assert getattr(figures, name) <= getattr(LIMITS, name)
+
+
+@pytest.mark.parametrize("package", ["cli"])
+def test_fronts_use_public_names(package: str) -> None:
+    inner = {
+        each for each in names_from_other_packages(package) if each[1] not in shardwise.__all__
+    }
+    assert not inner
