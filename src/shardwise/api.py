@@ -174,6 +174,7 @@ def open(  # noqa: A001 - shardwise.open
     *,
     step: Choice = "newest",
     verify: bool = True,
+    allow_pickle: bool = False,
     spec: Specification | None = None,
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
@@ -191,6 +192,7 @@ def open(  # noqa: A001 - shardwise.open
         step: the checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
         verify: check the checksum of every byte that is read. Foreign checkpoints have no such
             checksums; `Checkpoint.verify` compares tensors that they store several times.
+        allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         spec: a specification of how to assemble the tensors; see `shardwise.spec`.
         skip_unknown: skip pickled values of unknown classes, and list them in `left_out`.
             Otherwise, such values are an error.
@@ -216,7 +218,8 @@ def open(  # noqa: A001 - shardwise.open
             return store
 
         store, layout = open_any(get_and_lock_store, SoloGroup(), options=options)
-        return Checkpoint(store, layout, verify=verify, lock=cleanup.pop_all())
+        lock = cleanup.pop_all()
+        return Checkpoint(store, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
 
 
 def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from shardwise.adapters import make_leaves_fillable
 from shardwise.adapters.optimizer_groups import GROUPS
+from shardwise.adapters.tensors import tensor_leaf
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compare import Comparison, compare
@@ -60,9 +63,16 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(
-        self, store: Files, layout: Layout, *, verify: bool, lock: ExitStack | None = None
+        self,
+        store: Files,
+        layout: Layout,
+        *,
+        verify: bool,
+        allow_pickle: bool = False,
+        lock: ExitStack | None = None,
     ) -> None:
         self._store = store
+        self._allow_pickle = allow_pickle
         if lock is not None:
             weakref.finalize(self, lock.close)
         self._saved = SavedNames(layout)
@@ -239,19 +249,41 @@ class Checkpoint(Mapping[str, Any]):
             StateError: the box is not inside of the tensor, or `out` has another shape or dtype.
             CorruptionError: bytes differ from the saved bytes.
         """
-        entry = self._tensor(name)
-        whole = Box.whole(entry.shape)
-        if len(box.shape) != len(entry.shape) or not whole.contains(box):
-            raise StateError(
-                f"{name}: the box {box} is not inside of the tensor, which has shape "
-                f"{list(entry.shape)}"
-            )
-        if tuple(out.shape) != box.shape or str(out.dtype) != f"torch.{entry.dtype}":
-            raise StateError(
-                f"{name}: the box {box} has dtype {entry.dtype} and shape {list(box.shape)}, but "
-                f"out has {out.dtype} and {list(out.shape)}: pass a tensor of that dtype and shape"
-            )
-        self._read_leaves([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
+        self.read_parts([(name, box, out)])
+
+    def read_parts(
+        self, parts: Iterable[tuple[str, Box, torch.Tensor]], *, cast: bool = False
+    ) -> None:
+        """Read boxes of tensors into existing tensors, all together.
+
+        Args:
+            parts: the name of each tensor, the box to read, and a tensor with the shape of the box,
+                on any device.
+            cast: convert to other dtypes than the saved ones. Otherwise, they are an error.
+
+        Raises:
+            KeyError, StateError, CorruptionError, MismatchError: as for `read_into`.
+        """
+        leaves = []
+        for name, box, out in parts:
+            entry = self._tensor(name)
+            whole = Box.whole(entry.shape)
+            if len(box.shape) != len(entry.shape) or not whole.contains(box):
+                raise StateError(
+                    f"{name}: the box {box} is not inside of the tensor, which has shape "
+                    f"{list(entry.shape)}"
+                )
+            is_same_dtype = cast or str(out.dtype) == f"torch.{entry.dtype}"
+            if tuple(out.shape) != box.shape or not is_same_dtype:
+                raise StateError(
+                    f"{name}: the box {box} has dtype {entry.dtype} and shape {list(box.shape)}, "
+                    f"but out has {out.dtype} and {list(out.shape)}: pass a tensor of that dtype "
+                    "and shape"
+                )
+            leaf = tensor_leaf(name, out)
+            fragments = tuple(Fragment(box, each.data) for each in leaf.fragments)
+            leaves.append(replace(leaf, shape=entry.shape, fragments=fragments, tie_key=None))
+        self._read_leaves(make_leaves_fillable(leaves))
 
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
         """Check every byte of every file against its checksum. A mirror is verified by itself.
@@ -351,7 +383,10 @@ class Checkpoint(Mapping[str, Any]):
         def read(name: str) -> torch.Tensor:
             return tensors[self._saved.stored_index(name)]
 
-        found = {name: decode(value, name, read) for name, value in values.items()}
+        found = {
+            name: decode(value, name, read, allow_pickle=self._allow_pickle)
+            for name, value in values.items()
+        }
         found |= {name: read(name) for name in wanted}
         return {name: found[name] for name in names if name in found}
 

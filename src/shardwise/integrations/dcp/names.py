@@ -7,22 +7,23 @@ in the nested state, and the hyperparameters of optimizers as DCP flattened them
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import product
+from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+import shardwise as sw
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.nested import MODULE_PREFIX, LeafNames, find_leaves, nest
 from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
 from shardwise.formats.readers.dcp.metadata import Metadata
-from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import check_name
-from shardwise.state.plain_values import JsonValue, decode, encode
+from shardwise.state.plain_values import JsonValue, encode
 
 DCP_METADATA = "dcp_metadata"
 _PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
@@ -188,7 +189,7 @@ class DcpNames:
     paths: Mapping[str, Path]
 
 
-def names_in_checkpoint(layout: Layout, *, allow_pickle: bool = False) -> DcpNames:
+def names_in_checkpoint(checkpoint: sw.Checkpoint) -> DcpNames:
     """Return the names that DCP uses for the contents of a checkpoint of any format.
 
     If DCP did not save the checkpoint, tensors of optimizers get the names that torch's
@@ -196,17 +197,17 @@ def names_in_checkpoint(layout: Layout, *, allow_pickle: bool = False) -> DcpNam
 
     Raises:
         FormatError: the value `dcp_metadata` is invalid.
-        StateError: this value contains pickle, and `allow_pickle` is not set.
+        StateError: this value contains pickle, and the checkpoint was opened without
+            `allow_pickle`.
     """
-    objects = {entry.name: entry.value for entry in layout.objects}
-    tensors = [entry.name for entry in layout.tensors]
-    if DCP_METADATA not in objects:
-        return _names_without_metadata(tensors, objects, allow_pickle=allow_pickle)
-    metadata = decode(objects.pop(DCP_METADATA), DCP_METADATA, allow_pickle=allow_pickle)
-    return _names_by_metadata(metadata, tensors, objects)
+    tensors = list(checkpoint.tensors())
+    if DCP_METADATA in checkpoint:
+        objects = [name for name in _value_names(checkpoint) if name != DCP_METADATA]
+        return _names_by_metadata(checkpoint[DCP_METADATA], tensors, objects)
+    return _names_without_metadata(checkpoint)
 
 
-def names_in_dcp_files(names: DcpNames, metadata: Metadata, layout: Layout) -> DcpNames:
+def names_in_dcp_files(names: DcpNames, metadata: Metadata, checkpoint: sw.Checkpoint) -> DcpNames:
     """Add the names that the files of DCP themselves use.
 
     They may lack the prefix `model.` or `optimizer.` of the names in the checkpoint, and name the
@@ -215,11 +216,11 @@ def names_in_dcp_files(names: DcpNames, metadata: Metadata, layout: Layout) -> D
     Args:
         names: the result of `names_in_checkpoint`.
         metadata: the content of DCP's `.metadata`.
-        layout: the layout of the checkpoint.
+        checkpoint: the checkpoint.
     """
     tensors, values = dict(names.tensors), dict(names.values)
-    objects = {entry.name: SavedValue(entry.name) for entry in layout.objects}
-    other_values = {**_hyperparameters_by_parameter(layout), **values, **objects}
+    objects = {name: SavedValue(name) for name in _value_names(checkpoint)}
+    other_values = {**_hyperparameters_by_parameter(checkpoint), **values, **objects}
     for name in (*metadata.tensors, *metadata.values):
         if name in metadata.values and tensors.get(name) == name:
             values[name] = SavedValue(tensors.pop(name))
@@ -235,25 +236,33 @@ def names_in_dcp_files(names: DcpNames, metadata: Metadata, layout: Layout) -> D
     return DcpNames(tensors, values, {name: (name,) for name in (*tensors, *values)})
 
 
-def _hyperparameters_by_parameter(layout: Layout) -> dict[str, SavedValue]:
+def _value_names(checkpoint: sw.Checkpoint) -> list[str]:
+    tensors = checkpoint.tensors()
+    return [name for name in checkpoint if name not in tensors]
+
+
+def _groups_of_optimizers(checkpoint: sw.Checkpoint) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield the name, the index and the content of each param group."""
+    for name in _value_names(checkpoint):
+        if name.rpartition(".")[2] == GROUPS:
+            groups = checkpoint.as_json(name)
+            for i, group in enumerate(groups if isinstance(groups, list) else ()):
+                if isinstance(group, dict) and isinstance(group.get("value"), dict):
+                    yield name, i, group
+
+
+def _hyperparameters_by_parameter(checkpoint: sw.Checkpoint) -> dict[str, SavedValue]:
     """Return them as `StateDictOptions(flatten_optimizer_state_dict=True)` names them."""
     found = {}
-    for entry in layout.objects:
-        if entry.name.rpartition(".")[2] != GROUPS or not isinstance(entry.value, list):
-            continue
-        for i, group in enumerate(entry.value):
-            if isinstance(group, dict) and isinstance(group.get("value"), dict):
-                members = group.get("members")
-                for key, member in product(
-                    group["value"], members if type(members) is list else ()
-                ):
-                    place = SavedValue(entry.name, (i, "value", key))
-                    found[f"{entry.name}.{member}.{key}"] = place
+    for name, i, group in _groups_of_optimizers(checkpoint):
+        members = group.get("members")
+        for key, member in product(group["value"], members if type(members) is list else ()):
+            found[f"{name}.{member}.{key}"] = SavedValue(name, (i, "value", key))
     return found
 
 
 def _names_by_metadata(
-    metadata: object, tensors: Collection[str], objects: Mapping[str, JsonValue]
+    metadata: object, tensors: Collection[str], objects: Collection[str]
 ) -> DcpNames:
     paths = {name: _checked_path(name, path) for name, path in _part(metadata, _PATHS).items()}
     _check_lists(paths.values())
@@ -284,20 +293,19 @@ def _names_by_metadata(
     return DcpNames(found_tensors, values, {name: paths.get(name, (name,)) for name in names})
 
 
-def _names_without_metadata(
-    tensors: Collection[str], objects: Mapping[str, JsonValue], *, allow_pickle: bool
-) -> DcpNames:
+def _names_without_metadata(checkpoint: sw.Checkpoint) -> DcpNames:
     values: dict[str, SavedValue] = {}
-    optimizers: list[str] = []
-    for name, encoded in objects.items():
-        optimizer, _, last = name.rpartition(".")
-        if last == GROUPS and optimizer and isinstance(encoded, list):
-            optimizers.append(optimizer)
-            values |= _values_of_groups(name, encoded)
-        elif tensor_names_in_value(encoded):
-            values[name] = SavedValue(name)
-        else:
-            values |= _flattened_values(name, encoded, allow_pickle=allow_pickle)
+    for name, i, group in _groups_of_optimizers(checkpoint):
+        values[f"{name}.{i}.params"] = SavedValue(name, (i, "members"))
+        for key in group["value"]:
+            values[f"{name}.{i}.{key}"] = SavedValue(name, (i, "value", key))
+    with_groups = {place.object_name for place in values.values()}
+    tensors = list(checkpoint.tensors())
+    for name in _value_names(checkpoint):
+        if name not in with_groups:
+            has_tensors = any(each.startswith(f"{name}.") for each in tensors)
+            values |= {name: SavedValue(name)} if has_tensors else _parts_of_value(checkpoint, name)
+    optimizers = [name.removesuffix(f".{GROUPS}") for name in with_groups]
     named = {_with_state_key(name, optimizers): name for name in tensors}
     return DcpNames(named, values, {name: (name,) for name in (*named, *values)})
 
@@ -310,23 +318,10 @@ def _with_state_key(name: str, optimizers: Iterable[str]) -> str:
     return name
 
 
-def _values_of_groups(name: str, groups: list[JsonValue]) -> dict[str, SavedValue]:
-    """Return the values of an optimizer's param groups, as DCP flattens them."""
-    values: dict[str, SavedValue] = {}
-    for i, group in enumerate(groups):
-        if isinstance(group, dict) and isinstance(group.get("value"), dict):
-            values[f"{name}.{i}.params"] = SavedValue(name, (i, "members"))
-            for key in group["value"]:
-                values[f"{name}.{i}.{key}"] = SavedValue(name, (i, "value", key))
-    return values
-
-
-def _flattened_values(
-    name: str, encoded: JsonValue, *, allow_pickle: bool
-) -> dict[str, SavedValue]:
+def _parts_of_value(checkpoint: sw.Checkpoint, name: str) -> dict[str, SavedValue]:
     """Return the parts of a value by the names that DCP gives them."""
     try:
-        value = decode(encoded, name, allow_pickle=allow_pickle)
+        value = checkpoint[name]
     except StateError:  # a load of the value reports the error
         return {name: SavedValue(name)}
     planner = DefaultSavePlanner()

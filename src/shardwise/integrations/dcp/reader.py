@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import storage
@@ -23,36 +21,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from shardwise.adapters import make_leaves_fillable
-from shardwise.adapters.tensors import tensor_leaf
-from shardwise.api import Index, Place, find_store
-from shardwise.checkpoint import Checkpoint
-from shardwise.engine.buffers import Arena
-from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import read_leaves
-from shardwise.errors import MismatchError, StateError, StoreError
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.options import OpenOptions
+import shardwise as sw
 from shardwise.formats.readers.dcp.metadata import read_metadata as read_dcp_metadata
-from shardwise.formats.readers.dcp.reader import FORMAT as DCP_FORMAT
-from shardwise.formats.specification import Specification
 from shardwise.integrations.dcp.names import (
     DcpNames,
     SavedValue,
     names_in_checkpoint,
     names_in_dcp_files,
 )
-from shardwise.layout import Box
-from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.names import MANIFEST
-from shardwise.opening import open_any
-from shardwise.plan.name_lookup import SavedNames
-from shardwise.retention import Choice
-from shardwise.saved_tensor import SavedTensor
-from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.state.plain_values import decode
-from shardwise.store import Files, Store, open_store
+from shardwise.ports.reader import FileTree
+from shardwise.store import open_store
+
+DCP_FORMAT = "PyTorch DCP"
 
 
 class StorageReader(storage.StorageReader):
@@ -71,7 +51,7 @@ class StorageReader(storage.StorageReader):
         model.load_state_dict(state["model"])
 
     Args:
-        path: a directory, URL or store with a checkpoint, or the root of a run. `checkpoint_id=`
+        path: a directory or URL with a checkpoint, or the root of a run. `checkpoint_id=`
             replaces it.
         step, verify, spec, skip_unknown, format, index: as for `sw.open`.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
@@ -79,33 +59,34 @@ class StorageReader(storage.StorageReader):
 
     def __init__(
         self,
-        path: Place,
+        path: str | os.PathLike[str],
         *,
-        step: Choice = "newest",
+        step: int | sw.Best | Literal["newest"] = "newest",
         verify: bool = True,
-        spec: Specification | None = None,
+        spec: Any = None,
         skip_unknown: bool = False,
         format: str | None = None,  # noqa: A002 - as in `sw.open`
-        index: Index | None = None,
+        index: str | os.PathLike[str] | None = None,
         allow_pickle: bool = False,
     ) -> None:
         self.path = path
-        self._step = step
-        self._verify = verify
-        self._options = OpenOptions(
-            spec=spec, skip_unknown=skip_unknown, format=format, index=index
+        self._open = partial(
+            sw.open,
+            step=step,
+            verify=verify,
+            allow_pickle=allow_pickle,
+            spec=spec,
+            skip_unknown=skip_unknown,
+            format=format,
+            index=index,
         )
-        self._allow_pickle = allow_pickle
+        self._has_spec = spec is not None
         self._load: _RunningLoad | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a path or URL that a checkpoint can be read from."""
-        try:
-            open_store(checkpoint_id)
-        except StoreError:
-            return False
-        return True
+        """Return whether this is a path or URL. A load says whether there is a checkpoint."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
 
     @property
     def checkpoint_id(self) -> str:
@@ -114,7 +95,7 @@ class StorageReader(storage.StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from `checkpoint_id` if this is given."""
-        self._end_load()
+        self._load = None
         if checkpoint_id:
             self.path = checkpoint_id
 
@@ -126,33 +107,23 @@ class StorageReader(storage.StorageReader):
         Raises:
             CheckpointNotFoundError, FormatError: as for `sw.open`.
         """
-        self._end_load()
-        cleanup = ExitStack()
-        release = weakref.finalize(self, cleanup.close)
-        get_store = find_store(self.path, self._step, SoloGroup())
-
-        def get_and_lock_store() -> Store:
-            store = get_store()
-            cleanup.enter_context(store.hold(MANIFEST, shared=True))
-            return store
-
-        store, layout = open_any(get_and_lock_store, SoloGroup(), options=self._options)
-        names = names_in_checkpoint(layout, allow_pickle=self._allow_pickle)
-        if layout.format == DCP_FORMAT and self._options.spec is None:
-            metadata = read_dcp_metadata(FileTree(get_store()))
-            names = names_in_dcp_files(names, metadata, layout)
-        self._load = _RunningLoad(store, layout, names, release)
-        entries = self._load.entries()
+        checkpoint = self._open(self.path)
+        names = names_in_checkpoint(checkpoint)
+        if checkpoint.layout.format == DCP_FORMAT and not self._has_spec:
+            metadata = read_dcp_metadata(FileTree(open_store(checkpoint.path)))
+            names = names_in_dcp_files(names, metadata, checkpoint)
+        self._load = _RunningLoad(checkpoint, names)
+        tensors = checkpoint.tensors()
         described = {
             name: BytesStorageMetadata()
             if name in names.values
-            else _describe(entries[names.tensors[name]])
+            else _describe(tensors[names.tensors[name]])
             for name in names.paths
         }
         return Metadata(
             described,
             planner_data=dict(names.paths),
-            storage_meta=StorageMeta(self.checkpoint_id, save_id=layout.save_id),
+            storage_meta=StorageMeta(self.checkpoint_id, save_id=checkpoint.layout.save_id),
         )
 
     def set_up_storage_reader(
@@ -164,8 +135,8 @@ class StorageReader(storage.StorageReader):
         """Return the plan with the checkpoint that this rank has opened."""
         if self._load is None:
             return plan
-        identity = self._load.layout.save_id, str(self._load.store)
-        return replace(plan, storage_data=identity)
+        checkpoint = self._load.checkpoint
+        return replace(plan, storage_data=(checkpoint.layout.save_id, checkpoint.path))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged.
@@ -175,7 +146,7 @@ class StorageReader(storage.StorageReader):
         """
         opened = [plan.storage_data or ("", "") for plan in plans]
         if len({save_id for save_id, _ in opened}) > 1:
-            raise MismatchError(
+            raise sw.MismatchError(
                 "ranks do not load the same checkpoint. Pass the same checkpoint_id on all ranks; "
                 "if another process saves there, load the directory of one step:",
                 [f"rank {rank}: {place}" for rank, (_, place) in enumerate(opened)],
@@ -192,22 +163,14 @@ class StorageReader(storage.StorageReader):
             StoreError, OSError: the storage failed.
         """
         if self._load is None:
-            raise StateError(
+            raise sw.StateError(
                 f"{self.checkpoint_id}: no load is running; DCP calls read_metadata first"
             )
-        try:
-            self._load.read(plan, planner, verify=self._verify, allow_pickle=self._allow_pickle)
-        finally:
-            self._end_load()
+        load, self._load = self._load, None  # the lock of the checkpoint is released after the load
+        load.read(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _end_load(self) -> None:
-        """Release the lock of the checkpoint that is being read, if there is one."""
-        if self._load is not None:
-            self._load.release()
-            self._load = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,104 +178,62 @@ class _RunningLoad:
     """A checkpoint between `read_metadata` and the end of the load.
 
     Attributes:
-        store, layout: the checkpoint.
+        checkpoint: the checkpoint, which is locked while this object exists.
         names: its contents under the names of DCP.
-        release: releases the lock of the checkpoint.
     """
 
-    store: Files
-    layout: Layout
+    checkpoint: sw.Checkpoint
     names: DcpNames
-    release: Callable[[], object]
 
-    def entries(self) -> dict[str, TensorEntry]:
-        """Return the entries of all tensors, by the names in the checkpoint."""
-        return {entry.name: entry for entry in self.layout.tensors}
-
-    def read(
-        self, plan: LoadPlan, planner: LoadPlanner, *, verify: bool, allow_pickle: bool
-    ) -> None:
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fill the tensors of a plan, and give its values to the planner."""
         tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        value_items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
-        self._fill(tensor_items, targets, verify=verify)
+        parts = [self._part(*each) for each in zip(tensor_items, targets, strict=True)]
+        self.checkpoint.read_parts(parts, cast=True)
         for item, target in zip(tensor_items, targets, strict=True):
             planner.commit_tensor(item, target)
+        value_items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         wanted = [self._place_of(item) for item in value_items]
-        names = dict.fromkeys(place.object_name for place in wanted)
-        objects = self._read_objects(names, verify=verify, allow_pickle=allow_pickle)
+        objects = {name: self._read_value(name) for name in {each.object_name for each in wanted}}
         for item, place in zip(value_items, wanted, strict=True):
             data = BytesIO()
             torch.save(place.find(objects[place.object_name]), data)
             data.seek(0)
             planner.load_bytes(item, data)
 
-    def _fill(
-        self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], *, verify: bool
-    ) -> None:
-        entries = self.entries()
-        leaves = [
-            self._leaf(item, target, entries) for item, target in zip(items, targets, strict=True)
-        ]
-        arena = Arena.for_reading(self.store.traits.transfer)
-        fillable = make_leaves_fillable(leaves)
-        read_leaves(fillable, SavedNames(self.layout), self.store, arena, verify=verify)
-
-    def _leaf(
-        self, item: ReadItem, target: torch.Tensor, entries: Mapping[str, TensorEntry]
-    ) -> TensorLeaf:
+    def _part(self, item: ReadItem, target: torch.Tensor) -> tuple[str, sw.Box, torch.Tensor]:
         """Return the box of a tensor that an item requests, with the memory to fill."""
-        name = item.storage_index.fqn
-        entry = entries.get(self.names.tensors.get(name, ""))
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if entry is None or not Box.whole(entry.shape).contains(box):
-            raise MismatchError(
-                f"{self.store}: the planner requests what the checkpoint lacks:",
-                [f"{name}{box}: " + ("no tensor" if entry is None else f"has {[*entry.shape]}")],
-            )
+        fqn = item.storage_index.fqn
+        name = self.names.tensors.get(fqn, "")
+        box = sw.Box(tuple(item.storage_offsets), tuple(item.lengths))
+        saved = self.checkpoint.get(name)
+        if saved is None or not sw.Box((0,) * saved.ndim, tuple(saved.shape)).contains(box):
+            has = "no tensor" if saved is None else f"has {[*saved.shape]}"
+            raise self._lacking(f"{fqn}{box}", has)
         if tuple(target.shape) != box.shape:
-            raise MismatchError(
-                f"{self.store}: the planner resolved an item to another shape:",
-                [f"{name}{box}: a tensor of shape {list(target.shape)}"],
+            raise sw.MismatchError(
+                f"{self.checkpoint.path}: the planner resolved an item to another shape:",
+                [f"{fqn}{box}: a tensor of shape {list(target.shape)}"],
             )
-        leaf = tensor_leaf(entry.name, target)
-        fragments = tuple(Fragment(box, fragment.data) for fragment in leaf.fragments)
-        return replace(leaf, shape=entry.shape, fragments=fragments, tie_key=None)
+        return name, box, target
 
     def _place_of(self, item: ReadItem) -> SavedValue:
         name = item.storage_index.fqn
         if name not in self.names.values:
-            raise MismatchError(
-                f"{self.store}: the planner requests what the checkpoint lacks:",
-                [f"{name}: no plain value"],
-            )
+            raise self._lacking(name, "no plain value")
         return self.names.values[name]
 
-    def _read_objects(
-        self, names: Iterable[str], *, verify: bool, allow_pickle: bool
-    ) -> dict[str, object]:
-        """Return values of the checkpoint by name, with the tensors inside them.
+    def _lacking(self, requested: str, has: str) -> sw.MismatchError:
+        summary = f"{self.checkpoint.path}: the planner requests what the checkpoint lacks:"
+        return sw.MismatchError(summary, [f"{requested}: {has}"])
 
-        A value that is itself a NumPy array is stored as a tensor.
-        """
-        checkpoint = Checkpoint(self.store, self.layout, verify=verify)
-        encoded = {entry.name: entry.value for entry in self.layout.objects}
-
-        def read_tensor(name: str) -> torch.Tensor:
-            saved: SavedTensor = checkpoint[name]
-            return saved.tensor()
-
-        return {
-            name: decode(encoded[name], name, read_tensor, allow_pickle=allow_pickle)
-            if name in encoded
-            else read_tensor(name).numpy()
-            for name in names
-        }
+    def _read_value(self, name: str) -> object:
+        """Return a value. One that is itself a NumPy array is stored as a tensor."""
+        value = self.checkpoint[name]
+        return value.tensor().numpy() if isinstance(value, sw.SavedTensor) else value
 
 
-def _describe(entry: TensorEntry) -> TensorStorageMetadata:
-    size = torch.Size(entry.shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(entry.shape)), size)
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
+def _describe(saved: sw.SavedTensor) -> TensorStorageMetadata:
+    whole = ChunkStorageMetadata(torch.Size([0] * saved.ndim), saved.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=saved.dtype), saved.shape, [whole])
