@@ -64,7 +64,7 @@ def test_a_file_that_is_missing_is_told(place: Path, rank: int, index: int, says
         ({"w": ((3, 0), WHOLE[:4])}, r"overlap or .*model\.w"),
         ({"w": ((7, 0), WHOLE[:1].double())}, "differ in dtype"),
         ({"w": ((7,), WHOLE[:1])}, "w: DCP_SHARDING_INFO has no offset of 2 dimensions"),
-        ({"w": ((-1, 0), WHOLE[:1])}, "malformed"),
+        ({"w": ((-1, 0), WHOLE[:1])}, r"w: the box at \[-1, 0\]"),
     ],
 )
 def test_shards_that_lie_are_refused(place: Path, shards: Shards, says: str) -> None:

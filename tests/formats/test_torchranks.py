@@ -174,7 +174,7 @@ def test_a_part_alone_is_refused(saved: Path, tmp_path: Path) -> None:
         sw.open(saved / "placed" / "part_1.pt")
     shutil.copytree(saved / "placed", tmp_path / "placed")
     (tmp_path / "placed" / "part_2.pt").unlink()
-    with pytest.raises(sw.FormatError, match=r"has only 3 of its 4 shards.*\(1, 0\)"):
+    with pytest.raises(sw.FormatError, match=r"has only 3 of its 4 shards.*\[1, 0\]"):
         sw.open(tmp_path / "placed")
     shutil.copytree(saved / "tp-verl", tmp_path / "verl")
     (tmp_path / "verl" / "optim_world_size_2_rank_1.pt").unlink()

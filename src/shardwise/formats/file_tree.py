@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.formats.containers.pickle_values import AllowedNames
-from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.ranges import BytesFile, FileRange
+from shardwise.formats.containers.safetensors import is_safetensors
+from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
     LARGEST_PICKLE,
     MOST_NAMES_SHOWN,
+    is_torch_file,
+    read_pickle_bytes,
     read_torch_file,
 )
+from shardwise.formats.containers.torch_values import TORCH_NAMES
+from shardwise.formats.containers.zip_archive import ZIP_START
 from shardwise.manifest.layout import StoredFile
-from shardwise.store import FileStatus, ReadableFile, Store, StoreTraits, open_store, store_below
+from shardwise.store import (
+    FileStatus,
+    ReadableFile,
+    Store,
+    StoreTraits,
+    open_store,
+    resolve_links,
+    store_below,
+)
 from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
@@ -28,10 +45,30 @@ THREADS = 8
 THREADS_FOR_REQUESTS = 32
 """The number of files to read at the same time if each read is a request to another machine."""
 LARGEST_KEPT_END = 2**18
+LARGEST_JSON = 2**28
+_LARGEST_GAP = 2**15
+"""The largest gap, in bytes, between parts of a file that are read in one request."""
+LARGEST_WINDOW = 2**22
+"""The largest number of bytes of several parts that are read in one request."""
 MOST_FILES_KEPT = 128
 """The number of files whose first and last bytes are kept from one read to the next."""
 
 Value = TypeVar("Value")
+
+
+class FilePart(NamedTuple):
+    """A range of bytes of a file.
+
+    Attributes:
+        file: the name of the file.
+        offset, size: in bytes.
+        name: the name of the part, for messages.
+    """
+
+    file: str
+    offset: int
+    size: int
+    name: str
 
 
 class FileTree:
@@ -61,6 +98,11 @@ class FileTree:
     def threads(self) -> int:
         """The number of files to read at the same time."""
         return THREADS_FOR_REQUESTS if self.store.traits.transfer.largest_gap else THREADS
+
+    @property
+    def name(self) -> str:
+        """The name of the directory or file, after links."""
+        return resolve_links(self.store).name
 
     @property
     def parent(self) -> str:
@@ -213,30 +255,129 @@ class FileTree:
         with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
             return dict(zip(names, pool.map(open_and_read, names), strict=True))
 
+    def read_parts(
+        self,
+        parts: Sequence[FilePart],
+        read_part: Callable[[int, FileRange], Value],
+        first_bytes: int,
+    ) -> list[Value]:
+        """Return what a function reads from each part of files.
+
+        Nearby parts are read in one request, and files in parallel.
+
+        Args:
+            parts: the parts.
+            read_part: the function, which gets the index of a part, and the part as a range.
+            first_bytes: the number of bytes of each part to read ahead.
+
+        Raises:
+            FormatError: a file does not exist, a part is outside of its file, or the function
+                raises it.
+        """
+        values: dict[int, Value] = {}
+        order = sorted(range(len(parts)), key=lambda i: (parts[i].file, parts[i].offset))
+
+        def read_file(group: tuple[str, list[int]]) -> None:
+            with self.open_range(group[0]) as file:
+                for index in group[1]:
+                    part = parts[index]
+                    file.require(part.offset, part.size, part.name)
+                for window in _group_into_windows(parts, group[1], first_bytes):
+                    start = parts[window[0]].offset
+                    ends = (parts[i].offset + min(parts[i].size, first_bytes) for i in window)
+                    ahead = file.with_data(start, file.read(start, max(ends) - start))
+                    for index in window:
+                        part = parts[index]
+                        part_range = ahead.subrange(part.offset, part.size, part.name)
+                        values[index] = read_part(index, part_range)
+
+        groups = [(name, list(group)) for name, group in groupby(order, lambda i: parts[i].file)]
+        with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
+            list(pool.map(read_file, groups))
+        return [values[index] for index in range(len(parts))]
+
     def load(self, name: str, *, also_allowed: AllowedNames | None = None) -> Any:
         """Return the value in a file of torch.save. No tensor is read, and no code runs.
 
+        Tensors become `StoredArray`s, and parts of DTensors and ShardedTensors `StoredPart`s.
+
         Args:
             name: the name of the file.
-            also_allowed: names that are allowed in pickles, in addition to torch's.
+            also_allowed: classes and functions that are allowed, in addition to torch's.
 
         Raises:
             FormatError: the file is missing or malformed, or contains objects that are not read
                 from pickles.
         """
-        with self.open_range(name) as file:
-            return self._load(file, also_allowed)
+        return self.load_each([name], also_allowed=also_allowed)[name]
 
     def load_each(
         self, names: Iterable[str], *, also_allowed: AllowedNames | None = None
     ) -> dict[str, Any]:
         """Return the value in each file of torch.save, by name; see `load`."""
-        return self.read_each(names, lambda file: self._load(file, also_allowed))
+        return self.read_each(names, lambda file: self.load_range(file, also_allowed=also_allowed))
 
-    def _load(self, file: FileRange, also_allowed: AllowedNames | None) -> Any:
+    def load_range(self, file: FileRange, *, also_allowed: AllowedNames | None = None) -> Any:
+        """Return the value in a range that contains a file of torch.save; see `load`."""
         return read_torch_file(
-            file, also_allowed=also_allowed, skip_unknown=self.skip_unknown
+            file,
+            also_allowed={**RANK_TENSOR_NAMES, **(also_allowed or {})},
+            skip_unknown=self.skip_unknown,
         ).value
+
+    def load_pickle(self, name: str, *, also_allowed: AllowedNames | None = None) -> Any:
+        """Return the value in a file that is a pickle; see `load`.
+
+        The parts of the value may refer to each other very often. Do not follow all references.
+        """
+        return unpickle(
+            self.read(name),
+            self.label(name),
+            also_allowed={**TORCH_NAMES, **(also_allowed or {})},
+            skip_unknown=self.skip_unknown,
+            refuse_huge_values=False,
+        ).value
+
+    def pickle_mentions(self, name: str, text: bytes) -> bool:
+        """Return whether a file is a zip archive of torch.save whose pickle contains a text."""
+        with self.open_range(name) as file:
+            try:
+                return file.read(0, len(ZIP_START)) == ZIP_START and text in read_pickle_bytes(file)
+            except FormatError:
+                return False
+
+    def container_of(self, name: str) -> str:
+        """Return "torch.save" or "safetensors" for a file that begins so, and "" for others."""
+        with self.open_range(name) as file:
+            head = file.read(0, min(64, file.size))
+        if is_torch_file(head):
+            return "torch.save"
+        return "safetensors" if is_safetensors(head) else ""
+
+    def read_json(self, name: str, kind: type[Value], expected: str) -> Value:
+        """Return the content of a JSON file.
+
+        Args:
+            name: the name of the file.
+            kind: the type that msgspec shall decode.
+            expected: what the file should be, for messages: "an index of weights".
+
+        Raises:
+            FormatError: the file does not exist, or has another content.
+        """
+        return self.decode_json(self.read(name, limit=LARGEST_JSON), name, kind, expected)
+
+    def decode_json(self, data: str | bytes, name: str, kind: type[Value], expected: str) -> Value:
+        """Return the content of JSON text in a file; see `read_json`."""
+        try:
+            hashable: Any = kind
+            decoded: Value = _json_decoder(hashable).decode(data)
+            return decoded
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise FormatError(
+                f"{self.label(name)}: not {expected}: {error}: copy the file again from an intact "
+                "source"
+            ) from error
 
     def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
         """Return the content of a small file.
@@ -251,6 +392,31 @@ class FileTree:
             )
         with self.open_range(name) as file:
             return file.read(0, file.size)
+
+
+@lru_cache(64)
+def _json_decoder(kind: Hashable) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _group_into_windows(
+    parts: Sequence[FilePart], order: Sequence[int], first_bytes: int
+) -> Iterator[list[int]]:
+    """Group adjacent parts of a file, to read each group in one request."""
+    window: list[int] = []
+    window_start = window_stop = 0
+    for index in order:
+        start = parts[index].offset
+        stop = start + min(parts[index].size, first_bytes)
+        if window and (start - window_stop > _LARGEST_GAP or stop - window_start > LARGEST_WINDOW):
+            yield window
+            window = []
+        if not window:
+            window_start = window_stop = start
+        window.append(index)
+        window_stop = max(window_stop, stop)
+    if window:
+        yield window
 
 
 class ForeignFiles:
@@ -319,22 +485,3 @@ class BufferedEnds:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class BytesFile:
-    """Bytes in memory, as the part of a file that starts at `offset`."""
-
-    def __init__(self, data: bytes, offset: int = 0) -> None:
-        self._data = np.frombuffer(data, np.uint8)
-        self._offset = offset
-        self.size = offset + len(data)
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        """Copy bytes of the file from `offset` into `out`; return the number of bytes."""
-        start = offset - self._offset
-        data = self._data[start : start + len(out)]
-        out[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from shardwise.errors import FormatError
+from shardwise.layout import Box, boxes_of_range
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import StoredFile
@@ -39,8 +41,23 @@ class StoredArray:
 
     @property
     def itemsize(self) -> int:
-        """The size of an element in bytes."""
+        """The size of an element in bytes.
+
+        Raises:
+            FormatError: torch has no such dtype, or shardwise does not support it.
+        """
+        if self.dtype not in DTYPES:
+            raise FormatError(
+                f"dtype {self.dtype[:40]!r} is not supported: load the checkpoint with the program "
+                "that wrote it, and convert the tensor"
+            )
         return DTYPES[self.dtype].itemsize
+
+    def part(self, box: Box) -> StoredArray:
+        """Return a part of the array."""
+        skipped = sum(o * step for o, step in zip(box.offset, self.stride, strict=True))
+        start = self.start + skipped * self.itemsize
+        return StoredArray(self.file, start, self.dtype, box.shape, self.stride)
 
 
 Placed: TypeAlias = tuple[tuple[int, ...], StoredArray]
@@ -62,6 +79,46 @@ class StoredTensor:
     shape: tuple[int, ...]
     boxes: tuple[Placed, ...]
     replicas: tuple[Placed, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The part of a tensor that one rank stored: of a DTensor, or of a ShardedTensor.
+
+    Attributes:
+        kind: "DTensor" or "ShardedTensor".
+        dtype: torch's name.
+        shape: the shape of the whole tensor.
+        boxes: the boxes of the part; none if it is empty.
+        place, places: the index of the part, and the number of parts, along each dimension of the
+            mesh that divides the tensor.
+        arrangement: what else the parts of all ranks have in common, for example the mesh.
+        local: the local tensor of a DTensor.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Placed, ...]
+    place: tuple[int, ...]
+    places: tuple[int, ...]
+    arrangement: tuple[object, ...] = ()
+    local: StoredArray | None = None
+
+
+def boxes_of_flat_range(shape: tuple[int, ...], start: int, array: StoredArray) -> list[Placed]:
+    """Return the boxes of a flattened tensor that a contiguous array has, from element `start` on.
+
+    Raises:
+        LayoutError: the array is longer than the rest of the tensor.
+    """
+    placed, position = [], array.start
+    for box in boxes_of_range(shape, start, start + math.prod(array.shape)):
+        stride = row_major_strides(box.shape)
+        part = StoredArray(array.file, position, array.dtype, box.shape, stride)
+        placed.append((box.offset, part))
+        position += box.size * array.itemsize
+    return placed
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.flat_ranges import FlatRanges
 from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
-from shardwise.formats.merge_ranks import merge_ranks
+from shardwise.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.formats.nested import (
     STORED,
     LeafNames,
@@ -99,9 +99,9 @@ class Builder:
             FormatError: the shape is too large.
         """
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
-        if math.prod(n for n in shape if n) * itemsize > LARGEST_INTEGER:
+        if min(shape, default=0) < 0 or math.prod(filter(None, shape)) * itemsize > LARGEST_INTEGER:
             raise FormatError(
-                f"{name}: a tensor of shape {list(shape)} is larger than {LARGEST_INTEGER} bytes: "
+                f"{name}: a tensor cannot have shape {list(shape)}, or is larger than 2**62 bytes: "
                 "the checkpoint is damaged: copy it again from an intact source"
             )
         self._index[name] = len(self._tensors)
@@ -139,10 +139,14 @@ class Builder:
             part: the part of the array that has these elements; None for the whole array.
             replica: whether the tensor already has these elements. Loads compare both copies.
         """
-        if part is not None:
-            skipped = sum(o * step for o, step in zip(part.offset, array.stride, strict=True))
-            start = array.start + skipped * array.itemsize
-            array = StoredArray(array.file, start, array.dtype, part.shape, array.stride)
+        array = array if part is None else array.part(part)
+        numbers = (array.start, *offset, *array.shape, *array.stride)
+        if min(numbers) < 0 or max(numbers) > LARGEST_INTEGER or len(offset) != len(array.shape):
+            raise FormatError(
+                f"{name}: the box at {list(offset)} has shape {list(array.shape)} and strides "
+                f"{list(array.stride)} at byte {array.start} of {array.file[:200]!r}: the "
+                "checkpoint is damaged: copy it again from an intact source"
+            )
         row = self._index[name], self.add_file(array.file), offset, array
         self._boxes[replica].append(row)
 
@@ -303,12 +307,15 @@ class Builder:
         """
         for file, _ in states:
             self.add_file(file)
-        merged = merge_ranks(states, str(self._tree), self.have_same_bytes)
+        merged = merge_ranks(states, str(self._tree), self._have_same_bytes)
         self.left_out += [f"{name}: its value differs between ranks" for name in merged.differing]
         self.add_state(merged.state if isinstance(merged.state, dict) else {"value": merged.state})
 
-    def have_same_bytes(self, one: StoredArray, other: StoredArray) -> bool:
-        """Read two small contiguous arrays, and return whether they have the same bytes."""
+    def start_equally(self, one: StoredArray, other: StoredArray) -> bool:
+        """Read the first elements of two arrays, and return whether they have the same bytes."""
+        return self._have_same_bytes(select_sample(one), select_sample(other))
+
+    def _have_same_bytes(self, one: StoredArray, other: StoredArray) -> bool:
         return self._read_array(one) == self._read_array(other)
 
     def _read_array(self, array: StoredArray) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -12,17 +12,19 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance
-from shardwise.formats.containers.sharded_tensors import StoredShardedTensor
-from shardwise.formats.containers.torch_values import StoredShard
-from shardwise.formats.foreign import Placed, StoredArray, StoredTensor, row_major_strides
+from shardwise.formats.foreign import (
+    Placed,
+    StoredArray,
+    StoredPart,
+    StoredTensor,
+    row_major_strides,
+)
 from shardwise.formats.optimizers import Path, is_in_optimizer
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch", "last_epoch", "_step_count")
 _DIFFERS = object()
 """Stands for a value that differs between ranks."""
 
-LocalPart: TypeAlias = StoredShard | StoredShardedTensor
-"""A rank's part of a global tensor."""
 RankValue: TypeAlias = tuple[str, Any]
 """The name of a rank's file, and the rank's value at a path."""
 SameBytes: TypeAlias = Callable[[StoredArray, StoredArray], bool]
@@ -94,8 +96,8 @@ class _Merger:
         first = values[0][1]
         if all(isinstance(value, dict) for _, value in values):
             return self._merge_dicts(values, path)
-        if any(isinstance(value, LocalPart) for _, value in values):
-            return self._merge_shards(values, path)
+        if any(isinstance(value, StoredPart) for _, value in values):
+            return self._merge_parts(values, path)
         if any(isinstance(value, StoredArray) for _, value in values):
             return self._merge_plain_tensors(values, path)
         is_list = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
@@ -125,73 +127,42 @@ class _Merger:
                 merged[key] = item
         return merged
 
-    def _merge_shards(self, values: tuple[RankValue, ...], path: Path) -> StoredTensor:
-        shards = tuple(value for _, value in values if isinstance(value, LocalPart))
-        first, expected = shards[0], _layout_of(shards[0])
+    def _merge_parts(self, values: tuple[RankValue, ...], path: Path) -> StoredTensor:
+        parts = [value for _, value in values if isinstance(value, StoredPart)]
+        first = parts[0]
         for file, value in values:
-            if not isinstance(value, type(first)):
+            if not isinstance(value, StoredPart) or value.kind != first.kind:
                 raise self._conflict_error(
                     path, values[0][0], file, "is sharded in only one of two files"
                 )
-            if _layout_of(value) != expected:
+            if _division_of(value) != _division_of(first):
                 raise self._conflict_error(
                     path, values[0][0], file, "has different shapes or placements"
                 )
-        if isinstance(first, StoredShard):
-            self._require_all_shards(
-                [each for each in shards if isinstance(each, StoredShard)], path
-            )
-        else:
-            self._require_all_boxes(
-                [each for each in shards if not isinstance(each, StoredShard)], path
-            )
         boxes: dict[tuple[int, ...], StoredArray] = {}
         replicas: list[Placed] = []
-        for offset, array in (box for shard in shards for box in _boxes_of_part(shard)):
+        for offset, array in (box for part in parts for box in part.boxes):
             if boxes.setdefault(offset, array) is not array:
                 replicas.append((offset, array))
-        return StoredTensor(_dtype_of(first), first.shape, (*boxes.items(),), (*replicas,))
+        if sum(prod(array.shape) for array in boxes.values()) < prod(first.shape):
+            raise self._incomplete_error(path, parts)
+        return StoredTensor(first.dtype, first.shape, (*boxes.items(),), (*replicas,))
 
-    def _require_all_shards(self, shards: Sequence[StoredShard], path: Path) -> None:
-        first = shards[0]
-        mesh_dims = sorted({shard.mesh_dim for shard in first.mesh_shards})
-        found_coordinates = {tuple(shard.coordinate[dim] for dim in mesh_dims) for shard in shards}
-        shard_count = prod(first.mesh_shape[dim] for dim in mesh_dims)
-        if len(found_coordinates) == shard_count or not prod(first.shape):
-            return
+    def _incomplete_error(self, path: Path, parts: Sequence[StoredPart]) -> FormatError:
+        first, found = parts[0], {part.place for part in parts}
+        name, count = _name_of_path(path), prod(first.places)
         if self.file_count == 1:
-            raise self._single_file_error(path, first, "DTensor", prod(first.mesh_shape))
-        coordinates = product(*(range(first.mesh_shape[dim]) for dim in mesh_dims))
-        missing = next(
-            coordinate for coordinate in coordinates if coordinate not in found_coordinates
-        )
-        raise FormatError(
-            f"{self.label}: {_name_of_path(path)} has only {len(found_coordinates)} of its "
-            f"{shard_count} shards: the one at {missing} of mesh dimensions {tuple(mesh_dims)} is "
-            "missing. Copy the files of all ranks into this directory"
-        )
-
-    def _require_all_boxes(self, parts: Sequence[StoredShardedTensor], path: Path) -> None:
-        first = parts[0]
-        found_count = len({box for part in parts for box, _ in part.local})
-        if found_count >= first.shard_count or not prod(first.shape):
-            return
-        if self.file_count == 1:
-            raise self._single_file_error(path, first, "ShardedTensor", first.world_size)
-        missing = sorted({*range(first.world_size)} - {part.rank for part in parts})
-        ranks = f"; no file is from ranks {missing[:8]} of its process group" if missing else ""
-        raise FormatError(
-            f"{self.label}: {_name_of_path(path)} has only {found_count} of its "
-            f"{first.shard_count} shards{ranks}. Copy the files of all ranks into this directory"
-        )
-
-    def _single_file_error(
-        self, path: Path, part: LocalPart, kind: str, rank_count: int
-    ) -> FormatError:
+            return FormatError(
+                f"{self.label} has only one rank's part of {name}, a {first.kind} of shape "
+                f"{list(first.shape)} in {count} shards. Open the directory that holds the files "
+                "of all ranks"
+            )
+        places = product(*map(range, first.places))
+        missing = [list(place) for place in islice(places, 2**16) if place not in found]
         return FormatError(
-            f"{self.label} has only one rank's part of {_name_of_path(path)}, a {kind} of shape "
-            f"{list(part.shape)} on {rank_count} ranks. Open the directory that holds the files of "
-            "all ranks"
+            f"{self.label}: {name} has only {len(found)} of its {count} shards: missing are those "
+            f"at {', '.join(map(str, missing[:8]))} of the mesh. Copy the files of all ranks into "
+            "this directory"
         )
 
     def _merge_plain_tensors(self, values: tuple[RankValue, ...], path: Path) -> Any:
@@ -250,28 +221,9 @@ def _may_be_random_state(array: StoredArray) -> bool:
     return array.dtype == "uint8" and len(array.shape) == 1 and is_small
 
 
-def _layout_of(part: LocalPart) -> tuple[object, ...]:
+def _division_of(part: StoredPart) -> tuple[object, ...]:
     """Return what the parts of all ranks have in common."""
-    if isinstance(part, StoredShard):
-        return part.shape, part.mesh_shape, part.mesh_shards, part.local.dtype
-    return part.shape, part.dtype, part.shard_count, part.world_size
-
-
-def _dtype_of(part: LocalPart) -> str:
-    return part.local.dtype if isinstance(part, StoredShard) else part.dtype
-
-
-def _boxes_of_part(part: LocalPart) -> list[Placed]:
-    """Return the boxes in a file: the offset in the tensor, and the array in the file."""
-    if isinstance(part, StoredShardedTensor):
-        return [(box.offset, array) for box, array in part.local if box.size]
-    local = part.local
-    boxes = []
-    for global_box, local_box in part.boxes():
-        skipped_elements = sum(o * s for o, s in zip(local_box.offset, local.stride, strict=True))
-        start = local.start + skipped_elements * local.itemsize
-        boxes.append((global_box.offset, replace(local, start=start, shape=local_box.shape)))
-    return boxes
+    return part.shape, part.dtype, part.places, part.arrangement
 
 
 def _are_equal(one: Any, other: Any) -> bool:

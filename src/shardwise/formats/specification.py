@@ -16,9 +16,9 @@ from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.containers.torch_values import DTENSOR_NAMES, StoredShard
+from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Catalogue, StoredArray, build_catalogue
+from shardwise.formats.foreign import Catalogue, StoredArray, StoredPart, build_catalogue
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
@@ -184,7 +184,7 @@ def _read_rank_file(file_range: FileRange) -> tuple[Mapping[str, StoredArray], M
     arrays: dict[str, StoredArray] = {}
     values: dict[str, Any] = {}
     for path, leaf in _iterate_leaves(value, ""):
-        if isinstance(leaf, StoredShard):
+        if isinstance(leaf, StoredPart) and leaf.local is not None:
             arrays[path] = leaf.local
         elif isinstance(leaf, StoredArray):
             arrays[path] = leaf
@@ -213,4 +213,4 @@ def _contains_arrays(value: object) -> bool:
         return any(map(_contains_arrays, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_contains_arrays, value))
-    return isinstance(value, (StoredArray, StoredShard))
+    return isinstance(value, (StoredArray, StoredPart))

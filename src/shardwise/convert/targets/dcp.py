@@ -19,7 +19,8 @@ from shardwise.convert.targets.archive import FileBuilder
 from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.errors import StateError
-from shardwise.formats.readers.dcp.metadata import METADATA, Item
+from shardwise.formats.file_tree import FilePart
+from shardwise.formats.readers.dcp.metadata import METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -43,7 +44,7 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     }
     parts = dict.fromkeys(part for row_parts in tensors.values() for part in row_parts)
     files = [FileBuilder("__0_0.distcp")]
-    stored_items: dict[TensorPart | str, Item] = {}
+    stored_items: dict[TensorPart | str, FilePart] = {}
     for name, leaf in leaves.items():
         if leaf.is_tensor:
             continue
@@ -120,17 +121,17 @@ def _is_leaf(value: Any) -> bool:
     return not isinstance(value, list) or all(map(_is_leaf, value))
 
 
-def _add_value(file: FileBuilder, value: Any, name: str) -> Item:
+def _add_value(file: FileBuilder, value: Any, name: str) -> FilePart:
     file.align()
     start = file.size
     add_torch_file(file, value, name)
-    return Item(file.name, start, file.size - start)
+    return FilePart(file.name, start, file.size - start, name)
 
 
 def _make_metadata(
     paths: Mapping[str, Path],
     tensors: Mapping[str, Sequence[TensorPart]],
-    stored_items: Mapping[TensorPart | str, Item],
+    stored_items: Mapping[TensorPart | str, FilePart],
 ) -> Metadata:
     """Return the same metadata object as torch writes to `.metadata`."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -147,13 +148,13 @@ def _make_metadata(
         if name not in tensors:
             entries[name] = BytesStorageMetadata()
             item = stored_items[name]
-            storage[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.length)
+            storage[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.size)
             continue
         entries[name] = _make_tensor_metadata(tensors[name])
         for index, part in enumerate(tensors[name]):
             item = stored_items[part]
             key = MetadataIndex(name, part.box.offset, index)
-            storage[key] = _StorageInfo(item.file, item.offset, item.length)
+            storage[key] = _StorageInfo(item.file, item.offset, item.size)
     return Metadata(
         entries,
         planner_data=dict(paths),

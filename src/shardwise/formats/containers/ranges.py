@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.store import ReadableFile
+from shardwise.store.store import Buffer
+
+
+class BytesFile:
+    """Bytes in memory, as the part of a file that starts at `offset`.
+
+    Args:
+        data: the bytes.
+        offset: the offset of these bytes in the file.
+        file: the file; None if it has no other bytes.
+    """
+
+    def __init__(self, data: bytes, offset: int = 0, file: ReadableFile | None = None) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self._offset = offset
+        self._file = file
+        self.size = offset + len(data) if file is None else file.size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        """Copy bytes of the file from `offset` into `out`; return the number of bytes."""
+        start = offset - self._offset
+        if self._file is not None and not 0 <= start <= len(self._data) - len(out):
+            return self._file.read_at(offset, out)
+        data = self._data[start : start + len(out)]
+        out[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +70,33 @@ class FileRange:
         Raises:
             FormatError: the new range exceeds this range.
         """
-        if not self._contains(offset, size):
-            raise FormatError(
-                f"{self.label}: {label} should be at bytes [{offset}, {offset + size}), but there "
-                f"are only {self.size} bytes: copy the file again"
-            )
+        self.require(offset, size, label)
         start = self.offset + offset
         label = f"{self.label}: {label}"
         return FileRange(self.file, self.name, start, size, label, self.is_remote)
+
+    def with_data(self, offset: int, data: bytes) -> FileRange:
+        """Return this range, of which some bytes need not be read again.
+
+        Args:
+            offset: the offset of these bytes.
+            data: these bytes.
+        """
+        file = BytesFile(data, self.offset + offset, self.file)
+        return replace(self, file=file)
+
+    def require(self, offset: int, size: int, label: str) -> None:
+        """Check that a range is within this range.
+
+        Raises:
+            FormatError: it is not.
+        """
+        if not self._contains(offset, size):
+            raise FormatError(
+                f"{self.label}: {label} should be at bytes [{offset}, {offset + size}), but there "
+                f"are only {self.size} bytes: the file was truncated; copy it again from an intact "
+                "source"
+            )
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.

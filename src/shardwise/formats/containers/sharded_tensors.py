@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
 from shardwise.formats.containers.pickle_values import (
@@ -18,49 +17,13 @@ from shardwise.formats.containers.torch_values import (
     REBUILD_FROM_TYPE,
     require_sizes,
 )
-from shardwise.formats.foreign import StoredArray
+from shardwise.formats.foreign import StoredArray, StoredPart
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 
 _SHARD_PACKAGE = "torch.distributed._shard"
 _SHARDED_TENSOR = f"{_SHARD_PACKAGE}.sharded_tensor.api.ShardedTensor"
 _PROCESS_GROUP_STATE = "ProcessGroupState"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredShardedTensor:
-    """A ShardedTensor in the file of one rank.
-
-    Attributes:
-        shape: the shape of the global tensor.
-        dtype: torch's name.
-        shard_count: the number of shards on all ranks. Each has another box.
-        local: the boxes that the file contains, and their arrays. A rank without a shard has none.
-        rank, world_size: of the process group over which the tensor is sharded.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    shard_count: int
-    local: tuple[tuple[Box, StoredArray], ...]
-    rank: int
-    world_size: int
-
-
-class PickledTensorProperties(PickledInstance):
-    """The properties of a tensor, which are pickled as a tuple that starts with the dtype."""
-
-    __slots__ = ()
-
-    def set_state(self, state: object) -> None:
-        """Set the attribute `dtype` from the tuple.
-
-        Raises:
-            TypeError: the state is not a tuple.
-        """
-        if not isinstance(state, tuple) or not state:
-            raise TypeError("the properties of a tensor are not a tuple")
-        self.fields["dtype"] = state[0]
 
 
 def _rebuild_tensor_of_rank(
@@ -85,14 +48,18 @@ def _rebuild_tensor_of_rank(
                 f"a shard of a ShardedTensor is not a plain tensor of shape {list(box.shape)} and "
                 f"dtype {dtype}, as its metadata says"
             )
-        local.append((box, array))
+        if box.size:
+            local.append((box.offset, array))
     rank, world_size = require_sizes(
         [_field(group, "local_rank"), _field(group, "local_world_size")],
         "the process group of a ShardedTensor",
     )
     if rank >= world_size or world_size > MOST_RANKS:
         raise ValueError("a ShardedTensor has a rank outside of its process group")
-    return StoredShardedTensor(shape, dtype, shard_count, tuple(local), rank, world_size)
+    arrangement = (shard_count,)
+    return StoredPart(
+        "ShardedTensor", dtype, shape, tuple(local), (rank,), (world_size,), arrangement
+    )
 
 
 def _field(value: object, name: str) -> object:
@@ -127,17 +94,8 @@ def _make_sharded_tensor(member: object = None) -> object:
     return AllowedCallable(_PROCESS_GROUP_STATE, lambda: PickledInstance(_PROCESS_GROUP_STATE))
 
 
-TENSOR_PROPERTIES_NAMES: AllowedNames = {
-    f"{module}.TensorProperties": lambda *args: PickledTensorProperties("TensorProperties", args)
-    for module in (
-        "torch.distributed.checkpoint.metadata",
-        f"{_SHARD_PACKAGE}.sharded_tensor.metadata",
-    )
-}
-
 RANK_TENSOR_NAMES: AllowedNames = {
     **DTENSOR_NAMES,
-    **TENSOR_PROPERTIES_NAMES,
     REBUILD_FROM_TYPE: _rebuild_tensor_of_rank,
     _SHARDED_TENSOR: _make_sharded_tensor,
     f"{_SHARDED_TENSOR}.{_PROCESS_GROUP_STATE}": lambda: PickledInstance(_PROCESS_GROUP_STATE),
@@ -151,4 +109,4 @@ RANK_TENSOR_NAMES: AllowedNames = {
         "torch.distributed.remote_device._remote_device",
     ),
 }
-"""Names for readers that handle `StoredShard` and `StoredShardedTensor`, besides `TORCH_NAMES`."""
+"""Names for readers that handle `StoredPart`, besides `TORCH_NAMES`."""

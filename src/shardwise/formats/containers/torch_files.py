@@ -25,6 +25,7 @@ from shardwise.formats.containers.torch_values import (
     UnresolvedViewError,
 )
 from shardwise.formats.containers.zip_archive import ZIP_START, Entry, read_directory
+from shardwise.formats.foreign import StoredArray
 
 _PICKLE = "/data.pkl"
 LARGEST_PICKLE = 2**31
@@ -239,6 +240,37 @@ def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
     if type(numel) is not int or not 0 <= numel < 2**62:
         raise ValueError("the persistent id of a storage has an invalid size")
     return storage_type, key, numel
+
+
+def unpickle_tensor(
+    data: bytes, source: str, *, skip_unknown: bool = False
+) -> StoredArray | UnknownObject | None:
+    """Return the array of a pickled tensor, as if its only storage began at offset 0 of a file.
+
+    Return an `UnknownObject` for a tensor of an unknown class, and None for any other value.
+
+    Args:
+        data: the pickle, without the storage.
+        source, skip_unknown: see `unpickle`.
+    """
+
+    def load_storage(persistent_id: object) -> object:
+        # Tensors of other classes may have several storages.
+        storage_type, key, numel = parse_storage_id(persistent_id)
+        if isinstance(storage_type, UnknownObject):
+            return storage_type
+        return Storage(key, 0, numel * storage_type.itemsize, storage_type.dtype)
+
+    value = unpickle(
+        data,
+        source,
+        also_allowed=TORCH_NAMES,
+        persistent_load=load_storage,
+        skip_unknown=skip_unknown,
+    ).value
+    if isinstance(value, UnknownObject) or (isinstance(value, StoredArray) and value.file == "0"):
+        return value
+    return None
 
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

@@ -17,8 +17,8 @@ from shardwise.formats.containers.pickle_values import (
     UnknownObject,
     allow_as_instances,
 )
-from shardwise.formats.foreign import StoredArray
-from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
+from shardwise.formats.foreign import StoredArray, StoredPart
+from shardwise.layout import MeshShard, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
 _UNRESOLVED_REASON = "a conjugated or negated view, whose values differ from the stored bytes"
@@ -202,6 +202,25 @@ STORAGE_DTYPES = {
 }
 """Dtypes by the first part of the name of torch's storage classes."""
 
+
+class _TensorProperties(PickledInstance):
+    """The properties of a tensor, which are pickled as a tuple that starts with the dtype."""
+
+    __slots__ = ()
+
+    def set_state(self, state: object) -> None:
+        """Set the attribute `dtype` from the tuple.
+
+        Raises:
+            TypeError: the state is not a tuple.
+        """
+        if not isinstance(state, tuple) or not state:
+            raise TypeError("the properties of a tensor are not a tuple")
+        self.fields["dtype"] = state[0]
+
+
+_SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+
 _TENSOR_FUNCTIONS: dict[str, Constructor] = {
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
@@ -229,6 +248,10 @@ TORCH_NAMES: AllowedNames = {
         f"torch.{type_name}Storage": Constant(StorageType(dtype))
         for type_name, dtype in STORAGE_DTYPES.items()
     },
+    **{
+        f"{module}.TensorProperties": lambda *args: _TensorProperties("TensorProperties", args)
+        for module in ("torch.distributed.checkpoint.metadata", _SHARDED_TENSOR_METADATA)
+    },
     "torch.storage.UntypedStorage": Constant(StorageType(None)),
     **{
         f"torch.{name}": Constant(dtype)
@@ -245,30 +268,6 @@ array in a storage. Errors give the names of their functions and classes."""
 MOST_RANKS = 2**24
 MOST_SHARD_BOXES = 64
 """The largest number of boxes in a shard. Shards of strided placements have several boxes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredShard:
-    """The local tensor of a DTensor in a file, and its place in the global tensor.
-
-    Attributes:
-        local: the local tensor.
-        shape: the shape of the global tensor.
-        mesh_shape: the shape of the device mesh.
-        coordinate: the coordinate of the rank in the mesh.
-        mesh_shards: the mesh dimensions that shard the tensor. The others replicate it.
-    """
-
-    local: StoredArray
-    shape: tuple[int, ...]
-    mesh_shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
-    mesh_shards: tuple[MeshShard, ...]
-
-    def boxes(self) -> list[tuple[Box, Box]]:
-        """Return the boxes of the global tensor in this shard, with their local boxes."""
-        splits = splits_of(self.mesh_shape, self.coordinate, self.mesh_shards)
-        return fragments_of_shard(self.shape, splits)
 
 
 def _rebuild_dtensor_or_tensor(
@@ -311,13 +310,23 @@ def _rebuild_dtensor_or_tensor(
             f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
             "save with fewer strided placements",
         )
-    stored_shard = StoredShard(local, shape, mesh_shape, coordinate, mesh_shards)
-    if sum(box.size for box, _ in stored_shard.boxes()) != prod(local.shape):
+    boxes = fragments_of_shard(shape, splits)
+    if sum(box.size for box, _ in boxes) != prod(local.shape):
         raise ValueError(
             f"the local tensor of a DTensor has shape {list(local.shape)}, which disagrees with "
             f"its placements and the global shape {list(shape)}"
         )
-    return stored_shard
+    dims = sorted({shard.mesh_dim for shard in mesh_shards})
+    return StoredPart(
+        kind="DTensor",
+        dtype=local.dtype,
+        shape=shape,
+        boxes=tuple((box.offset, local.part(inner)) for box, inner in boxes),
+        place=tuple(coordinate[dim] for dim in dims),
+        places=tuple(mesh_shape[dim] for dim in dims),
+        arrangement=(mesh_shape, mesh_shards),
+        local=local,
+    )
 
 
 def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None:
@@ -403,4 +412,4 @@ DTENSOR_NAMES: AllowedNames = {
         "torch.distributed._mesh_layout._FlatLayout",
     ),
 }
-"""Names for readers that handle `StoredShard`, in addition to `TORCH_NAMES`."""
+"""Names for readers that handle `StoredPart`, in addition to `TORCH_NAMES`."""

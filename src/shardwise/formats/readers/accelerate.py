@@ -10,15 +10,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import msgspec
-
-from shardwise.errors import FormatError
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.readers import huggingface
-from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import nest_leaves, read_contents
+from shardwise.formats.readers.dcp.metadata import METADATA
+from shardwise.formats.readers.dcp.reader import read_state
+from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"
@@ -35,7 +30,6 @@ _TRAINING_RUN_FILE = re.compile(rf"{re.escape(TRAINER_STATE)}|{SCHEDULER}\.(?:bi
 _RANDOM_STATE_FILE = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
 _FSDP_FILE_OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
 _FURTHER_MODEL_FILE = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
-_LARGEST_TRAINER_STATE = 2**28
 
 
 def recognise(tree: FileTree) -> bool:
@@ -82,12 +76,15 @@ def read(tree: FileTree, builder: Builder) -> None:
     for name, match in parts.items():
         key = _make_state_key(match[1], match[2])
         if name.endswith(METADATA):
-            state = _read_dcp_folder(tree, builder, name.removesuffix(METADATA))
-            builder.add_state({key: state}, is_ordered=False)
+            state = read_state(tree, builder, name)
+            inner = next(iter(state.values())) if len(state) == 1 else state
+            builder.add_state({key: inner}, is_ordered=False)
         else:
             builder.add_file(name)
             builder.add_state({key: tree.load(name)})
-    trainer_state = _read_trainer_state(tree)
+    trainer_state: Mapping[str, Any] = {}
+    if TRAINER_STATE in tree.sizes:
+        trainer_state = tree.read_json(TRAINER_STATE, dict[str, Any], "a JSON object")
     if trainer_state:
         builder.add_value("trainer_state", trainer_state)
     builder.left_out += _list_left_out(tree)
@@ -101,13 +98,6 @@ def read(tree: FileTree, builder: Builder) -> None:
 
 
 READER = Reader(FORMAT, recognise, read, overrides=("hf", "torch-ranks"))
-
-
-def _read_dcp_folder(tree: FileTree, builder: Builder, folder: str) -> dict[Any, Any]:
-    metadata = read_metadata(tree, f"{folder}{METADATA}")
-    state = nest_leaves(metadata, read_contents(tree, builder, metadata, folder=folder))
-    inner = next(iter(state.values())) if len(state) == 1 else state
-    return inner if isinstance(inner, dict) else state
 
 
 def _find_missing_files(tree: FileTree, contents: Collection[str]) -> dict[str, str]:
@@ -133,20 +123,6 @@ def _make_state_key(content: str, number: str | None) -> str:
         return f"{content}_{number or 0}"
     key = "model" if content == FSDP_MODEL else content
     return f"{key}_{int(number)}" if number and int(number) else key
-
-
-def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:
-    """Return the Trainer's state, with its step and log; it is empty if there is no file."""
-    if TRAINER_STATE not in tree.sizes:
-        return {}
-    data = tree.read(TRAINER_STATE, limit=_LARGEST_TRAINER_STATE)
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"{tree.label(TRAINER_STATE)}: not a JSON object ({error}): copy the file again from "
-            "an intact source"
-        ) from error
 
 
 def _list_left_out(tree: FileTree) -> Iterator[str]:

@@ -7,30 +7,28 @@ tensors are the published names with the prefix `model.`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
-import msgspec
-
-from shardwise.decoding import prepare_decoding
-from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.events import format_count
-from shardwise.formats.containers.pickle_values import UnknownObject
-from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.foreign_builder import Builder
-from shardwise.manifest.manifest import Dims
+from shardwise.ports.reader import (
+    Builder,
+    CheckpointNotFoundError,
+    FileRange,
+    FileTree,
+    FormatError,
+    Placed,
+    Reader,
+    StoredArray,
+    StoredTensor,
+    UnknownObject,
+    read_header,
+)
 
 FORMAT = "Hugging Face"
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
 INDEX = ".index.json"
 _SHARD_FILE_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
-_LARGEST_INDEX = 2**28
 _WEIGHTS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 
 
@@ -40,8 +38,7 @@ def recognise(tree: FileTree) -> bool:
         return _find_weights(tree) is not None or bool(_list_expected_files(tree))
     if tree.single_file.endswith(INDEX):
         return True
-    with tree.open_range(tree.single_file) as file:
-        return is_safetensors(file.read(0, min(9, file.size)))
+    return tree.container_of(tree.single_file) == "safetensors"
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -60,8 +57,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     index = _read_index(tree, main_file) if main_file.endswith(INDEX) else None
     names = sorted(set(index.values())) if index is not None else [main_file]
     tree.require(names, f"{main_file} names")
-    with ThreadPoolExecutor(tree.threads) as threads:
-        shards = dict(zip(names, threads.map(partial(_read_shard, tree), names), strict=True))
+    shards = tree.read_each(names, partial(_read_shard, tree))
     if index is not None:
         _require_indexed_tensors(tree, index, shards)
     weights: dict[str, StoredArray] = {}
@@ -132,13 +128,7 @@ def _list_expected_files(tree: FileTree) -> list[str]:
 
 
 def _read_index(tree: FileTree, name: str) -> dict[str, str]:
-    try:
-        index = msgspec.json.decode(tree.read(name, limit=_LARGEST_INDEX), type=_Index)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"{tree.label(name)}: not an index of weights: {error}: copy the file again from an "
-            "intact source"
-        ) from error
+    index = tree.read_json(name, _Index, "an index of weights")
     for file in set(index.weight_map.values()):
         if not file.endswith((SAFETENSORS, PICKLED)):
             raise FormatError(
@@ -149,19 +139,29 @@ def _read_index(tree: FileTree, name: str) -> dict[str, str]:
     return index.weight_map
 
 
-@prepare_decoding
-class _Index(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class _Index:
     weight_map: dict[str, str]
 
 
-def _read_shard(tree: FileTree, name: str) -> _Shard:
-    if not name.endswith(PICKLED):
-        with tree.open_range(name) as file:
-            return _shard_of_header(read_header(file))
-    value = tree.load(name)
+def _read_shard(tree: FileTree, file: FileRange) -> _Shard:
+    if not file.name.endswith(PICKLED):
+        header = read_header(file)
+        removed = {
+            name: kept
+            for name, kept in header.metadata.items()
+            if kept in header.arrays and name not in header.arrays
+        }
+        unread = {
+            f"__metadata__.{key}": "metadata of the program that wrote the file"
+            for key in header.metadata
+            if key not in removed and key != "format"
+        }
+        return _Shard(header.arrays, {**header.left_out, **unread}, removed)
+    value = tree.load_range(file)
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
-            f"{tree.label(name)}: expected a state_dict of a module (a dict with texts as keys), "
+            f"{file.label}: expected a state_dict of a module (a dict with texts as keys), "
             f"found {type(value).__name__}: copy the file again from an intact source"
         )
     arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
@@ -171,20 +171,6 @@ def _read_shard(tree: FileTree, name: str) -> _Shard:
         if key not in arrays
     }
     return _Shard(arrays, left_out)
-
-
-def _shard_of_header(header: Header) -> _Shard:
-    removed = {
-        name: kept
-        for name, kept in header.metadata.items()
-        if kept in header.arrays and name not in header.arrays
-    }
-    unread = {
-        f"{METADATA}.{key}": "metadata of the program that wrote the file"
-        for key in header.metadata
-        if key not in removed and key != "format"
-    }
-    return _Shard(header.arrays, {**header.left_out, **unread}, removed)
 
 
 def _require_indexed_tensors(
@@ -197,8 +183,8 @@ def _require_indexed_tensors(
     ]
     if missing:
         raise FormatError(
-            f"{tree}: the files lack {format_count(len(missing), 'tensor')} of the index, for "
-            f"example {missing[0][:200]!r} in {index[missing[0]]}: the index is of another model; "
+            f"{tree}: the files lack {len(missing)} tensor{'s' * (len(missing) > 1)} of the index, "
+            f"for example {missing[0][:200]!r} in {index[missing[0]]}: the index is of another model; "
             "copy the index and all files from one place"
         )
 
@@ -206,8 +192,6 @@ def _require_indexed_tensors(
 SHARDED_FORMAT = "Hugging Face sharded by DCP"
 _SHARDED_FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
-
-_OffsetAndArray: TypeAlias = tuple[Dims, StoredArray]
 
 
 def recognise_sharded(tree: FileTree) -> bool:
@@ -228,18 +212,28 @@ def read_sharded(tree: FileTree, builder: Builder) -> None:
         raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.parent}")
     names = [name for name in tree.sizes if _SHARDED_FILE.fullmatch(name)]
     _require_files_of_all_ranks(tree, names)
-    boxes: dict[str, list[_OffsetAndArray]] = {}
+    boxes: dict[str, list[Placed]] = {}
     for name, header in tree.read_each(names, read_header).items():
         builder.add_file(name)
-        for tensor, offset_and_array in _read_offsets(header, tree.label(name)):
-            boxes.setdefault(tensor, []).append(offset_and_array)
+        text = header.metadata.get(_OFFSETS_KEY, "{}")
+        offsets = tree.decode_json(
+            text, name, dict[str, _SavedOffsets], f"a file with {_OFFSETS_KEY}"
+        )
+        for tensor, array in header.arrays.items():
+            saved = offsets.get(tensor)
+            if saved is None or len(saved.saved_offsets) != len(array.shape):
+                raise FormatError(
+                    f"{tree.label(name)}: {tensor[:200]}: {_OFFSETS_KEY} has no offset of "
+                    f"{len(array.shape)} dimensions for this array: the file is damaged, or "
+                    "HuggingFaceStorageWriter did not write it; copy it again from an intact source"
+                )
+            boxes.setdefault(tensor, []).append((saved.saved_offsets, array))
         builder.left_out += [
             f"{tensor} in {name}: {reason}" for tensor, reason in header.left_out.items()
         ]
     for tensor, parts in boxes.items():
-        builder.add_tensor(f"model.{tensor}", *_find_dtype_and_shape(f"{tree}: {tensor}", parts))
-        for offset, array in parts:
-            builder.add_box(f"model.{tensor}", offset, array)
+        dtype, shape = _find_dtype_and_shape(f"{tree}: {tensor}", parts)
+        builder.add_array(f"model.{tensor}", StoredTensor(dtype, shape, tuple(parts)))
 
 
 SHARDED_READER = Reader(SHARDED_FORMAT, recognise_sharded, read_sharded, overrides=("hf",))
@@ -263,33 +257,12 @@ def _require_files_of_all_ranks(tree: FileTree, names: list[str]) -> None:
             )
 
 
-def _read_offsets(header: Header, path: str) -> Iterator[tuple[str, _OffsetAndArray]]:
-    """For each array in a file, yield its name, its offset in the global tensor, and the array."""
-    text = header.metadata.get(_OFFSETS_KEY, "{}")
-    try:
-        offsets = msgspec.json.decode(text, type=dict[str, _SavedOffsets])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise FormatError(
-            f"{path}: its {_OFFSETS_KEY} is malformed: {error}: copy the file again from an intact "
-            "source"
-        ) from error
-    for name, array in header.arrays.items():
-        saved = offsets.get(name)
-        if saved is None or len(saved.saved_offsets) != len(array.shape):
-            raise FormatError(
-                f"{path}: {name[:200]}: {_OFFSETS_KEY} has no offset of {len(array.shape)} "
-                "dimensions for this array: the file is damaged, or HuggingFaceStorageWriter did "
-                "not write it; copy it again from an intact source"
-            )
-        yield name, (saved.saved_offsets, array)
+@dataclass(frozen=True, slots=True)
+class _SavedOffsets:
+    saved_offsets: tuple[int, ...]
 
 
-@prepare_decoding
-class _SavedOffsets(msgspec.Struct, frozen=True):
-    saved_offsets: Dims
-
-
-def _find_dtype_and_shape(label: str, shards: list[_OffsetAndArray]) -> tuple[str, tuple[int, ...]]:
+def _find_dtype_and_shape(label: str, shards: list[Placed]) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and shape of the tensor that shards make up."""
     kinds = {(array.dtype, len(array.shape)) for _, array in shards}
     if len(kinds) > 1:

@@ -6,13 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.errors import FormatError
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import nest_leaves, read_contents
-from shardwise.formats.readers.torch_save import contains_text
+from shardwise.formats.readers.dcp.metadata import METADATA
+from shardwise.formats.readers.dcp.reader import read_state
+from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"
@@ -28,7 +24,7 @@ def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a file with Lightning's version, or a directory with both parts."""
     if tree.single_file is None:
         return METADATA in tree.sizes and UNSHARDED_FILE in tree.sizes
-    return contains_text(tree, tree.single_file, _VERSION.encode())
+    return tree.pickle_mentions(tree.single_file, _VERSION.encode())
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -43,8 +39,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     unsharded_file = tree.single_file or UNSHARDED_FILE
     state = _read_dict(tree, unsharded_file)
     if tree.single_file is None:
-        metadata = read_metadata(tree)
-        sharded = nest_leaves(metadata, read_contents(tree, builder, metadata))
+        sharded = read_state(tree, builder)
         builder.add_state(_rename(sharded) if _VERSION in state else sharded, is_ordered=False)
     builder.add_file(unsharded_file)
     trainer = {key: state[key] for key in _TRAINER_KEYS if key in state}

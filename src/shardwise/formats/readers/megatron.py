@@ -10,17 +10,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from shardwise.errors import FormatError, LayoutError
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Placed, StoredArray, StoredTensor, row_major_strides
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.optimizers import GROUPS, ParamGroup
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.readers.dcp.reader import read_contents
-from shardwise.layout import boxes_of_range
+from shardwise.ports.reader import (
+    Builder,
+    FileTree,
+    FormatError,
+    ParamGroup,
+    Placed,
+    Reader,
+    StoredArray,
+    StoredTensor,
+    boxes_of_flat_range,
+)
 
 FORMAT = "Megatron-Core torch_dist"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
@@ -30,6 +32,7 @@ STACKED_LAYERS = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
 """Names of tensors that stack all layers."""
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 _LARGEST_CONFIG = 2**20
+GROUPS = "param_groups"
 _OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER_PREFIX = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MASTER_KEYS = ("fp32_param", "param")
@@ -87,14 +90,7 @@ READER = Reader(FORMAT, recognise, read, overrides=("dcp",))
 
 
 def _check_backend(tree: FileTree) -> None:
-    text = tree.read(CONFIG_FILE, limit=_LARGEST_CONFIG)
-    try:
-        config = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"{tree.label(CONFIG_FILE)}: not a JSON object ({error}): copy the file again from an "
-            "intact source"
-        ) from error
+    config = tree.read_json(CONFIG_FILE, dict[str, Any], "a JSON object")
     backend = config.get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(
@@ -123,7 +119,7 @@ def unflatten_optimizer(
             continue
         try:
             unflattened[name] = _unflatten(tensors[name], tuple(shape))
-        except (LayoutError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, ZeroDivisionError) as error:
             raise FormatError(
                 f"{path}: {name} was flattened, and its pieces do not make up the shape "
                 f"{list(shape)}: {error}: copy {METADATA} and all other files from one save"
@@ -147,13 +143,10 @@ def _unflatten(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
                 f"the piece at {[*coordinate, first_element]} has shape {list(array.shape)}, which "
                 "spans several shards"
             )
-        start = array.start
-        for box in boxes_of_range(shard_shape, first_element, first_element + size):
-            place = zip(coordinate, shard_shape, box.offset, strict=True)
-            offset = tuple(index * n + inner for index, n, inner in place)
-            stride = row_major_strides(box.shape)
-            boxes.append((offset, StoredArray(array.file, start, array.dtype, box.shape, stride)))
-            start += box.size * array.itemsize
+        flat = StoredArray(array.file, array.start, array.dtype, (size,), (1,))
+        for inner, part in boxes_of_flat_range(shard_shape, first_element, flat):
+            place = zip(coordinate, shard_shape, inner, strict=True)
+            boxes.append((tuple(index * n + each for index, n, each in place), part))
     return StoredTensor(tensor.dtype, shape, tuple(boxes))
 
 

@@ -6,17 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
-from shardwise.formats.containers.torch_files import (
-    MOST_NAMES_SHOWN,
-    is_torch_file,
-    read_pickle_bytes,
-)
-from shardwise.formats.containers.zip_archive import ZIP_START
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign_builder import Builder
+from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "a file of torch.save"
 RANKS_FORMAT = "torch.save by each rank"
@@ -25,27 +15,16 @@ _RANK_IN_NAME = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar
 _NUMBER_IN_NAME = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
 _WORLD_SIZE = re.compile(r"world_size[-_.=]?(\d{1,7})")
 _NOT_A_KEY = re.compile(r"world_size|rank|[^a-z]+")
+_MOST_LINES = 4
 _CLASSES_OF_PARTS = (b"DTensor", b"ShardedTensor")
 
 FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
 """The file of each rank, by the parts of the file names before and after the rank."""
 
 
-def contains_text(tree: FileTree, name: str, text: bytes) -> bool:
-    """Return whether a file is a zip archive of torch.save whose pickle contains a text."""
-    with tree.open_range(name) as file:
-        try:
-            return file.read(0, len(ZIP_START)) == ZIP_START and text in read_pickle_bytes(file)
-        except FormatError:
-            return False
-
-
 def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a file that starts like one of torch.save."""
-    if tree.single_file is None:
-        return False
-    with tree.open_range(tree.single_file) as file:
-        return is_torch_file(file.read(0, min(64, file.size)))
+    return tree.single_file is not None and tree.container_of(tree.single_file) == "torch.save"
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -56,7 +35,7 @@ def read(tree: FileTree, builder: Builder) -> None:
             DTensor with parts on other ranks.
     """
     name = tree.single_file or ""
-    builder.add_ranks([(name, tree.load(name, also_allowed=RANK_TENSOR_NAMES))])
+    builder.add_ranks([(name, tree.load(name))])
 
 
 READER = Reader(FORMAT, recognise, read)
@@ -65,7 +44,7 @@ READER = Reader(FORMAT, recognise, read)
 def recognise_ranks(tree: FileTree) -> bool:
     """Return whether a directory has files named after ranks that contain parts of tensors."""
     return tree.single_file is None and any(
-        contains_text(tree, files[min(files)], name)
+        tree.pickle_mentions(files[min(files)], name)
         for files in _find_files(tree).values()
         for name in _CLASSES_OF_PARTS
     )
@@ -91,7 +70,7 @@ def read_ranks(tree: FileTree, builder: Builder) -> None:
         )
     _require_files_of_all_ranks(tree, file_sets)
     names = [name for files in file_sets.values() for _, name in sorted(files.items())]
-    values = tree.load_each(names, also_allowed=RANK_TENSOR_NAMES)
+    values = tree.load_each(names)
     ranks = sorted({rank for files in file_sets.values() for rank in files})
     builder.add_ranks(
         [
@@ -103,8 +82,7 @@ def read_ranks(tree: FileTree, builder: Builder) -> None:
     builder.world_size = len(ranks)
     others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in values]
     builder.left_out += [
-        f"{name}: not named after a rank as the other files are"
-        for name in others[:MOST_NAMES_SHOWN]
+        f"{name}: not named after a rank as the other files are" for name in others[:_MOST_LINES]
     ]
 
 

@@ -6,60 +6,64 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-import msgspec
-
-from shardwise.decoding import prepare_decoding
-from shardwise.errors import FormatError
-from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Placed, StoredArray, StoredTensor, row_major_strides
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.nested import nest
-from shardwise.formats.optimizers import STATE, Path
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Count, Dims
+from shardwise.ports.reader import (
+    Builder,
+    FileTree,
+    FormatError,
+    Placed,
+    Reader,
+    StoredArray,
+    StoredTensor,
+    nest,
+    row_major_strides,
+)
 
 FORMAT = "torchsnapshot"
 MANIFEST = ".snapshot_metadata"
 MOST_PATH_PARTS = 64
 """The limit of keys in the path of a tensor or value."""
+STATE = "state"
+Path: TypeAlias = tuple[str | int, ...]
 _CONTAINERS: dict[str, type] = {"list": list, "dict": dict, "OrderedDict": dict}
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Tensor:
     location: str
     serializer: str
     dtype: str
-    shape: Dims
-    byte_range: tuple[Count, Count] | None = None
+    shape: tuple[int, ...]
+    byte_range: tuple[int, int] | None = None
 
 
-class _Shard(msgspec.Struct, frozen=True):
-    offsets: Dims
-    sizes: Dims
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     tensor: _Tensor
 
 
-class _Entry(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Entry:
     """An entry of the manifest. Its type determines which fields it has."""
 
     type: str
     location: str | None = None
     serializer: str | None = None
     dtype: str | None = None
-    shape: Dims | None = None
-    byte_range: tuple[Count, Count] | None = None
+    shape: tuple[int, ...] | None = None
+    byte_range: tuple[int, int] | None = None
     shards: tuple[_Shard, ...] = ()
     chunks: tuple[_Shard, ...] = ()
     serialized_value: str | None = None
 
 
-@prepare_decoding
-class _Manifest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Manifest:
     version: str
     world_size: int
     manifest: dict[str, _Entry]
@@ -77,13 +81,8 @@ def read(tree: FileTree, builder: Builder) -> None:
         FormatError: it is malformed, or from a version that wrote YAML.
     """
     path = tree.label(MANIFEST)
-    try:
-        manifest = msgspec.json.decode(tree.read(MANIFEST), type=_Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"{path} is not a manifest of torchsnapshot 0.1: {error}; copy the file again, or, if "
-            "an older version wrote it as YAML, load and save it with torchsnapshot 0.1"
-        ) from error
+    expected = "a JSON manifest of torchsnapshot 0.1 (load and save it with 0.1 if it is YAML)"
+    manifest = tree.read_json(MANIFEST, _Manifest, expected)
     collector = _EntryCollector(tree)
     for key, entry in manifest.manifest.items():
         rank, _, path_text = key.partition("/")
@@ -248,7 +247,9 @@ class _EntryCollector:
                 "restore it with torchsnapshot"
             )
         start = tensor.byte_range[0] if tensor.byte_range else 0
-        size = math.prod(tensor.shape) * DTYPES[dtype].itemsize
+        stride = row_major_strides(tensor.shape)
+        array = StoredArray(tensor.location, start, dtype, tensor.shape, stride)
+        size = math.prod(tensor.shape) * array.itemsize
         if tensor.byte_range and tensor.byte_range[1] - start != size:
             raise FormatError(
                 f"its byte_range has {tensor.byte_range[1] - start} bytes, but shape "
@@ -256,9 +257,7 @@ class _EntryCollector:
                 "copy the checkpoint again from an intact source"
             )
         self._add_file(tensor.location)
-        return StoredArray(
-            tensor.location, start, dtype, tensor.shape, row_major_strides(tensor.shape)
-        )
+        return array
 
     def _read_value(self, entry: _Entry) -> Any:
         if entry.type == "object" and entry.location and entry.serializer == "torch_save":
@@ -283,7 +282,7 @@ class _EntryCollector:
             if byte_range is not None:
                 start, stop = byte_range
                 file = file.subrange(start, stop - start, "byte_range")
-            return read_torch_file(file, skip_unknown=self._tree.skip_unknown).value
+            return self._tree.load_range(file)
 
     def _add_file(self, location: str) -> None:
         self._tree.file(location)
@@ -308,13 +307,7 @@ def _require_tensor(entry: _Entry) -> _Tensor:
 
 
 def _parse_dtype(tensor: _Tensor) -> str:
-    dtype = tensor.dtype.removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise FormatError(
-            f"dtype {tensor.dtype[:40]!r} is not supported: restore the tensor with torchsnapshot, "
-            "and convert it"
-        )
-    return dtype
+    return tensor.dtype.removeprefix("torch.")
 
 
 _PRIMITIVE_DECODERS: Mapping[str, Callable[[str], Any]] = {

@@ -6,24 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import (
+from shardwise.ports.reader import (
     AllowedNames,
+    FilePart,
+    FileTree,
+    FormatError,
     PickledInstance,
     allow_as_instances,
 )
-from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.sharded_tensors import TENSOR_PROPERTIES_NAMES
-from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray
-from shardwise.manifest.manifest import LARGEST_INTEGER
-from shardwise.manifest.validate import MOST_PIECES
-from shardwise.state.hash_collisions import UnsafeKeysError, check_keys
 
 METADATA = ".metadata"
 _COPY_AGAIN = "copy the file again from an intact source"
 MOST_DIMENSIONS = 64
+MOST_CHUNKS = 2**24
+_LARGEST_INTEGER = 2**62
 MOST_PATH_PARTS = 64
 Path: TypeAlias = tuple[str | int, ...]
 Ints: TypeAlias = tuple[int, ...]
@@ -47,70 +43,52 @@ class ChunkedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A range of bytes of a data file that contains a chunk or a value as a file of torch.save.
-
-    Attributes:
-        file: the name of the data file.
-        offset, length: in bytes.
-    """
-
-    file: str
-    offset: int
-    length: int
-
-    def place(self, array: StoredArray) -> StoredArray:
-        """Return an array of this item, whose `start` counts from the start of the item."""
-        start = self.offset + array.start
-        return StoredArray(self.file, start, array.dtype, array.shape, array.stride)
-
-
-@dataclass(frozen=True, slots=True)
 class Metadata:
     """The content of `.metadata`.
 
     Attributes:
         tensors: tensors by name.
         values: names of the values that are not tensors.
-        items: for each pair of a name and the offset of a chunk, the item. The offset of values is
-            None.
+        items: for each chunk and value, the range of a data file that contains it as a file of
+            torch.save. The keys are results of `item_key`.
+        unused: names of items that are neither tensors nor values.
         paths: for each name, its path in the saved state, if known.
         extra_fields: further fields, which formats built on DCP add.
     """
 
     tensors: Mapping[str, ChunkedTensor]
     values: tuple[str, ...]
-    items: Mapping[tuple[str, Ints | None], Item]
+    items: Mapping[str, FilePart]
+    unused: tuple[str, ...]
     paths: Mapping[str, Path]
     extra_fields: Mapping[str, Any]
+
+
+def item_key(name: str, offset: Ints | None) -> str:
+    """Return the key of a chunk, or of a value, which has no offset.
+
+    It is text, because a file could choose numbers that all have the same hash.
+    """
+    return f"{name}\0{offset}"
 
 
 def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
     """Read `.metadata`, which is not trusted.
 
     Args:
-        name: the name of the file below the tree.
+        name: the name of the file below the tree. Its folder also has the data files.
 
     Raises:
         FormatError: it is malformed, contains objects that are not read from pickles, or items are
             compressed.
     """
     path = tree.label(name)
-    pickled_metadata = unpickle(
-        tree.read(name),
-        path,
-        also_allowed=_METADATA_NAMES,
-        skip_unknown=tree.skip_unknown,
-        refuse_huge_values=False,
-    ).value
+    pickled_metadata = tree.load_pickle(name, also_allowed=_METADATA_NAMES)
     try:
-        return _parse_metadata(_fields_of(pickled_metadata, "Metadata", "the content of the file"))
+        fields = _fields_of(pickled_metadata, "Metadata", "the content of the file")
+        return _parse_metadata(fields, name.removesuffix(METADATA))
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
-    except UnsafeKeysError as error:
-        raise FormatError(
-            f"{path}: {error}: the file is refused; copy it again from a source that you trust"
-        ) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
             f"{path}: not the metadata of a DCP checkpoint: {error!r}; copy the file again from an "
@@ -123,7 +101,6 @@ _OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _BYTECHECKPOINT = "bytecheckpoint.checkpointer.meta_type"
 _METADATA_NAMES: AllowedNames = {
-    **TORCH_NAMES,
     **allow_as_instances(
         *(
             f"{_TORCH_DCP}.metadata.{name}"
@@ -155,12 +132,11 @@ _METADATA_NAMES: AllowedNames = {
         f"{_BYTECHECKPOINT}.Metadata",
         f"{_BYTECHECKPOINT}._StorageInfo",
     ),
-    **TENSOR_PROPERTIES_NAMES,
 }
 _PARSED_FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}
 
 
-def _parse_metadata(fields: Mapping[str, Any]) -> Metadata:
+def _parse_metadata(fields: Mapping[str, Any], folder: str) -> Metadata:
     tensors: dict[str, ChunkedTensor] = {}
     values: list[str] = []
     chunk_count = 0
@@ -172,15 +148,15 @@ def _parse_metadata(fields: Mapping[str, Any]) -> Metadata:
             tensor_fields = _fields_of(entry, "TensorStorageMetadata", name)
             # Many tensors may refer to one list.
             chunk_count += len(tensor_fields["chunks"])
-            if chunk_count > MOST_PIECES:
+            if chunk_count > MOST_CHUNKS:
                 raise FormatError(
-                    f"the tensors have more than {MOST_PIECES} chunks, which is not supported: "
+                    f"the tensors have more than {MOST_CHUNKS} chunks, which is not supported: "
                     "save the checkpoint again from fewer ranks"
                 )
             tensors[name] = _parse_tensor(name, tensor_fields)
-    keys_and_items = list(_parse_items(fields["storage_data"] or {}))
-    check_keys(key for key, _ in keys_and_items)
-    items = dict(keys_and_items)
+    items = dict(_parse_items(fields["storage_data"] or {}, folder))
+    known_names = {*tensors, *values}
+    unused = dict.fromkeys(item.name for item in items.values() if item.name not in known_names)
     planned_paths = fields.get("planner_data") or {}
     _require(isinstance(planned_paths, dict), "planner_data is not a dict")
     paths = {
@@ -189,7 +165,7 @@ def _parse_metadata(fields: Mapping[str, Any]) -> Metadata:
         if name in planned_paths
     }
     extra_fields = {key: value for key, value in fields.items() if key not in _PARSED_FIELDS}
-    return Metadata(tensors, tuple(values), items, paths, extra_fields)
+    return Metadata(tensors, tuple(values), items, tuple(unused), paths, extra_fields)
 
 
 def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
@@ -208,13 +184,12 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
             f"{len(shape)} dimensions",
         )
         chunks.append(Chunk(offset, sizes))
-    if len(chunks) > 1:
-        check_keys(chunks)
-    return ChunkedTensor(dtype, shape, tuple(chunks))
+    distinct = {item_key(name, (*chunk.offset, *chunk.shape)): chunk for chunk in chunks}
+    return ChunkedTensor(dtype, shape, tuple(distinct.values()))
 
 
-def parse_item_key(pickled_index: object) -> tuple[str, Ints | None]:
-    """Return the key of an item: the name and offset in a `MetadataIndex`.
+def parse_index(pickled_index: object) -> tuple[str, Ints | None]:
+    """Return the name and offset in a `MetadataIndex`.
 
     Raises:
         FormatError: the index is malformed.
@@ -229,9 +204,9 @@ def parse_item_key(pickled_index: object) -> tuple[str, Ints | None]:
     return name, None if offset is None else _require_ints(offset, f"the offset of {name}")
 
 
-def _parse_items(storage_data: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
+def _parse_items(storage_data: Any, folder: str) -> Iterator[tuple[str, FilePart]]:
     for pickled_index, storage_info in storage_data.items():
-        name, offset = parse_item_key(pickled_index)
+        name, offset = parse_index(pickled_index)
         fields = _fields_of(storage_info, "_StorageInfo", f"the item of {name}")
         transforms = fields.get("transform_descriptors")
         if transforms:
@@ -243,7 +218,7 @@ def _parse_items(storage_data: Any) -> Iterator[tuple[tuple[str, Ints | None], I
         label = f"the offset and length of {name}"
         start, length = _require_ints((fields["offset"], fields["length"]), label)
         _require(isinstance(file, str), f"the item of {name} has no file name")
-        yield (name, offset), Item(file, start, length)
+        yield item_key(name, offset), FilePart(folder + file, start, length, name)
 
 
 def _parse_path(name: str, path: Any) -> Path:
@@ -272,14 +247,14 @@ def _require_ints(numbers: Any, label: str) -> Ints:
     elif len(numbers) > MOST_DIMENSIONS:
         found = f"{len(numbers)} numbers"
     else:
-        wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= LARGEST_INTEGER]
+        wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= _LARGEST_INTEGER]
         if not wrong:
             return tuple(numbers)
         found = "an integer outside of this range"
         if type(wrong[0]) is not int:
             found = f"a {type(wrong[0]).__name__} among them"
     raise FormatError(
-        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {LARGEST_INTEGER}, found "
+        f"{label}: expected at most {MOST_DIMENSIONS} integers from 0 to {_LARGEST_INTEGER}, found "
         f"{found}; {_COPY_AGAIN}"
     )
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
-from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.containers.pickle_values import UnknownObject
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Placed, StoredArray, StoredTensor
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.nested import nest
-from shardwise.formats.readers.dcp.items import Found, find_arrays, read_values
+from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import (
     METADATA,
     Chunk,
     Ints,
-    Item,
     Metadata,
+    item_key,
     read_metadata,
+)
+from shardwise.ports.reader import (
+    Builder,
+    CheckpointNotFoundError,
+    FilePart,
+    FileTree,
+    FormatError,
+    Placed,
+    Reader,
+    StoredArray,
+    StoredTensor,
+    UnknownObject,
+    nest,
 )
 
 FORMAT = "PyTorch DCP"
@@ -53,8 +59,7 @@ def read(tree: FileTree, builder: Builder) -> None:
             "or the file was not copied (`cp *` skips names that start with a dot): copy the file, "
             "or open another checkpoint"
         )
-    metadata = read_metadata(tree)
-    state = nest_leaves(metadata, read_contents(tree, builder, metadata))
+    state = read_state(tree, builder)
     builder.add_state(state, is_ordered=False)
     if "state_dict" in state and all(_LIGHTNING_KEY.fullmatch(str(key)) for key in state):
         builder.missing_files = dict.fromkeys(
@@ -65,50 +70,42 @@ def read(tree: FileTree, builder: Builder) -> None:
 READER = Reader(FORMAT, recognise, read, overrides=("torch",))
 
 
-ArrayFinder: TypeAlias = Callable[
-    [FileTree, Sequence[str], Sequence[Item], Sequence[Ints]], Sequence[Found]
-]
-"""Returns the array of each item, given names, items and offsets of chunks."""
-
-
 def read_contents(
-    tree: FileTree,
-    builder: Builder,
-    metadata: Metadata,
-    *,
-    folder: str = "",
-    array_finder: ArrayFinder = find_arrays,
+    tree: FileTree, builder: Builder, metadata: Metadata, name: str = METADATA
 ) -> dict[str, Any]:
     """Find the bytes of all tensors, and read all values. Return both by their names in DCP.
 
     Args:
         builder: receives the names of files, and lines about what is left out.
-        folder: the folder of the files below the tree; empty, or ends in `/`.
-        array_finder: by default, the items are files of torch.save.
+        metadata: the content of the file of metadata.
+        name: the name of this file.
 
     Raises:
         FormatError: a file or item is missing, or contradicts the metadata.
     """
-    path = tree.label(f"{folder}{METADATA}")
+    path = tree.label(name)
     chunks = [
         (name, chunk)
         for name, tensor in metadata.tensors.items()
-        for chunk in dict.fromkeys(tensor.chunks)
+        for chunk in tensor.chunks
         if 0 not in chunk.shape
     ]
-    items = [_find_item(metadata, folder, name, chunk.offset, path) for name, chunk in chunks]
-    value_items = {name: _find_item(metadata, folder, name, None, path) for name in metadata.values}
-    files = sorted({item.file for item in (*items, *value_items.values())})
+    items = [_find_item(metadata, name, chunk.offset, path) for name, chunk in chunks]
+    value_items = [_find_item(metadata, name, None, path) for name in metadata.values]
+    files = sorted({item.file for item in (*items, *value_items)})
     tree.require(files, f"{METADATA} names")
     for file in files:
         builder.add_file(file)
     builder.world_size = max(builder.world_size, count_ranks(files))
-    names, offsets = [name for name, _ in chunks], [chunk.offset for _, chunk in chunks]
-    found = array_finder(tree, names, items, offsets)
-    unknown = {n: a for n, a in zip(names, found, strict=True) if isinstance(a, UnknownObject)}
+    arrays = read_described_arrays(tree, metadata, chunks, items, path)
+    if arrays is None:
+        arrays = find_arrays(tree, items)
+    unknown: dict[str, UnknownObject] = {}
     boxes: dict[str, list[Placed]] = {name: [] for name in metadata.tensors}
-    for (name, chunk), item, array in zip(chunks, items, found, strict=True):
-        if isinstance(array, StoredArray):
+    for (name, chunk), item, array in zip(chunks, items, arrays, strict=True):
+        if isinstance(array, UnknownObject):
+            unknown[name] = array
+        else:
             _check_array(array, metadata.tensors[name].dtype, chunk, f"{path}: {name}", item)
             boxes[name].append((chunk.offset, array))
     contents: dict[str, Any] = {
@@ -116,19 +113,23 @@ def read_contents(
         for name, tensor in metadata.tensors.items()
         if name not in unknown
     }
-    values = read_values(tree, list(value_items), list(value_items.values()))
-    contents |= zip(value_items, values, strict=True)
+    contents |= zip(metadata.values, read_values(tree, value_items), strict=True)
     builder.left_out += [f"{name}: {each.reason}" for name, each in unknown.items()]
-    names_with_items = dict.fromkeys(name for name, _ in metadata.items)
-    builder.left_out += [
-        f"{name}: it has an item, but no shape"
-        for name in names_with_items
-        if name not in metadata.tensors and name not in metadata.values
-    ]
+    builder.left_out += [f"{name}: it has an item, but no shape" for name in metadata.unused]
     return contents
 
 
-def _check_array(array: StoredArray, dtype: str, chunk: Chunk, label: str, item: Item) -> None:
+def read_state(tree: FileTree, builder: Builder, name: str = METADATA) -> dict[Any, Any]:
+    """Return the nested state that DCP flattened; see `read_contents`.
+
+    If the metadata has no path for a name, the path consists of this name.
+    """
+    metadata = read_metadata(tree, name)
+    contents = read_contents(tree, builder, metadata, name)
+    return nest((metadata.paths.get(key, (key,)), leaf) for key, leaf in contents.items())
+
+
+def _check_array(array: StoredArray, dtype: str, chunk: Chunk, label: str, item: FilePart) -> None:
     if (array.dtype, array.shape) != (dtype, chunk.shape):
         raise FormatError(
             f"{label}: the chunk at {list(chunk.offset)} in {item.file} is {array.dtype} of shape "
@@ -137,26 +138,18 @@ def _check_array(array: StoredArray, dtype: str, chunk: Chunk, label: str, item:
         )
 
 
-def nest_leaves(metadata: Metadata, contents: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the nested state that DCP flattened to these contents.
-
-    If the metadata has no path for a name, the path consists of this name.
-    """
-    return nest((metadata.paths.get(name, (name,)), leaf) for name, leaf in contents.items())
-
-
 def count_ranks(files: Iterable[str]) -> int:
     """Return the number of ranks that wrote files, according to the names of the files."""
     ranks = [int(match[1]) for name in files if (match := _DATA_FILE.fullmatch(name))]
     return max(ranks, default=0) + 1
 
 
-def _find_item(metadata: Metadata, folder: str, name: str, offset: Ints | None, path: str) -> Item:
-    item = metadata.items.get((name, offset))
+def _find_item(metadata: Metadata, name: str, offset: Ints | None, path: str) -> FilePart:
+    item = metadata.items.get(item_key(name, offset))
     if item is None:
         chunk = "" if offset is None else f" at {list(offset)}"
         raise FormatError(
             f"{path}: {name}{chunk}: the metadata does not say where it is: the file "
             "is damaged, or from an incomplete save: copy all files of one save"
         )
-    return Item(folder + item.file, item.offset, item.length) if folder else item
+    return item

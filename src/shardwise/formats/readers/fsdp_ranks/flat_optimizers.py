@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from shardwise.formats.containers.sharded_tensors import StoredShardedTensor
-from shardwise.formats.containers.torch_values import StoredShard
-from shardwise.formats.foreign import StoredArray, row_major_strides
-from shardwise.formats.merge_ranks import LocalPart, SameBytes, select_sample
-from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
 from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
-from shardwise.layout import boxes_of_range
+from shardwise.ports.reader import (
+    Box,
+    Builder,
+    Placed,
+    StoredArray,
+    StoredPart,
+    boxes_of_flat_range,
+)
+
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 
 
 class UnknownLayoutError(Exception):
@@ -78,7 +82,7 @@ def is_whole_optimizer(model: Mapping[str, Any], state: Mapping[str, Any]) -> bo
 
     The arrays of flat parameters have one dimension, so an array with more belongs to a parameter.
     """
-    return not any(isinstance(value, LocalPart) for value in model.values()) and any(
+    return not any(isinstance(value, StoredPart) for value in model.values()) and any(
         isinstance(value, StoredArray) and len(value.shape) > 1
         for entry in _entries(state).values()
         for value in entry.values()
@@ -91,9 +95,9 @@ def name_parameters(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> M
     The parameters are the sharded tensors of the model, in the same order, if the optimizer has one
     param group with as many entries, of the same shapes.
     """
-    first_names: dict[LocalPart, str] = {}  # of tied parameters, the first
+    first_names: dict[StoredPart, str] = {}  # of tied parameters, the first
     for name, part in model.items():
-        if isinstance(part, LocalPart):
+        if isinstance(part, StoredPart):
             first_names.setdefault(part, name)
     names = list(first_names.values())
     if not _is_optimizer(optimizer) or len(optimizer[GROUPS]) != 1:
@@ -103,7 +107,7 @@ def name_parameters(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> M
         return optimizer
     for index, name in zip(group[PARAMS], names, strict=True):
         entry = optimizer[STATE].get(index, {}).values()
-        if any(isinstance(v, LocalPart) and v.shape != model[name].shape for v in entry):
+        if any(isinstance(v, StoredPart) and v.shape != model[name].shape for v in entry):
             return optimizer
     return {**optimizer, GROUPS: [{**group, PARAM_NAMES: names}]}
 
@@ -111,14 +115,14 @@ def name_parameters(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> M
 def convert_flat_optimizers(
     models: Sequence[Mapping[str, Any]],
     optimizers: Sequence[Mapping[str, Any]],
-    same_bytes: SameBytes,
+    builder: Builder,
 ) -> list[dict[str, Any]]:
     """Return the optimizer state of each rank, with the parts of named parameters.
 
     Args:
         models: the model's state of each rank, with parts of tensors.
         optimizers: `optimizer.state_dict()` of each rank.
-        same_bytes: compares small arrays of two files.
+        builder: compares arrays of two files.
 
     Raises:
         UnknownLayoutError: the files do not say which parameters the ranges belong to.
@@ -129,7 +133,7 @@ def convert_flat_optimizers(
         raise UnknownLayoutError("it has several param groups, in an unknown order")
     parameters = _find_parameters(models)
     entry_count = len(optimizers[0][GROUPS][0][PARAMS])
-    tied = _find_tied(models, parameters, same_bytes)
+    tied = _find_tied(models, parameters, builder)
     for candidates in (parameters, parameters.without(tied)) if tied else (parameters,):
         is_by_parameter = entry_count == len(candidates.names)
         find = _ranges_of_parameters if is_by_parameter else _ranges_of_flat_parameters
@@ -167,13 +171,13 @@ def _is_flat(value: object) -> bool:
 
 def _find_parameters(models: Sequence[Mapping[str, Any]]) -> _Parameters:
     """Return the parameters, which are the sharded tensors: buffers are plain tensors."""
-    parts = {name: value for name, value in models[0].items() if isinstance(value, LocalPart)}
+    parts = {name: value for name, value in models[0].items() if isinstance(value, StoredPart)}
     if not parts:
         raise UnknownLayoutError("the model's files have no sharded tensors")
     shards: list[int] = []
     counts: set[int] = set()
     for model in models:
-        places = {_place_of(part) for part in model.values() if isinstance(part, LocalPart)}
+        places = {_place_of(part) for part in model.values() if isinstance(part, StoredPart)}
         if len(places) != 1:
             raise UnknownLayoutError("the model is sharded over several dimensions of the mesh")
         ((shard, count),) = places
@@ -185,18 +189,15 @@ def _find_parameters(models: Sequence[Mapping[str, Any]]) -> _Parameters:
     return _Parameters(tuple(parts), shapes, tuple(shards), counts.pop())
 
 
-def _place_of(part: LocalPart) -> tuple[int, int]:
+def _place_of(part: StoredPart) -> tuple[int, int]:
     """Return the index of a rank's shard, and the number of shards."""
-    if isinstance(part, StoredShardedTensor):
-        return part.rank, part.world_size
-    if len(part.mesh_shards) != 1:
+    if len(part.places) != 1:
         raise UnknownLayoutError("a tensor is not sharded over exactly one dimension of the mesh")
-    dim = part.mesh_shards[0].mesh_dim
-    return part.coordinate[dim], part.mesh_shape[dim]
+    return part.place[0], part.places[0]
 
 
 def _find_tied(
-    models: Sequence[Mapping[str, Any]], parameters: _Parameters, same_bytes: SameBytes
+    models: Sequence[Mapping[str, Any]], parameters: _Parameters, builder: Builder
 ) -> set[str]:
     """Return names of matrices whose first elements equal those of an earlier matrix.
 
@@ -207,7 +208,7 @@ def _find_tied(
     for name, shape in zip(parameters.names, parameters.shapes, strict=True):
         others = earlier.setdefault(shape, [])
         if len(shape) > 1 and any(
-            all(_start_equally(model[name], model[other], same_bytes) for model in models)
+            all(_start_equally(model[name], model[other], builder) for model in models)
             for other in others
         ):
             tied.add(name)
@@ -215,16 +216,10 @@ def _find_tied(
     return tied
 
 
-def _start_equally(one: LocalPart, other: LocalPart, same_bytes: SameBytes) -> bool:
-    arrays, other_arrays = _arrays_of(one), _arrays_of(other)
-    return [each.shape for each in arrays] == [each.shape for each in other_arrays] and all(
-        same_bytes(select_sample(a), select_sample(b))
-        for a, b in zip(arrays, other_arrays, strict=True)
+def _start_equally(one: StoredPart, other: StoredPart, builder: Builder) -> bool:
+    return [box.shape for _, box in one.boxes] == [box.shape for _, box in other.boxes] and all(
+        builder.start_equally(a, b) for (_, a), (_, b) in zip(one.boxes, other.boxes, strict=True)
     )
-
-
-def _arrays_of(part: LocalPart) -> list[StoredArray]:
-    return [part.local] if isinstance(part, StoredShard) else [array for _, array in part.local]
 
 
 def _flat_size(optimizer: Mapping[str, Any], entry: int) -> int | None:
@@ -315,21 +310,16 @@ def _convert(
 
 def _part_maker(
     parameters: _Parameters, parameter: int, shard: int, ranges: Sequence[_Range]
-) -> Callable[[StoredArray], StoredShardedTensor]:
+) -> Callable[[StoredArray], StoredPart]:
     """Return a function that converts this rank's array of an entry to the part of a parameter."""
-    shape = parameters.shapes[parameter]
-    boxes = {each.shard: boxes_of_range(shape, each.start, each.stop) for each in ranges}
-    skipped = next((each.skipped for each in ranges if each.shard == shard), 0)
-    box_count = sum(map(len, boxes.values()))
+    shape, places = parameters.shapes[parameter], (parameters.shard_count,)
+    own = next((each for each in ranges if each.shard == shard), None)
 
-    def make_part(array: StoredArray) -> StoredShardedTensor:
-        start, local = array.start + skipped * array.itemsize, []
-        for box in boxes.get(shard, []):
-            stride = row_major_strides(box.shape)
-            local.append((box, StoredArray(array.file, start, array.dtype, box.shape, stride)))
-            start += box.size * array.itemsize
-        return StoredShardedTensor(
-            shape, array.dtype, box_count, tuple(local), shard, parameters.shard_count
-        )
+    def make_part(array: StoredArray) -> StoredPart:
+        boxes: list[Placed] = []
+        if own is not None:
+            elements = array.part(Box((own.skipped,), (own.stop - own.start,)))
+            boxes = boxes_of_flat_range(shape, own.start, elements)
+        return StoredPart("ShardedTensor", array.dtype, shape, tuple(boxes), (shard,), places)
 
     return make_part

@@ -7,13 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
-from shardwise.formats.containers.torch_files import MOST_NAMES_SHOWN
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.merge_ranks import SameBytes
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
@@ -21,6 +14,7 @@ from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     is_whole_optimizer,
     name_parameters,
 )
+from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "FSDP files of each rank (verl)"
 MODEL, OPTIMIZER, EXTRA_STATE = "model", "optim", "extra_state"
@@ -28,6 +22,7 @@ _FILE = re.compile(
     rf"({MODEL}|{OPTIMIZER}|{EXTRA_STATE})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt"
 )
 MOST_RANKS = 1 << 17
+_MOST_LINES = 4
 _STEP = re.compile(r"(?:^|/)global_step_(\d{1,15})(?:/|$)")
 _STATE_KEYS = {MODEL: "model", OPTIMIZER: "optimizer", EXTRA_STATE: "extra_state"}
 _SCHEDULER, _RANDOM_STATE = "lr_scheduler", "rng"
@@ -74,7 +69,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     }
     builder.left_out += _list_left_out(tree, names)
     try:
-        _convert_optimizers(by_kind, builder.have_same_bytes)
+        _convert_optimizers(by_kind, builder)
     except UnknownLayoutError as error:
         del by_kind[OPTIMIZER]
         builder.left_out.append(
@@ -100,7 +95,7 @@ READER = Reader(FORMAT, recognise, read, overrides=("torch-ranks",))
 
 def _read_dicts(tree: FileTree, names: Iterable[str]) -> dict[str, dict[Any, Any]]:
     """Return the dict in each file."""
-    values = tree.load_each(names, also_allowed=RANK_TENSOR_NAMES)
+    values = tree.load_each(names)
     for name, value in values.items():
         if not isinstance(value, dict):
             raise FormatError(
@@ -110,7 +105,7 @@ def _read_dicts(tree: FileTree, names: Iterable[str]) -> dict[str, dict[Any, Any
     return values
 
 
-def _convert_optimizers(by_kind: dict[str, list[Any]], same_bytes: SameBytes) -> None:
+def _convert_optimizers(by_kind: dict[str, list[Any]], builder: Builder) -> None:
     """Replace the optimizers' states with states that have named parameters and parts of tensors.
 
     Raises:
@@ -121,7 +116,7 @@ def _convert_optimizers(by_kind: dict[str, list[Any]], same_bytes: SameBytes) ->
     if all(map(is_whole_optimizer, models, optimizers)):
         return
     if any(map(is_flat_optimizer, optimizers)):
-        by_kind[OPTIMIZER] = convert_flat_optimizers(models, optimizers, same_bytes)
+        by_kind[OPTIMIZER] = convert_flat_optimizers(models, optimizers, builder)
     elif optimizers:
         by_kind[OPTIMIZER] = list(map(name_parameters, models, optimizers))
 
@@ -192,12 +187,12 @@ def _list_left_out(tree: FileTree, read_names: list[str]) -> list[str]:
             f"{_PUBLISHED}: {len(published)} files for publishing the model, such as "
             f"{published[0].removeprefix(_PUBLISHED)}; pass config= to export"
         )
-    return lines[:MOST_NAMES_SHOWN]
+    return lines[:_MOST_LINES]
 
 
 def _find_step(tree: FileTree) -> int | None:
     """Return the step, which verl writes into the path: `global_step_8/actor`."""
-    for place in (tree.store.name, tree.parent.rstrip("/").rpartition("/")[2]):
+    for place in (tree.name, tree.parent.rstrip("/").rpartition("/")[2]):
         if (match := _STEP.search(place)) is not None:
             return int(match[1])
     return None
