@@ -11,9 +11,8 @@ import errno
 import hmac
 import os
 import re
-import stat
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +25,8 @@ from shardwise.manifest.names import MANIFEST, check_file_name, step_of_director
 from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
 from shardwise.memory.files import LARGEST_RECORD, replace_atomically
 from shardwise.memory.identity import make_run_token
-from shardwise.memory.remote.client import LONGEST_WAIT, FilesOfSteps
+from shardwise.memory.listing import list_steps, open_below
+from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import NotRegularFileError, open_regular
 
@@ -88,7 +88,7 @@ class _Handlers:
         return _json(self._list_failing())
 
     async def list_files(self, request: web.Request) -> web.Response:
-        return _json(_list_steps(self._home, request.match_info["run"]))
+        return _json(list_steps(self._home, request.match_info["run"]))
 
     async def send_file(self, request: web.Request) -> web.StreamResponse:
         run, step, name = _path_of(request)
@@ -272,30 +272,10 @@ async def _send_bytes(request: web.Request, file: BinaryIO, low: int, high: int)
         low += sent
 
 
-@contextmanager
-def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Open a directory below the home, through the directories `names`. Links are refused.
-
-    Args:
-        make: whether to create missing directories.
-    """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    with ExitStack() as stack:
-        fd = os.open(home, flags)
-        stack.callback(os.close, fd)
-        for name in names:
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(name, 0o700, dir_fd=fd)
-            fd = os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
-            stack.callback(os.close, fd)
-        yield fd
-
-
 def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     """Open a regular file; return None if it does not exist, or is something else."""
     try:
-        with _directory(home, "runs", run, step) as directory:
+        with open_below(home, "runs", run, step) as directory:
             return os.fdopen(open_regular(name, dir_fd=directory), "rb", buffering=0)
     except NotRegularFileError:
         return None
@@ -308,39 +288,7 @@ def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
 def _write_record(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
     """Write a record atomically, and create its directory."""
     with (
-        _directory(home, "runs", run, step, make=True) as directory,
+        open_below(home, "runs", run, step, make=True) as directory,
         replace_atomically(name, dir_fd=directory) as file,
     ):
         file.write(data)
-
-
-def _list_steps(home: Path, run: str) -> FilesOfSteps:
-    """Return name and size of the regular files of each step of a run.
-
-    Hidden files, which are being written, are left out.
-    """
-    found: FilesOfSteps = {}
-    try:
-        with _directory(home, "runs", run) as directory:
-            names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return found
-    for name in names:
-        step = step_of_directory(name)
-        if step is not None:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                found[step] = _list_files(home, run, name)
-    return found
-
-
-def _list_files(home: Path, run: str, step: str) -> dict[str, int]:
-    files = {}
-    with _directory(home, "runs", run, step) as directory:
-        for name in os.listdir(directory):
-            with suppress(FileNotFoundError, FormatError):
-                if name != MANIFEST:
-                    check_file_name(name)
-                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    files[name] = status.st_size
-    return files

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Annotated, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,6 +18,7 @@ from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.files import LARGEST_RECORD
+from shardwise.memory.listing import PLAIN_NAME, FilesOfSteps
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.timed_request import send_request
 from shardwise.memory.view import Failing
@@ -25,18 +26,12 @@ from shardwise.store.store import Buffer
 
 LONGEST_WAIT, SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 60.0, 0.2, 1.0  # seconds
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
-PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
 T = TypeVar("T")
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-
-
-FilesOfSteps = dict[Count, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
-"""For each step of a run, the name and size in bytes of each file."""
 
 
 class AgentClient:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
@@ -19,6 +18,7 @@ from shardwise.memory import records
 from shardwise.memory.files import decode_record
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
+from shardwise.memory.listing import list_steps
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
@@ -61,27 +61,11 @@ IsEnough = Callable[[Sequence[NodeFiles], Mapping[str, AgentInfo]], bool]
 
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
-    steps: dict[int, dict[str, int]] = {}
     known = {info.node: info for info in read_known_nodes(run)}
     for step in run.steps():
-        place = SnapshotDirectory(run, step)
-        with suppress(FileNotFoundError):
-            steps[step] = _file_sizes(place)
-        with suppress(StoreError):  # a damaged manifest names no nodes
-            for pending in place.pending_manifests():
-                known |= {info.node: info for info in pending.nodes}
-    return NodeFiles(node, steps, list(known.values()))
-
-
-def _file_sizes(place: SnapshotDirectory) -> dict[str, int]:
-    """Return name and size of each regular file of a snapshot; agents may be removing some."""
-    sizes: dict[str, int] = {}
-    for path in place.path.iterdir():
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
-                sizes[path.name] = status.st_size
-    return sizes
+        for pending in SnapshotDirectory(run, step).pending_manifests():
+            known |= {info.node: info for info in pending.nodes}
+    return NodeFiles(node, list_steps(run.path.parents[1], run.name), list(known.values()))
 
 
 def ask_nodes(
