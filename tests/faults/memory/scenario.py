@@ -38,7 +38,7 @@ _SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{16}\.spare")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
 _SNAPSHOT = re.compile(
-    rf"manifest\.json|{ABANDONED_MARKER}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
+    rf"manifest\.json|{ABANDONED_MARKER}|{_DATA}|r\d{{5}}-{_SAVE}\.(staged|entry)\.json"
     rf"|pending-copy-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
 )
 
