@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
@@ -161,3 +163,26 @@ def test_a_checkpoint_whose_metrics_cannot_be_read_now_is_neither_removed_nor_pa
     assert committed_steps(root) == [1, 2, 3]
     assert choose_step(root, sw.Best("loss")) == 1
     assert apply_retention(root, keep, newest=3, damaged=frozenset()) == [2]
+
+
+steps = st.lists(st.integers(0, 50), min_size=1, unique=True)
+positive = st.none() | st.integers(1, 5)
+
+
+@given(steps, positive, positive, st.booleans())
+def test_the_newest_is_always_kept(
+    steps: list[int], last: int | None, every: int | None, best: bool
+) -> None:
+    metrics = {step: {"loss": float(step % 7)} for step in steps}
+    known = {step: CheckpointInfo(metrics=each) for step, each in metrics.items()}
+    keep = sw.Keep(last=last, multiple_of=every, best=sw.Best("loss") if best else None)
+    kept = keep.steps_to_keep(known)
+    assert max(steps) in kept
+    assert kept <= set(steps)
+    assert set(sorted(steps)[-(last or 1) :]) <= kept
+    if every is not None:
+        assert {step for step in steps if step % every == 0} <= kept
+    if best:
+        assert min(metrics[step]["loss"] for step in steps) in {
+            metrics[step]["loss"] for step in kept
+        }

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise as sw
 from shardwise.integrations.dcp import StorageWriter
-from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import shm
 
@@ -45,7 +44,11 @@ def checkpointer(**options: Any) -> Callable[[Path], object]:
         (lambda path: sw.load("org/Model-7B", {}), sw.CheckpointNotFoundError, "Hugging Face Hub"),
         (lambda path: sw.open("org/Model-7B"), sw.CheckpointNotFoundError, "snapshot_download"),
         (lambda path: sw.open("c/Model-7B"), sw.CheckpointNotFoundError, "is no checkpoint$"),
-        (lambda path: sw.open(path / "c" / MANIFEST), sw.CheckpointNotFoundError, "its directory"),
+        (
+            lambda path: sw.open(path / "c" / "manifest.json"),
+            sw.CheckpointNotFoundError,
+            "its directory",
+        ),
         (lambda path: sw.save(path / "file", {"t": 1}), sw.StateError, "is a file"),
         (lambda path: sw.Checkpointer(path / "file", memory=None), sw.StateError, "is a file"),
         (lambda path: sw.Checkpointer(path / "file"), sw.StateError, "is a file"),
@@ -114,7 +117,7 @@ def test_a_root_that_can_only_be_read_is_restored_from(
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a file system is not permitted")
     try:
-        sw.save(root / step_directory(4), {"t": torch.arange(1000)}, step=4)
+        sw.save(root / "step-00000004", {"t": torch.arange(1000)}, step=4)
         subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
         for options in ({}, {"memory": sw.Memory()}, {"memory": None}):
             state = {"t": torch.zeros(1000, dtype=torch.int64)}

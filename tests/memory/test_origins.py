@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.remote.assembled import MEMORY_ORIGINS
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import (
     COLUMNS,
@@ -25,6 +24,7 @@ from tests.memory.test_snapshots import (
 
 CHECKSUMS = 1 << 13
 """What is read of a file's checksums, at the most: these files have a page of them."""
+ORIGINS = {"local memory", "other nodes", "decoded", "prefetched", "root", "mirror", "start"}
 WORLD = 4
 
 
@@ -58,7 +58,7 @@ def origins(
 def check(found: tuple[dict[str, int], int, str], origin: str) -> None:
     """All bytes came from there, and nothing is counted twice."""
     counted, nbytes, _ = found
-    assert set(counted) == {*MEMORY_ORIGINS, "prefetched", "root", "mirror", "start"}
+    assert set(counted) == ORIGINS
     assert nbytes > 0
     assert nbytes <= counted.pop(origin) <= nbytes + CHECKSUMS
     assert not any(counted.values())

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpointer.checkpointer import STAGING_ONLY
+import shardwise as sw
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import Cluster, Went, begin, end_agents, lose, steps_in, train
 
-NOT_GIVEN = {name: value for name, value in asdict(STAGING_ONLY).items() if name != "dir"}
+NOT_GIVEN = {
+    name: value
+    for name, value in asdict(sw.Memory(snapshot_every=0, slots=1)).items()
+    if name != "dir"
+}
 SNAPSHOTS = {"snapshot_every": 2, "rescue": False}
 SAVED, SNAPSHOT = 10, 14
 FROM_MEMORY, FROM_STORAGE = Went(SNAPSHOT, "memory", "()"), Went(SAVED, "storage", "()")
