@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardwise.errors import StoreError
-from shardwise.store import ReadableFile, Store, WritableFile, leases
+from shardwise.store import FileStatus, ReadableFile, Store, WritableFile, leases
 from shardwise.store.store import REMOTE_TRANSFER, Buffer, StoreTraits
 
 
@@ -66,11 +65,11 @@ class MemoryStore(Store):
     def at(self, name: str) -> MemoryStore:
         return MemoryStore(self.server, f"{self._prefix}{name}/")
 
-    def create(self, key: str, size: int) -> WritableFile:
+    def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
         return _Upload(self, key, size)
 
-    def open(self, key: str) -> ReadableFile:
-        return _Object(self._get(key))
+    def open(self, path: str, size: int | None = None) -> ReadableFile:
+        return _Object(self._get(path))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         path = self._prefix + key
@@ -86,13 +85,11 @@ class MemoryStore(Store):
             raise StoreError(f"{key} has {len(data)} bytes")
         return data
 
-    def stores_with(self, key: str) -> set[str]:
-        self.server.count("list", self._prefix)
-        return {
-            name[: -len(key) - 1]
-            for name in self._paths()
-            if name.endswith(f"/{key}") and name.count("/") == 1
-        }
+    def stat(self, path: str) -> FileStatus | None:
+        self.server.count("head", self._prefix + path)
+        with self.server.lock:
+            found = self.server.objects.get((self._prefix + path).rstrip("/"))
+        return None if found is None else FileStatus(len(found[0]), str(found[1]))
 
     def list(self) -> list[str]:  # type: ignore[valid-type]
         self.server.count("list", self._prefix)
@@ -100,24 +97,24 @@ class MemoryStore(Store):
         return sorted(name for name in names if not leases.is_lease(name))
 
     def delete(self, key: str) -> None:
+        if not key:
+            return
         self.server.count("delete", self._prefix + key)
         with self.server.lock:
             self.server.objects.pop(self._prefix + key, None)
 
-    def remove(self) -> None:
-        """Do nothing: a prefix without objects does not exist."""
-
-    def sync(self) -> None:
-        """Do nothing: what was written is durable."""
-
-    def is_writable(self) -> bool:
-        return "put" not in self.server.refused
-
-    def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        if shared:
-            return nullcontext(key in self.list())
+    def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         times = leases.LeaseTimes(lease=self.server.lease, pause=0.001)
-        return leases.hold(_Leases(self), key, times=times)
+        return leases.hold(leases.LeasesIn(self, self._times), key, times=times)
+
+    def _times(self) -> dict[str, float]:
+        self.server.count("list", self._prefix)
+        with self.server.lock:
+            return {
+                path[len(self._prefix) :]: time
+                for path, (_, time) in self.server.objects.items()
+                if path.startswith(self._prefix) and "/" not in path[len(self._prefix) :]
+            }
 
     def _get(self, key: str) -> bytes:
         self.server.count("get", self._prefix + key)
@@ -131,31 +128,6 @@ class MemoryStore(Store):
         with self.server.lock:
             paths = set(self.server.objects)
         return {each[len(self._prefix) :] for each in paths if each.startswith(self._prefix)}
-
-
-@dataclass(frozen=True)
-class _Leases:
-    store: MemoryStore
-
-    def touch(self, name: str) -> None:
-        self.store.publish(name, b"", replace=True)
-
-    def create_empty(self, name: str) -> None:
-        with suppress(FileExistsError):
-            self.store.publish(name, b"", replace=False)
-
-    def modification_times(self, prefix: str) -> Mapping[str, float]:
-        server, path = self.store.server, self.store._prefix
-        server.count("list", path)
-        with server.lock:
-            return {
-                name[len(path) :]: time
-                for name, (_, time) in server.objects.items()
-                if name.startswith(path + prefix) and "/" not in name[len(path) :]
-            }
-
-    def delete(self, name: str) -> None:
-        self.store.delete(name)
 
 
 class _Upload:

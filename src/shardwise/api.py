@@ -30,7 +30,7 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import LocalStore, Store, lock_for_reading, open_store
 from shardwise.tiers.record import open_with_mirror
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def open(  # noqa: A001 - shardwise.open
             store = choose()
             if isinstance(store, LocalStore):  # the same checkpoint is often opened again
                 store = store.with_cached_reads()
-            cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            cleanup.enter_context(lock_for_reading(store, MANIFEST))
             return store
 
         store, layout = open_any(get_and_lock_store, SoloGroup(), options=options)

@@ -24,7 +24,7 @@ from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import open_any
 from shardwise.retention import Choice
-from shardwise.store import Store
+from shardwise.store import Store, lock_for_reading
 
 
 def export(
@@ -104,7 +104,7 @@ def _export(
             options.check()
             store = choose()
             if group.rank == 0:  # rank 0 leaves the export last
-                cleanup.enter_context(store.hold(MANIFEST, shared=True))
+                cleanup.enter_context(lock_for_reading(store, MANIFEST))
             return store
 
         with recorder.stage("open"):

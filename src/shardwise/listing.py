@@ -132,7 +132,7 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
         )
     elif not names:
         with suppress(FileNotFoundError):
-            store.remove()
+            store.delete("")
     return _names_at(store)
 
 

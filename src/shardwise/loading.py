@@ -34,7 +34,7 @@ from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
-from shardwise.store import Files, Store
+from shardwise.store import Files, Store, lock_for_reading
 
 State = MutableMapping[str, Any]
 
@@ -172,7 +172,7 @@ def _open(
         options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
         store = get_store()
         if group.rank == 0:
-            cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            cleanup.enter_context(lock_for_reading(store, MANIFEST))
         return store
 
     return open_any(get_and_lock_store, group, options.settings_text, open_options)

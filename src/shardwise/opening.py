@@ -34,7 +34,7 @@ from shardwise.manifest.names import (
 )
 from shardwise.manifest.validate import layout_in
 from shardwise.retention import Choice, choose_step, parse_choice
-from shardwise.store import Files, Store
+from shardwise.store import Files, Store, exists, is_file, name_of, parent_of
 
 MOST_STEPS_EXAMINED = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -107,9 +107,9 @@ def open_any(
 
 def _find_manifest(store: Store) -> bytes | None:
     """Return the manifest of a shardwise checkpoint; None if there may be a foreign one."""
-    if store.name == MANIFEST and store.is_file():
+    if name_of(store) == MANIFEST and is_file(store):
         raise CheckpointNotFoundError(
-            f"{store} is a file inside a checkpoint: pass its directory, {store.parent}"
+            f"{store} is a file inside a checkpoint: pass its directory, {parent_of(store)}"
         )
     try:
         return read_manifest(store)
@@ -185,17 +185,17 @@ def _describe_missing(store: Store) -> str:
     """Return why a store has no checkpoint, for an error message."""
     names = store.list()
     if not names:
-        hint, parent = "", store.parent
-        if _HUB_ID.fullmatch(str(store)) and (parent is None or not parent.exists()):
+        hint, parent = "", parent_of(store)
+        if _HUB_ID.fullmatch(str(store)) and (parent is None or not exists(parent)):
             hint = (
                 "; if this is the id of a model on the Hugging Face Hub, download it and pass the "
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
             )
         elif parent is not None:
-            near = difflib.get_close_matches(store.name, parent.list(), n=3)
+            near = difflib.get_close_matches(name_of(store), parent.list(), n=3)
             if near:
                 hint = f"; did you mean {' or '.join(str(parent.at(name)) for name in near)}?"
-            elif not parent.exists():
+            elif not exists(parent):
                 hint = (
                     f"; {parent} does not exist either: check the path, and whether its file "
                     "system is mounted on this machine"
@@ -344,7 +344,7 @@ def _may_belong_to_foreign(names: Sequence[str] | None) -> bool:
 
 def _names_at(store: Store) -> list[str] | None:
     """Return the names below a place; None for a file."""
-    if store.is_file():
+    if is_file(store):
         return None
     try:
         return store.list()
@@ -382,7 +382,7 @@ def refuse_file(store: Store) -> None:
     Raises:
         StateError: the path is a file.
     """
-    if store.is_file():
+    if is_file(store):
         raise StateError(f"{store} is a file: expected a directory, which need not exist")
 
 

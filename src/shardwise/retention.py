@@ -33,7 +33,7 @@ from shardwise.errors import (
 )
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
-from shardwise.store import Store
+from shardwise.store import Store, stores_with
 from shardwise.store.local_files import NotRegularFileError
 
 Metrics = Mapping[str, float | None]
@@ -255,7 +255,7 @@ def duration_in_seconds(duration: Duration, label: str = "") -> float:
 
 def committed_steps(root: Store) -> list[int]:
     """Return the steps of a root that have a manifest, ascending."""
-    steps = map(step_of_directory, root.stores_with(MANIFEST))
+    steps = map(step_of_directory, stores_with(root, MANIFEST))
     return sorted(step for step in steps if step is not None)
 
 
@@ -329,7 +329,7 @@ def remove_checkpoint(store: Store) -> bool:
     `remove_leftovers` is called after `StoreTraits.reading_grace` seconds.
     """
     at_once = not store.traits.reading_grace
-    with store.hold(MANIFEST, shared=False) as locked:
+    with store.lock(MANIFEST) as locked:
         if not locked:
             return False
         if not at_once:
@@ -339,7 +339,7 @@ def remove_checkpoint(store: Store) -> bool:
         return True
     remove_leftovers(store)
     with suppress(OSError):  # the directory contains files that shardwise did not write
-        store.remove()
+        store.delete("")
     return True
 
 

@@ -87,7 +87,7 @@ def test_a_disk_that_fills_up_while_it_is_written(
     background: bool,
 ) -> None:
     caplog.set_level(logging.WARNING, "shardwise")
-    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: None)
+    monkeypatch.setattr("shardwise.engine.planning.free_bytes", lambda store: None)
     memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1, wait=20.0) if background else None
     root = small / "run"
     root.mkdir()
@@ -126,7 +126,7 @@ def save_wrongly(root: str, background: bool) -> list[str]:
         if dist.get_rank() == 1:
             create = LocalStore.create
 
-            def fail(self: LocalStore, key: str, size: int) -> Any:
+            def fail(self: LocalStore, key: str, size: int, *, replace: bool = False) -> Any:
                 LocalStore.create = create  # type: ignore[method-assign]
                 raise OSError("the disk of rank 1 is gone")
 

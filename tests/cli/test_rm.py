@@ -115,7 +115,7 @@ def test_a_dry_run_needs_no_answer(run: Run, root: Path) -> None:
 def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path) -> None:
     checkpoint = root / "step-00000100"
     (checkpoint / MANIFEST).unlink()
-    with LocalStore(checkpoint).hold(lock_file("0" * 16), shared=False) as held:
+    with LocalStore(checkpoint).lock(lock_file("0" * 16)) as held:
         assert held
         ran = run("rm", root, "--step", "100", "--yes")
     assert (ran.status, "a save is writing to it" in ran.err) == (2, True)

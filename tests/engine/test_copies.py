@@ -24,7 +24,7 @@ class Copies:
         self.size = size
         self.copies = len(copies)
 
-    def open(self, key: str) -> Copies:
+    def open(self, path: str) -> Copies:
         return self
 
     def read_at(self, offset: int, out: Buffer) -> int:

@@ -59,7 +59,7 @@ def test_a_save_collects_what_another_left_and_keeps_its_own(place: Path) -> Non
 def test_nothing_goes_while_a_save_is_under_way(place: Path) -> None:
     store = LocalStore(place)
     before = names(place)
-    with store.hold(lock_file(SAVE_ID), shared=False) as held:
+    with store.lock(lock_file(SAVE_ID)) as held:
         assert held
         assert remove_leftovers(store) == []
         assert names(place) == before
@@ -102,7 +102,7 @@ def test_a_save_that_ends_while_another_collects_keeps_its_files(tmp_path: Path)
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(other)
         assert about_to_publish.wait(20)
-        fault = Fault(0, let_it_end, verbs=("hold",))
+        fault = Fault(0, let_it_end, verbs=("lock",))
         remove_leftovers(FaultyStore(LocalStore(place), fault))
         saving.result()
     assert fault.operations

@@ -31,9 +31,9 @@ class CountingStore(LocalStore):
         super().__init__(path)
         self.blocks: Counter[tuple[str, int]] = Counter()
 
-    def open(self, key: str) -> ReadableFile:
-        file = super().open(key)
-        return file if key == MANIFEST else _CountingFile(file, key, self.blocks)
+    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
+        file = super().open(path)
+        return file if path == MANIFEST else _CountingFile(file, path, self.blocks)
 
 
 class _CountingFile:

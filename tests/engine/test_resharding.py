@@ -65,8 +65,8 @@ class CountingStore(LocalStore):
         super().__init__(path)
         self.blocks: Counter[tuple[str, int]] = Counter()
 
-    def open(self, key: str) -> ReadableFile:
-        return _CountingFile(super().open(key), key, self.blocks)
+    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
+        return _CountingFile(super().open(path), path, self.blocks)
 
 
 class _CountingFile:

@@ -97,11 +97,11 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
         storage=StorageTask(root=str(tmp_path)),
     )
     with ExitStack() as looking:
-        assert looking.enter_context(store.hold(lock_file(SAVE), shared=False))
+        assert looking.enter_context(store.lock(lock_file(SAVE)))
         deadline = Deadline(10.0, sleep=lambda seconds: looking.close())
         with (
             lock_for_publishing(pending, LocalStore(tmp_path), deadline),
-            store.hold(lock_file(SAVE), shared=False) as other,
+            store.lock(lock_file(SAVE)) as other,
         ):
             assert not other
 
@@ -119,7 +119,7 @@ def test_a_lock_that_others_hold_is_tried_again(tmp_path: Path) -> None:
         storage=StorageTask(root=str(tmp_path)),
     )
     with (
-        store.hold(lock_file(SAVE), shared=False),
+        store.lock(lock_file(SAVE)),
         pytest.raises(StoreUnavailableError, match="another process holds it"),
         lock_for_publishing(pending, LocalStore(tmp_path), Deadline(0.0)),
     ):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.group import own_group
-from shardwise.engine.node_ranks import divide_uploads
-from shardwise.store import open_store
 from shardwise.testing import Gang
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 
@@ -90,16 +85,6 @@ def test_two_ranks_divide_the_files(gang: Gang, moto: Server) -> None:  # noqa: 
     assert len([key for key in moto.keys(url) if key.endswith(".safetensors")]) == 2
     assert differences(url, SIZES) == []
     assert moto.unfinished_uploads(url) == []
-
-
-def upload_requests_of_rank(url: str) -> int:
-    group = own_group(timedelta(seconds=60))
-    assert group is not None
-    return divide_uploads(open_store(url), group)._share.requests  # type: ignore[attr-defined]
-
-
-def test_the_ranks_of_a_node_divide_the_upload_requests(gang: Gang) -> None:
-    assert gang.run(upload_requests_of_rank, "s3://bucket/run", world=4) == [8] * 4
 
 
 def save_at_once(url: str) -> str:

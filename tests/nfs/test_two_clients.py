@@ -53,18 +53,18 @@ def load_and_compare(path: Path, seed: int, size: int = 100_003) -> None:
 
 def test_a_lock_of_one_client_holds_for_the_other(folders: tuple[Path, Path]) -> None:
     here, there = (LocalStore(folder) for folder in folders)
-    with here.hold("lock", shared=False) as held, there.hold("lock", shared=False) as both:
+    with here.lock("lock") as held, there.lock("lock") as both:
         assert (held, both) == (True, False)
-    with there.hold("lock", shared=True) as held, here.hold("lock", shared=True) as both:
+    with there.lock("lock", shared=True) as held, here.lock("lock", shared=True) as both:
         assert (held, both) == (True, True)
-        with here.hold("lock", shared=False) as alone:
+        with here.lock("lock") as alone:
             assert not alone
 
 
 def test_a_killed_process_loses_its_lock(folders: tuple[Path, Path]) -> None:
     program = (
         "import sys, time\nfrom shardwise.store import LocalStore\n"
-        "with LocalStore(sys.argv[1]).hold('lock', shared=False) as held:\n"
+        "with LocalStore(sys.argv[1]).lock('lock') as held:\n"
         "    print(held, flush=True)\n    time.sleep(100)\n"
     )
     with subprocess.Popen(
@@ -73,21 +73,21 @@ def test_a_killed_process_loses_its_lock(folders: tuple[Path, Path]) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
         store = LocalStore(folders[0])
-        with store.hold("lock", shared=False) as held:
+        with store.lock("lock") as held:
             assert not held
         holder.send_signal(signal.SIGKILL)
-    with store.hold("lock", shared=False) as held:
+    with store.lock("lock") as held:
         assert held
 
 
 def test_a_lock_that_the_other_client_deleted_is_not_held(folders: tuple[Path, Path]) -> None:
     here, there = (LocalStore(folder) for folder in folders)
-    with here.hold("lock", shared=False) as held:
+    with here.lock("lock") as held:
         assert held
         there.delete("lock")
-        with there.hold("lock", shared=False) as other:
+        with there.lock("lock") as other:
             assert other  # a new file
-    with here.hold("lock", shared=False) as held:
+    with here.lock("lock") as held:
         assert held
 
 
@@ -103,10 +103,10 @@ def test_a_lock_that_the_other_client_deletes_before_it_is_locked_is_not_held(
             (folders[1] / "lock").touch()
         lock(fd, operation)
 
-    with here.hold("lock", shared=False) as held:
+    with here.lock("lock") as held:
         assert held
-    monkeypatch.setattr("shardwise.store.local.fcntl.flock", deleted_first)
-    with here.hold("lock", shared=False) as held:
+    monkeypatch.setattr("shardwise.store.local_files.fcntl.flock", deleted_first)
+    with here.lock("lock") as held:
         assert not held
 
 
@@ -176,7 +176,7 @@ def test_a_step_is_listed_when_it_is_committed(folders: tuple[Path, Path]) -> No
 def test_retention_spares_what_the_other_client_loads(folders: tuple[Path, Path]) -> None:
     here, there = folders
     sw.save(here / "step", state_of(1))
-    with LocalStore(there / "step").hold("manifest.json", shared=True) as held:
+    with LocalStore(there / "step").lock("manifest.json", shared=True) as held:
         assert held
         assert not remove_checkpoint(LocalStore(here / "step"))
         load_and_compare(there / "step", 1)

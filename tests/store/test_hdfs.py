@@ -17,9 +17,10 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store import open_store
+from shardwise.store import is_writable, open_store
 from shardwise.store.hdfs import HdfsFiles
 from shardwise.store.remote_files import RemoteFileStore
+from shardwise.store.store_url import parse_url
 from shardwise.testing.store_suite import KEY, content, read_file, write_file
 from tests.store.hdfs_server import Hdfs, find_jars, running_hdfs
 from tests.store.remote_files_suite import RemoteFilesSuite
@@ -66,11 +67,11 @@ def test_a_process_that_was_killed_leaves_nothing_that_stops_the_next_save(place
 
 def test_an_unreachable_namenode_is_an_error_within_seconds() -> None:
     with pytest.raises(StoreUnavailableError, match="Connection refused"):
-        open_store("hdfs://127.0.0.1:1/run").list()
+        open_store("hdfs://127.0.0.1:1/run?retry=0").list()
 
 
 def test_a_url_with_options_is_refused() -> None:
-    with pytest.raises(StoreError, match="no options"):
+    with pytest.raises(StoreError, match="unknown option"):
         open_store("hdfs://127.0.0.1:1/run?user=me")
 
 
@@ -78,13 +79,11 @@ def test_another_user_may_read_but_not_write(place: str, tmp_path: Path) -> None
     store = open_store(place)
     write_file(store, KEY, content(5000))
     program = textwrap.dedent(f"""
-        from shardwise.store import open_store
+        from shardwise.store import is_writable, open_store
         from shardwise.testing.store_suite import KEY, content, read_file, write_file
         store = open_store({place!r})
-        assert not store.is_writable()
+        assert not is_writable(store)
         assert read_file(store, KEY) == content(5000).tobytes()
-        with store.hold(KEY, shared=True) as held:
-            assert held
         try:
             write_file(store, "other", content(10))
         except PermissionError as error:
@@ -100,12 +99,12 @@ def test_another_user_may_read_but_not_write(place: str, tmp_path: Path) -> None
         text=True,
     )
     assert done.stdout == "refused\n", done.stderr
-    assert store.is_writable()
+    assert is_writable(store)
 
 
 def test_an_agent_continues_a_save_after_an_outage(hdfs: Hdfs, place: str, tmp_path: Path) -> None:
     memory = sw.Memory(dir=str(tmp_path), snapshot_every=1)
-    with sw.Checkpointer(place, memory=memory) as checkpointer:
+    with sw.Checkpointer(f"{place}?retry=5", memory=memory) as checkpointer:
         checkpointer.save(1, {"t": torch.ones(1000)})
         hdfs.namenode.kill()
         handle = checkpointer.save(2, {"t": torch.full((1000,), 2.0)})
@@ -123,18 +122,17 @@ def test_an_agent_continues_a_save_after_an_outage(hdfs: Hdfs, place: str, tmp_p
 
 
 def test_a_server_that_hangs_is_an_error_and_its_files_are_there_afterwards(
-    hdfs: Hdfs, place: str, caplog: pytest.LogCaptureFixture
+    hdfs: Hdfs, place: str
 ) -> None:
     """Each request is bounded. The store is usable when the server goes on."""
     write_file(open_store(place), KEY, content(5000))
-    store = RemoteFileStore(HdfsFiles(hdfs.url, 1.0, 0.5), place.removeprefix(hdfs.url))
+    store = RemoteFileStore(HdfsFiles(hdfs.url, 1.0), parse_url(place, ()))
     assert store.list() == [KEY]
     hdfs.namenode.send_signal(signal.SIGSTOP)
     try:
         for _ in range(2):
             with pytest.raises(StoreUnavailableError, match="has not answered for 1 s"):
                 store.list()
-        assert len(caplog.records) == 1, "one warning for each outage"
     finally:
         hdfs.namenode.send_signal(signal.SIGCONT)
     assert read_file(store, KEY) == content(5000).tobytes()

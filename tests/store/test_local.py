@@ -16,7 +16,7 @@ import torch
 import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import LocalStore, Store, exists, open_store
 from shardwise.store.local_files import STALE_ATTEMPTS, is_cached
 from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
@@ -147,11 +147,11 @@ def test_only_plain_files_are_opened(tmp_path: Path, kind: str) -> None:
         store.open("it")
     with pytest.raises(StoreError, match=r"not a regular file|symbolic link"):
         store.read("it", limit=100)
-    with store.hold("it", shared=True) as held:  # a read says why it is not opened
+    with store.lock("it", shared=True) as held:  # a read says why it is not opened
         assert not held
     with (
         pytest.raises(StoreError, match=r"/it is .*(not a regular file|symbolic link)"),
-        store.hold("it", shared=False),
+        store.lock("it"),
     ):
         pass
 
@@ -195,8 +195,8 @@ def test_a_lock_that_was_deleted_before_it_was_locked_is_not_held(
             (tmp_path / "lock").unlink()
         lock(fd, operation)
 
-    monkeypatch.setattr("shardwise.store.local.fcntl.flock", deleted_first)
-    with LocalStore(tmp_path).hold("lock", shared=False) as held:
+    monkeypatch.setattr("shardwise.store.local_files.fcntl.flock", deleted_first)
+    with LocalStore(tmp_path).lock("lock") as held:
         assert not held
 
 
@@ -206,8 +206,8 @@ def test_a_lock_of_a_deleted_file_of_another_client_is_not_held(
     def lock(fd: int, operation: int) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr("shardwise.store.local.fcntl.flock", lock)
-    with LocalStore(tmp_path).hold("lock", shared=False) as held:
+    monkeypatch.setattr("shardwise.store.local_files.fcntl.flock", lock)
+    with LocalStore(tmp_path).lock("lock") as held:
         assert not held
 
 
@@ -257,7 +257,7 @@ def test_a_link_that_was_made_although_its_answer_was_lost_is_a_success(
         link(source, target)
         raise FileExistsError(target)
 
-    monkeypatch.setattr("shardwise.store.local.os.link", linked_before)
+    monkeypatch.setattr("shardwise.store.local_files.os.link", linked_before)
     store = LocalStore(tmp_path)
     store.publish("manifest.json", b"one", replace=False)
     assert store.read("manifest.json", limit=3) == b"one"
@@ -273,10 +273,10 @@ def test_files_that_nfs_keeps_for_readers_are_ignored(tmp_path: Path) -> None:
     kept = tmp_path / "step" / ".nfs0000000000a1b2c300000001"
     kept.touch()
     with pytest.raises(OSError, match="not empty"):
-        store.remove()
+        store.delete("")
     store.delete(KEY)
     assert store.list() == []
-    store.remove()
+    store.delete("")
     kept.unlink()
-    store.remove()
-    assert not store.exists()
+    store.delete("")
+    assert not exists(store)

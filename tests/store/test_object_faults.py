@@ -23,8 +23,8 @@ from shardwise.errors import ShardwiseError, StoreUnavailableError
 from shardwise.retention import remove_checkpoint
 from shardwise.store import open_store
 from shardwise.store.leases import is_lease
-from shardwise.store.object_clients import Client
-from shardwise.store.object_store import ObjectStore, parse_object_url
+from shardwise.store.object_store import ObjectStore
+from shardwise.store.retry import Retry, RetryingStore
 from shardwise.store.store import Buffer
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.store.azurite_server import AzureServer
@@ -225,7 +225,7 @@ def test_an_upload_that_the_server_has_ended_is_an_error_although_there_is_an_ol
     old, new = (torch.full((size,), value, dtype=torch.uint8).numpy() for value in (1, 2))
 
     def write(content: Buffer) -> None:
-        with closing(store.create_atomic("weights", size)) as file:
+        with closing(store.create("weights", size, replace=True)) as file:
             file.write_at(0, content)
             file.commit()
 
@@ -240,15 +240,15 @@ def test_an_upload_that_the_server_has_ended_is_an_error_although_there_is_an_ol
     assert open_store(place.direct(1)).read("weights", limit=size) == new.tobytes()
 
 
-def store_with_own_clock(place: Place, retry: int = 10) -> tuple[ObjectStore, list[float]]:
+def store_with_own_clock(place: Place, retry: int = 10) -> tuple[RetryingStore, list[float]]:
     """Return a store behind the proxy, and its time, which only pauses between attempts change."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    url = parse_object_url(place.faulty(1, timeout=30).replace("retry=10", f"retry={retry}"))
-    return ObjectStore(url, Client(url, clock=lambda: now[0], sleep=sleep)), now
+    url = place.faulty(1, timeout=30).replace("retry=10", f"retry={retry}")
+    return RetryingStore(ObjectStore(url), Retry(retry, 10.0, lambda: now[0], sleep)), now
 
 
 def test_a_listing_that_breaks_off_again_and_again_is_repeated_as_long_as_the_url_says(
@@ -268,10 +268,10 @@ def test_a_listing_that_breaks_off_again_and_again_is_repeated_as_long_as_the_ur
 def test_a_bulk_delete_that_the_server_denies_is_not_repeated(place: Place) -> None:
     """The answer to a bulk delete is a success, with an error for each key."""
     sw.save(place.direct(1), state_of(1))
-    store = ObjectStore(place.faulty(1))
+    store = open_store(place.faulty(1))
 
     def answer(code: str) -> HttpFault:
-        key = f"{store.url.path}/manifest.json"
+        key = f"{str(store).partition('?')[0].split('/', 3)[3]}/manifest.json"
         error = f"<Key>{key}</Key><Code>{code}</Code><Message>no</Message>"
         text = f"<DeleteResult><Error>{error}</Error></DeleteResult>"
         return HttpFault(FaultKind.ANSWER, status=200, text=text, methods=("POST",), path="delete")

@@ -11,8 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
-from shardwise.store import open_store
-from shardwise.store.object_store import ObjectStore
+from shardwise.store import Store, is_file, open_store
 from shardwise.testing.fault_proxy import FaultKind, HttpFault
 from tests.store.servers import moto  # noqa: F401 - a fixture
 from tests.store.test_object_faults import (  # noqa: F401 - place and proxy are fixtures
@@ -24,15 +23,15 @@ from tests.store.test_object_faults import (  # noqa: F401 - place and proxy are
 )
 
 
-def read_through(store: ObjectStore, key: str) -> bytes:
+def read_through(store: Store, key: str) -> bytes:
     with closing(store.open(key)) as file:
         return bytes(file.view(0, file.size))
 
 
-READS: dict[str, Callable[[ObjectStore], object]] = {
+READS: dict[str, Callable[[Store], object]] = {
     "read": lambda store: store.read("key", limit=100) == b"content",
     "open": lambda store: read_through(store, "key") == b"content",
-    "stat": lambda store: store.at("key").is_file(),
+    "stat": lambda store: is_file(store.at("key")),
     "list": lambda store: store.list() == ["key"],
     "walk": lambda store: list(store.walk(10)) == ["key"],
 }
@@ -57,7 +56,7 @@ def test_what_was_just_written_is_missing_after_ten_seconds(place: Place) -> Non
     with pytest.raises(FileNotFoundError):
         store.read("key", limit=100)
     assert 10 < now[0] < 15
-    assert not store.at("key").is_file()
+    assert not is_file(store.at("key"))
     assert now[0] < 15
 
 

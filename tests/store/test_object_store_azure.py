@@ -13,8 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.store import Store, open_store
-from shardwise.store.object_store import ObjectStore
+from shardwise.store import Store, exists, open_store
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.faults.memory.scenario import end_agents
@@ -97,14 +96,14 @@ def test_a_large_object_is_uploaded_in_parts(
 
 
 def test_an_upload_that_is_not_committed_leaves_nothing(azurite: AzureServer, url: str) -> None:  # noqa: F811
-    store = ObjectStore(url)
+    store = open_store(url)
     file = store.create(KEY, 20 * CHUNK)
     file.write_at(0, content(12 * CHUNK))
     # A part that is under way would arrive after the end of the upload.
-    wait_until(lambda: azurite.uncommitted_blocks(f"{store.url.path}/{KEY}") == 2)
+    wait_until(lambda: azurite.uncommitted_blocks(f"{store.store.url.path}/{KEY}") == 2)
     assert len(azurite.unfinished_uploads(url)) == 1
     assert store.list() == []
-    assert not store.exists()
+    assert not exists(store)
     file.close()
     assert store.list() == []
     assert azurite.unfinished_uploads(url) == []
@@ -120,7 +119,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_failed_upload_keeps_the_object_that_it_would_replace(url: str) -> None:
     store, data = open_store(url), content(6 * CHUNK)
     for is_committed in (True, False):
-        file = store.create_atomic(KEY, len(data))
+        file = store.create(KEY, len(data), replace=True)
         try:
             file.write_at(0, data if is_committed else data[:CHUNK] + 1)
             if is_committed:

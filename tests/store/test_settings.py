@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.store.url import open_absolute
+from shardwise.store.places import open_absolute
 
 
 @pytest.fixture

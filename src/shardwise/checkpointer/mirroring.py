@@ -14,7 +14,7 @@ from shardwise.errors import add_note
 from shardwise.events import Recorder
 from shardwise.memory.records import StorageTask
 from shardwise.ports.hooks import RestoreReport, RunHook
-from shardwise.store import Store
+from shardwise.store import Store, is_writable
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.store import MIRROR
 from shardwise.tiers.watch import MirrorWatch
@@ -55,7 +55,7 @@ class RunMirror(RunHook):
         self._worker: MirrorWorker | None = None
         if group.rank == 0:
             self._watch.report(Recorder())  # events of earlier trainings are not reported
-        self._is_mirroring = group.rank == 0 and settings.root.is_writable()
+        self._is_mirroring = group.rank == 0 and is_writable(settings.root)
         if self._is_mirroring and request is None and settings.mirror is not None:
             rules = TierRules(settings.keep, settings.mirror.keep, settings.mirror.budget)
             self._worker = MirrorWorker(Mirroring(settings.root, place, rules))

@@ -27,7 +27,7 @@ from shardwise.memory.options import Memory
 from shardwise.memory.records import StorageTask
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep, committed_steps
-from shardwise.store import Store, can_be_reopened, open_absolute, open_store
+from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
 from shardwise.tiers.options import Mirror, MirrorRequest
 from shardwise.tiers.store import TieredStore
 
@@ -260,7 +260,7 @@ def prepare_root_and_check_memory(
         refuse_as_root(root, names, may_be_foreign=has_start)
         steps = [name for name in names if step_of_directory(name) is not None]
         remove_leftovers_below(root, steps)
-        return msgspec.msgpack.encode((in_memory and root.is_writable(), committed_steps(root)))
+        return msgspec.msgpack.encode((in_memory and is_writable(root), committed_steps(root)))
 
     def check_or_name_snapshot(options: list[bytes]) -> bytes:
         try:

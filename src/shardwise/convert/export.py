@@ -21,7 +21,7 @@ from shardwise.formats.containers.ranges import FileRange
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
-from shardwise.store import Files, Store, open_store
+from shardwise.store import Files, Store, is_file, name_of, open_store, resolve_links
 
 MAX_MEMORY = 1 << 30
 MAX_FILE = 5 << 30
@@ -67,7 +67,7 @@ class ExportOptions:
                 f"config={os.fspath(self.config)!r}: only to='hf' writes a configuration, not "
                 f"to={self.to!r}: leave out config="
             )
-        if self.config is not None and not open_store(self.config).is_file():
+        if self.config is not None and not is_file(open_store(self.config)):
             raise StateError(
                 f"config={os.fspath(self.config)!r}: not a file: expected the path of config.json"
             )
@@ -114,12 +114,12 @@ def write_export(
 
 
 def _read_config(store: Store) -> bytes:
-    with closing(store.open_below("")) as file:
+    with closing(resolve_links(store).open("")) as file:
         if file.size > LARGEST_CONFIG:
             raise StateError(
                 f"config={store}: the file has {file.size} bytes: expected at most {LARGEST_CONFIG}"
             )
-        return FileRange.whole_file(file, store.name, str(store)).read(0, file.size)
+        return FileRange.whole_file(file, name_of(store), str(store)).read(0, file.size)
 
 
 def _digest_source(source: Files, layout: Layout) -> str:

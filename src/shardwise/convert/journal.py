@@ -52,7 +52,7 @@ class Journal:
                 path is a file or below a file, or another process is writing to it.
         """
         self._check()
-        with self._records.hold(LOCK, shared=False) as locked:
+        with self._records.lock(LOCK) as locked:
             if not locked:
                 raise CheckpointExistsError(
                     f"another process is writing to {self._target}: wait until it ends, or choose "
@@ -63,7 +63,7 @@ class Journal:
             yield
         # NFS keeps the directory while the lock is held. Another process may be using it by now.
         with suppress(OSError):
-            self._records.remove()
+            self._records.delete("")
 
     def _check(self) -> None:
         obstacle = why_no_directory(self._target)

@@ -211,7 +211,7 @@ def _write_file(
     """Write a file, which appears under its name when it is durable."""
     folder, name = _folder_of(target, file.name)
     try:
-        with closing(folder.create_atomic(name, file.size)) as writable:
+        with closing(folder.create(name, file.size, replace=True)) as writable:
             return write_contents(file, source, writable, chunk)
     except OSError as error:
         if error.errno not in _DISK_FULL:

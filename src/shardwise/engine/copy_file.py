@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.data_reader import DataReader
@@ -87,25 +87,15 @@ def copy_verified(
 
 @contextmanager
 def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
-    """Create a file, which the `with` block writes, and sync it at the end. Replace an old file.
+    """Create a file, which the `with` block writes. It appears at the end, or replaces an old one.
 
     Raises:
-        OSError: the storage failed. An incomplete new file is removed if possible. An existing file
-            stays.
+        OSError: the storage failed. An existing file stays.
     """
-    is_new = True
-    try:
-        file = store.create(entry.name, entry.size)
-    except FileExistsError:
-        file, is_new = store.create_atomic(entry.name, entry.size), False
+    file = store.create(entry.name, entry.size, replace=True)
     try:
         yield file
         file.commit()
-    except BaseException:
-        if is_new:
-            with suppress(OSError):
-                store.delete(entry.name)
-        raise
     finally:
         file.close()
 

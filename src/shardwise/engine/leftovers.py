@@ -20,7 +20,7 @@ from shardwise.manifest.names import (
     is_lock_file,
     save_id_of_file,
 )
-from shardwise.store import Store, UploadingStore
+from shardwise.store import Store, abort_uploads
 
 REQUESTS_AT_ONCE = 16
 MAX_REMOVED_BYTES = 1 << 12
@@ -59,7 +59,7 @@ def _remove_leftovers(store: Store, names: Sequence[str]) -> list[str]:
     removed = []
     with ExitStack() as locks:
         for name in filter(is_lock_file, names):
-            if not locks.enter_context(store.hold(name, shared=False)):
+            if not locks.enter_context(store.lock(name)):
                 return []
         if REMOVED in ours and _may_be_read(store):
             return []
@@ -74,7 +74,7 @@ def _remove_leftovers(store: Store, names: Sequence[str]) -> list[str]:
             store.delete(REMOVED)
         if removed:
             with suppress(OSError):  # the directory is not empty
-                store.remove()
+                store.delete("")
     return removed
 
 
@@ -90,16 +90,10 @@ def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
             names = store.list()
             _remove_leftovers(store, names)
             if MANIFEST not in names:
-                store.remove()  # fails unless the directory is empty
+                store.delete("")  # fails unless the directory is empty
 
     map_in_threads(clean, directories)
     abort_uploads(root)
-
-
-def abort_uploads(store: Store) -> None:
-    """Abort the abandoned uploads below a store, whose parts would cost money."""
-    if isinstance(store, UploadingStore):
-        store.abort_uploads()
 
 
 def mark_as_removed(store: Store, removed_at: float) -> None:

@@ -30,7 +30,7 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.load import LoadPlan, Spans, plan_load, wanted_columns
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
-from shardwise.store import Files, MappedStore
+from shardwise.store import Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +158,9 @@ def largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
 
     Each read from another node is a request, so these reads are as long as the arena allows.
     """
-    mapped = store if isinstance(store, MappedStore) else None
+    mapped = store.traits.mapped
     sizes = [
-        (arena.read_size if mapped is None or mapped.is_mapped(file.name) else arena.buffer_size)
+        (arena.read_size if mapped is None or file.name in mapped else arena.buffer_size)
         - (BLOCK if file.entry is None else 0)  # for the bytes past the end; see `DataReader`
         for file in layout.files
     ]
@@ -302,8 +302,9 @@ def read_leaves(
 
 def are_mapped(spans: Spans, store: Files, layout: Layout) -> bool:
     """Return whether all files of the spans are mapped into this rank's memory."""
-    return isinstance(store, MappedStore) and all(
-        store.is_mapped(layout.files[index].name) for index in np.unique(spans.file).tolist()
+    mapped = store.traits.mapped
+    return mapped is not None and all(
+        layout.files[index].name in mapped for index in np.unique(spans.file).tolist()
     )
 
 

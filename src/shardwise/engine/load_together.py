@@ -28,7 +28,7 @@ from shardwise.manifest.layout import Layout
 from shardwise.plan.load import Spans, assign_transfers
 from shardwise.plan.ranges import Ranges
 from shardwise.plan.within_node import SharedReads, fraction_saved, share_reads
-from shardwise.store import Files, MappedStore
+from shardwise.store import Files
 
 WORTH_SHARING = 0.05
 """The ranks of a node read together if this avoids at least this fraction of their reads."""
@@ -111,7 +111,8 @@ def plan_together(
     largest_read = np.minimum.reduce([np.frombuffer(m.largest_reads, np.int64) for m in messages])
     all_mapped = all(each.are_mapped for each in messages)
     # A node reads alone what it has: snapshots, of which it has most, or files on its own disk.
-    has_data = isinstance(store, MappedStore) or (read_once is None and store.traits.is_node_local)
+    traits = store.traits
+    has_data = traits.mapped is not None or (read_once is None and traits.is_node_local)
     between = None
     if read_once is not False and len(node_ranks) < group.size:
         between = agree_on_reading_once(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,13 +27,12 @@ from shardwise.engine.doorbell import (
     open_doorbell,
     ring_doorbell,
 )
-from shardwise.engine.exchange import LocalValue, exchange, exchange_with_local_value
+from shardwise.engine.exchange import LocalValue, exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.shared_buffers import BufferLayout, SharedBuffers, rings_of
 from shardwise.errors import LostRankError, RankError
 from shardwise.manifest.layout import StoredFile
 from shardwise.plan.within_node import SharedReads
-from shardwise.store import Store, UploadingStore
 
 PLAN_HEAD_SIZE = 8
 """The size of the length before a plan, in bytes."""
@@ -271,27 +269,6 @@ def _read_digest(fd: int) -> bytes | None:
     """Return the digest at the start of a buffer; None while the pages are being allocated."""
     digest = os.pread(fd, DIGEST_SIZE, 0)
     return digest if any(digest) else None
-
-
-def divide_uploads(store: Store, group: Group) -> Store:
-    """Return a store for the uploads of this rank: the ranks of a node divide its requests.
-
-    All ranks call this function together, with the same store.
-
-    Raises:
-        ShardwiseError: as for `exchange`.
-    """
-    if group.size == 1 or not isinstance(store, UploadingStore):
-        return store
-
-    def count_ranks(nodes: list[bytes]) -> list[bytes]:
-        counts = Counter(nodes)
-        return [str(counts[node]).encode() for node in nodes]
-
-    count = exchange(
-        group, "counting the ranks of a node", lambda: _node_name().encode(), count_ranks
-    )
-    return store.divide_uploads(int(count))
 
 
 def _node_name() -> str:

@@ -41,7 +41,7 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import ManifestPlan, RankPlan
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
-from shardwise.store import BoundedStore, Store
+from shardwise.store import Store, free_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,7 +451,7 @@ def refuse_if_full(store: Store, nbytes: int) -> None:
     Raises:
         StoreError: fewer than `nbytes` bytes are free.
     """
-    free = store.free_bytes() if isinstance(store, BoundedStore) else None
+    free = free_bytes(store)
     if free is not None and free < nbytes:
         raise StoreError(
             f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only {free:,} "

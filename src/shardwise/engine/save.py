@@ -14,8 +14,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.exchange import exchange, exchange_with_local_value, run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import abort_uploads, map_in_threads, remove_leftovers
-from shardwise.engine.node_ranks import divide_uploads
+from shardwise.engine.leftovers import map_in_threads, remove_leftovers
 from shardwise.engine.planning import (
     Agreement,
     DescribedSave,
@@ -37,7 +36,7 @@ from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment, host_array
-from shardwise.store import Store
+from shardwise.store import Store, abort_uploads
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
 _Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
@@ -205,7 +204,7 @@ def lock_place(save: SaveRequest, cleanup: ExitStack) -> str:
     for _ in range(LOCK_ATTEMPTS):
         save_id = new_save_id()
         cleanup.callback(_discard_lock, save.store, save_id)
-        if cleanup.enter_context(save.store.hold(lock_file(save_id), shared=False)):
+        if cleanup.enter_context(save.store.lock(lock_file(save_id))):
             return save_id
     raise StoreError(
         f"{save.store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
@@ -221,7 +220,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry 
     Returns:
         The entry of the file; None if this rank writes no file.
     """
-    store = divide_uploads(planned.save.store, group)
+    store = planned.save.store
 
     def write() -> FileEntry | None:
         if planned.sample is not None:
@@ -320,4 +319,4 @@ def _discard_lock(store: Store, save_id: str) -> None:
     with suppress(OSError):
         store.delete(lock_file(save_id))
         if not store.list():
-            store.remove()
+            store.delete("")

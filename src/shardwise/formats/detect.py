@@ -17,6 +17,7 @@ from shardwise.formats.foreign_builder import Builder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST
 from shardwise.plugins import find_plugins, load_plugin
+from shardwise.store import name_of
 
 MOST_SUGGESTIONS = 8
 """The most directories that a message suggests to open instead."""
@@ -189,7 +190,7 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
     recognised = [tree for tree in subtrees if _has_manifest(tree) or find_readers(tree)]
     if not recognised:
         return ". Check the path, or describe the files by a specification (spec=)"
-    names = [subtree.store.name for subtree in recognised]
+    names = [name_of(subtree.store) for subtree in recognised]
     if sum(subtree.single_file is not None for subtree in recognised) > 1:
         return (
             f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "

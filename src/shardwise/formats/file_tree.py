@@ -34,7 +34,11 @@ from shardwise.store import (
     ReadableFile,
     Store,
     StoreTraits,
+    exists,
+    is_file,
+    name_of,
     open_store,
+    parent_of,
     resolve_links,
     store_below,
 )
@@ -107,7 +111,7 @@ class FileTree:
     @property
     def parent(self) -> str:
         """The place one level above, for messages."""
-        return str(self.store.parent)
+        return str(parent_of(self.store))
 
     @cached_property
     def single_file(self) -> str | None:
@@ -116,9 +120,9 @@ class FileTree:
         Raises:
             CheckpointNotFoundError: the place does not exist.
         """
-        if self.store.is_file():
-            return self.store.name
-        if not self.store.exists():
+        if is_file(self.store):
+            return name_of(self.store)
+        if not exists(self.store):
             raise CheckpointNotFoundError(f"{self}: no such file or directory: check the path")
         return None
 
@@ -213,7 +217,8 @@ class FileTree:
             FormatError: the file does not exist.
         """
         size = self.file(name).size
-        return self.store.open_below("" if self.single_file is not None else name, size)
+        file = self.store if self.single_file is not None else store_below(self.store, name)
+        return resolve_links(file).open("", size)
 
     @contextmanager
     def open_range(self, name: str) -> Iterator[FileRange]:

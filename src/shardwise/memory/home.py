@@ -34,7 +34,7 @@ from shardwise.memory.files import lock_directory, read_record, ring_bell, try_l
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.store.local import LocalStore
 from shardwise.store.local_files import open_regular
-from shardwise.store.url import open_store
+from shardwise.store.places import open_store
 
 BELL_FILE = "agent.bell"
 FREE_DIRECTORY = "free"

@@ -26,7 +26,7 @@ from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.retention import committed_steps
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import LocalStore, Store, lock_for_reading, open_store
 
 PREFETCH_DIRECTORY = "prefetched"
 INCOMPLETE_DIRECTORY = ".incomplete"
@@ -129,7 +129,7 @@ class Prefetcher:
             raise FormatError(f"{source}: {error}") from error
         target = _prefetch_directory(run)
         target.mkdir()
-        with source.hold(MANIFEST, shared=True) as held:
+        with lock_for_reading(source, MANIFEST) as held:
             files = self._choose_files(manifest.files) if held else []
             self._copy_files(source, files, target)
         nbytes = sum(file.size for file in files)

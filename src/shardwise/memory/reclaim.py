@@ -74,7 +74,7 @@ def free(
 def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
-        with store.hold(MANIFEST, shared=False) as held:
+        with store.lock(MANIFEST) as held:
             if not held:
                 return False
             store.delete(MANIFEST)
@@ -82,7 +82,7 @@ def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
     kept = _unanswered_removal_requests(names) if keep_removal_requests else set()
     _remove(place, [name for name in names if name not in kept])
     with suppress(OSError):
-        store.remove()
+        store.delete("")
     return True
 
 

@@ -1,50 +1,61 @@
 """Stores: places for the files of checkpoints, accessed by name."""
 
-from shardwise.store.local import LocalStore, local_path
+from shardwise.store.local import LocalStore
+from shardwise.store.places import (
+    abort_uploads,
+    can_be_reopened,
+    exists,
+    free_bytes,
+    is_file,
+    is_writable,
+    lock_for_reading,
+    name_of,
+    open_absolute,
+    open_store,
+    parent_of,
+    resolve_links,
+    store_below,
+    stores_with,
+    why_no_directory,
+)
 from shardwise.store.read_only import ReadOnlyStore
 from shardwise.store.store import (
-    BoundedStore,
     Files,
     FileStatus,
-    MappedStore,
     ReadableFile,
     ReplicatedFile,
     Store,
     StoreTraits,
     TransferOptions,
-    UploadingStore,
     ViewableFile,
     WritableFile,
 )
-from shardwise.store.url import (
-    can_be_reopened,
-    open_absolute,
-    open_store,
-    resolve_links,
-    store_below,
-    why_no_directory,
-)
 
 __all__ = [
-    "BoundedStore",
     "FileStatus",
     "Files",
     "LocalStore",
-    "MappedStore",
     "ReadOnlyStore",
     "ReadableFile",
     "ReplicatedFile",
     "Store",
     "StoreTraits",
     "TransferOptions",
-    "UploadingStore",
     "ViewableFile",
     "WritableFile",
+    "abort_uploads",
     "can_be_reopened",
-    "local_path",
+    "exists",
+    "free_bytes",
+    "is_file",
+    "is_writable",
+    "lock_for_reading",
+    "name_of",
     "open_absolute",
     "open_store",
+    "parent_of",
     "resolve_links",
     "store_below",
+    "stores_with",
     "why_no_directory",
 ]

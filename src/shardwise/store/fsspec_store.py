@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.remote_files import Entry, RemoteFileStore
+from shardwise.store.store import FileStatus
 from shardwise.store.store_url import parse_url
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def open_fsspec(url: str) -> RemoteFileStore:
             f"{url!r}: unknown scheme {place.scheme}://: use a directory, file:///path, s3://, "
             "gs://, az://, hdfs://, http:// or a scheme that fsspec knows"
         ) from error
-    return RemoteFileStore(FsspecFiles(f"{place.scheme}://{place.host}"), f"/{place.path}")
+    return RemoteFileStore(FsspecFiles(f"{place.scheme}://{place.host}"), place)
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,12 @@ class FsspecFiles:
         """Open a file."""
         if size is None:
             entry = self.find(path)
-            if entry.is_directory:
+            if entry.status.is_directory:
                 raise StoreError(
                     f"{self.url}{path} is a directory, but a file is expected: open the directory "
                     "of a checkpoint"
                 )
-            size = entry.size
+            size = entry.status.size
         return _FsspecFile(self, path, size)
 
     def read(self, path: str, offset: int, count: int) -> bytes:
@@ -125,12 +126,6 @@ class FsspecFiles:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url + path)
             client.makedirs(client._parent(full), exist_ok=True)
             return _FsspecStream(self, path, client.open(full, "wb"))
-
-    def write_empty(self, path: str) -> None:
-        """Create or replace an empty file."""
-        with self._use_client(path) as (client, full):
-            client.makedirs(client._parent(full), exist_ok=True)
-            client.pipe_file(full, b"")
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file, under a temporary name if this file system can rename files.
@@ -225,9 +220,8 @@ def _entry(info: Mapping[str, Any]) -> Entry:
     version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
     time = next((info[key] for key in _TIME_KEYS if info.get(key)), None)
     is_directory = info["type"] == "directory"
-    return Entry(
-        0 if is_directory else int(info["size"] or 0), is_directory, _seconds(time), version
-    )
+    size = 0 if is_directory else int(info["size"] or 0)
+    return Entry(FileStatus(size, version, is_directory), _seconds(time))
 
 
 def _seconds(time: object) -> float | None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -16,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store.outages import WARNING_SECONDS
 from shardwise.store.remote_files import Entry, RemoteFileStore
+from shardwise.store.store import FileStatus
+from shardwise.store.store_url import parse_url
 
 if TYPE_CHECKING:
     from hdfs_native import Client, FileReader, FileWriter
@@ -41,7 +40,6 @@ _TEMPORARY = (
 _JAVA_TRACE = re.compile(r"\s*(\\n|\n)\s*(\\t|\t)at .*", re.DOTALL)
 
 T = TypeVar("T")
-log = logging.getLogger("shardwise")
 
 
 def open_hdfs(url: str) -> RemoteFileStore:
@@ -62,12 +60,8 @@ def open_hdfs(url: str) -> RemoteFileStore:
         raise StoreError(
             f"{url!r}: HDFS needs hdfs-native: pip install 'shardwise[hdfs]'"
         ) from error
-    split = urllib.parse.urlsplit(url)
-    if split.query or split.fragment or "@" in split.netloc:
-        raise StoreError(
-            f"{url!r}: a URL of HDFS has no options and no user: hdfs://host:port/path"
-        )
-    return RemoteFileStore(HdfsFiles(f"hdfs://{split.netloc}"), split.path.rstrip("/") or "/")
+    place = parse_url(url, (), needs_host=False)
+    return RemoteFileStore(HdfsFiles(f"hdfs://{place.host}"), place)
 
 
 @dataclass(frozen=True)
@@ -81,18 +75,15 @@ class HdfsFiles:
     Args:
         url: `hdfs://namenode:port`, or `hdfs://` and the name of a name service.
         seconds: the longest time of a request.
-        warning_seconds: how long a request may take before a warning, one for each outage.
     """
 
     url: str
     seconds: float = field(default=REQUEST_SECONDS, compare=False)
-    warning_seconds: float = field(default=WARNING_SECONDS, compare=False)
     refuses_to_replace = True  # renames in HDFS are atomic
     _clients: dict[int, Client] = field(default_factory=dict, compare=False, repr=False)
-    _has_warned: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[type[HdfsFiles], tuple[str, float, float]]:
-        return type(self), (self.url, self.seconds, self.warning_seconds)
+    def __reduce__(self) -> tuple[type[HdfsFiles], tuple[str, float]]:
+        return type(self), (self.url, self.seconds)
 
     def find(self, path: str) -> Entry:
         """Return what is at a path."""
@@ -111,31 +102,35 @@ class HdfsFiles:
 
     def create(self, path: str) -> _HdfsStream:
         """Create a file."""
-        return _HdfsStream(self, path, self._writer(path, overwrite=False))
+        from hdfs_native import WriteOptions
 
-    def write_empty(self, path: str) -> None:
-        """Create or replace an empty file."""
-        _HdfsStream(self, path, self._writer(path, overwrite=True)).close()
+        options = WriteOptions(overwrite=False, create_parent=True)
+        return _HdfsStream(
+            self, path, self.request(path, lambda: self._client.create(path, options))
+        )
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file under a temporary name, and rename it."""
-        temporary = self._write_temporary(path, data)
-        try:
-            self.rename(temporary, path)
-        except OSError:
-            self._delete_quietly(temporary)
-            raise
+        """Create or replace a small file under a temporary name, and rename it."""
+        self._write(path, data, overwrite=True)
 
     def write_new(self, path: str, data: bytes) -> None:
         """Write a small file under a temporary name, and rename it unless its name is taken."""
-        temporary = self._write_temporary(path, data)
+        self._write(path, data, overwrite=False)
+
+    def _write(self, path: str, data: bytes, *, overwrite: bool) -> None:
+        directory, _, name = path.rpartition("/")
+        temporary = f"{directory}/.{name}.{secrets.token_hex(4)}"
+        stream = self.create(temporary)
         try:
-            self.request(path, lambda: self._client.rename(temporary, path, overwrite=False))
+            stream.write(memoryview(data))
+        finally:
+            stream.close()
+        try:
+            self.request(path, lambda: self._client.rename(temporary, path, overwrite=overwrite))
         except OSError:
-            # If the answer to the first attempt was lost, the client's second attempt fails.
-            if not self._has_content(path, data):
-                self._delete_quietly(temporary)
-                raise
+            with suppress(OSError):  # the error that led here matters more
+                self.delete(temporary)
+            raise
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file. An existing one is replaced."""
@@ -172,28 +167,15 @@ class HdfsFiles:
         threading.Thread(target=send, name="shardwise-hdfs", daemon=True).start()
         place = f"{self.url}{path}"
         try:
-            if not wait([answer], self.warning_seconds).done:
-                self._warn(place)
-                if not wait([answer], self.seconds - self.warning_seconds).done:
-                    raise StoreUnavailableError(
-                        f"{place}: HDFS has not answered for {self.seconds:g} s; {_ADVICE}"
-                    )
+            if not wait([answer], self.seconds).done:
+                raise StoreUnavailableError(
+                    f"{place}: HDFS has not answered for {self.seconds:g} s; {_ADVICE}"
+                )
             with _translate_errors(place):
-                result = answer.result()
+                return answer.result()
         except StoreUnavailableError:
             self._clients.pop(os.getpid(), None)  # the next request connects anew
             raise
-        self._has_warned.clear()
-        return result
-
-    def _warn(self, place: str) -> None:
-        if not self._has_warned.is_set():
-            self._has_warned.set()
-            log.warning(
-                "%s: HDFS has not answered for %g s. The request fails after %g s at the "
-                "latest; %s",
-                *(place, self.warning_seconds, self.seconds, _ADVICE),
-            )
 
     @property
     def _client(self) -> Client:
@@ -210,33 +192,6 @@ class HdfsFiles:
                 client = Client(self.url, CONFIG)
             self._clients[os.getpid()] = client
         return client
-
-    def _writer(self, path: str, *, overwrite: bool) -> FileWriter:
-        from hdfs_native import WriteOptions
-
-        options = WriteOptions(overwrite=overwrite, create_parent=True)
-        return self.request(path, lambda: self._client.create(path, options))
-
-    def _write_temporary(self, path: str, data: bytes) -> str:
-        directory, _, name = path.rpartition("/")
-        temporary = f"{directory}/.{name}.{secrets.token_hex(4)}"
-        stream = self.create(temporary)
-        try:
-            stream.write(memoryview(data))
-        finally:
-            stream.close()
-        return temporary
-
-    def _has_content(self, path: str, data: bytes) -> bool:
-        try:
-            file = self.open(path)
-            return file.size == len(data) and file.read(0, file.size) == data
-        except OSError:
-            return False
-
-    def _delete_quietly(self, path: str) -> None:
-        with suppress(OSError):  # the error that led here matters more
-            self.delete(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +228,8 @@ class _HdfsStream:
 
 
 def _entry(status: HdfsStatus) -> Entry:
-    time = str(status.modification_time)
-    return Entry(status.length, status.isdir, status.modification_time / 1000, time)
+    found = FileStatus(status.length, str(status.modification_time), is_directory=status.isdir)
+    return Entry(found, status.modification_time / 1000)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-LEASE_SECONDS = 60.0
+from shardwise.store.store import LOCK_EXPIRY, Store
+
 RENEWALS_PER_LEASE = 4
 """How often a lease is renewed before it would expire."""
 MOST_LISTINGS = 5
@@ -62,6 +63,37 @@ class LeaseFiles(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LeasesIn:
+    """The leases in the directory of a store.
+
+    Attributes:
+        store: the store, whose `list` leaves out leases.
+        list_times: returns when each file of the directory was modified, in seconds by the clock of
+            the server, with leases; {} if there is no directory.
+    """
+
+    store: Store
+    list_times: Callable[[], Mapping[str, float]]
+
+    def touch(self, name: str) -> None:
+        """See `LeaseFiles.touch`."""
+        self.store.publish(name, b"", replace=True)
+
+    def create_empty(self, name: str) -> None:
+        """See `LeaseFiles.create_empty`."""
+        if self.store.stat(name) is None:
+            self.touch(name)
+
+    def modification_times(self, prefix: str) -> Mapping[str, float]:
+        """See `LeaseFiles.modification_times`."""
+        return {name: time for name, time in self.list_times().items() if name.startswith(prefix)}
+
+    def delete(self, name: str) -> None:
+        """See `LeaseFiles.delete`."""
+        self.store.delete(name)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseTimes:
     """The times of leases.
 
@@ -71,7 +103,7 @@ class LeaseTimes:
         sleep: the function that waits; tests pass another.
     """
 
-    lease: float = LEASE_SECONDS
+    lease: float = LOCK_EXPIRY
     pause: float = PAUSE_SECONDS
     sleep: Callable[[float], None] = time.sleep
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
-import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,11 +20,14 @@ from shardwise.store.local_files import (
     NotRegularFileError,
     is_node_local,
     open_regular,
+    read_regular,
     refresh_directory,
     repeat_if_stale,
     sync_directory,
+    try_lock,
+    write_atomically,
 )
-from shardwise.store.names import check_name, check_name_to_write
+from shardwise.store.names import check_name, check_name_to_write, check_path
 from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits
 from shardwise.store.store_url import StoreUrl
 
@@ -75,19 +77,10 @@ class LocalStore:
         """The properties of the store. Whether it is local to this node depends on its mount."""
         return replace(LOCAL_TRAITS, is_node_local=is_node_local(self.path))
 
-    @property
-    def name(self) -> str:
-        """The last component of the path."""
-        return self.path.name
-
-    @property
-    def parent(self) -> LocalStore | None:
-        """The directory above; None for the root of the file system."""
-        return None if self.path.parent == self.path else self.at_path(self.path.parent)
-
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""
-        return self.at_path(self._path_to_read(name))
+        check_name(name, str(self.path))
+        return self.at_path(self.path / name)
 
     def at_path(self, path: Path) -> LocalStore:
         """Return the store at another path, with the same options."""
@@ -96,16 +89,6 @@ class LocalStore:
     def with_cached_reads(self) -> LocalStore:
         """Return this store, with reads through the page cache."""
         return LocalStore(self.path, page_cache=self._page_cache, cached_reads=True)
-
-    def exists(self) -> bool:
-        """Return whether the path exists. Links are followed."""
-        if not self.path.exists():
-            refresh_directory(self.path.parent)
-        return self.path.exists()
-
-    def is_file(self) -> bool:
-        """Return whether the path is a regular file. Links are followed."""
-        return self.path.is_file()
 
     def walk(self, limit: int) -> dict[str, FileStatus]:
         """Return the regular files below, by relative path. Links to files are followed."""
@@ -127,63 +110,43 @@ class LocalStore:
                 )
         return dict(sorted(found.items()))
 
-    def open_below(self, path: str, size: int | None = None) -> LocalReader:
-        """Open a regular file. Links are followed, for example in caches of published models."""
-        file = self.path / path
-        return repeat_if_stale(file.parent, lambda: LocalReader(file.resolve(), self._cached_reads))
+    def stat(self, path: str) -> FileStatus | None:
+        """Return what is at a path. Links are followed; anything but a directory is a file."""
+        full = self._path_to_read(path)
+        if not os.path.lexists(full):
+            refresh_directory(full.parent)
+        try:
+            return _status_of(full)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            return None
 
-    def create(self, key: str, size: int) -> LocalWriter:
-        """Create a file of `size` bytes."""
-        self._create_directory()
-        return LocalWriter(self._path_to_write(key), size, page_cache=self._page_cache)
-
-    def create_atomic(self, key: str, size: int) -> LocalWriter:
-        """Create a file under a temporary name, and rename it when it is committed."""
-        temporary = self._path_to_write(f"{key}.part")
-        self._create_directory()
-        temporary.unlink(missing_ok=True)
-        return LocalWriter(temporary, size, self._path_to_write(key), page_cache=self._page_cache)
-
-    def open(self, key: str) -> LocalReader:
+    def open(self, path: str, size: int | None = None) -> LocalReader:
         """Open a regular file. Symbolic links are refused."""
-        path = self._path_to_read(key)
-        return repeat_if_stale(path.parent, lambda: LocalReader(path, self._cached_reads))
+        full = self._path_to_read(path)
+        return repeat_if_stale(full.parent, lambda: LocalReader(full, self._cached_reads))
+
+    def create(self, key: str, size: int, *, replace: bool = False) -> LocalWriter:
+        """Create a file of `size` bytes; with `replace`, under a temporary name until it ends."""
+        path = self._path_to_write(key)
+        temporary = self._path_to_write(f"{key}.part") if replace else path
+        self._create_directory()
+        if replace:
+            temporary.unlink(missing_ok=True)
+        return LocalWriter(temporary, size, path, page_cache=self._page_cache)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
+        path = self._path_to_write(key)
         self._create_directory()
-        target = self._path_to_write(key)
-        temporary = self._path_to_write(f".{key}.{secrets.token_hex(4)}")
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            self.sync()
-            if replace:
-                os.replace(temporary, target)
-            else:
-                _link(temporary, target)
-            self.sync()
-        finally:
-            temporary.unlink(missing_ok=True)
+        with write_atomically(path, mode=0o666, replace=replace, durable=True) as file:
+            file.write(data)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        return repeat_if_stale(self.path, lambda: self._read(key, limit))
-
-    def _read(self, key: str, limit: int) -> bytes:
-        reader = LocalReader(self._path_to_read(key), page_cache=True)
-        try:
-            if reader.size > limit:
-                raise StoreError(
-                    f"{self.path / key} has {reader.size} bytes, but at most {limit} are expected: "
-                    "it is damaged, or another program wrote it"
-                )
-            return reader.read_all()
-        finally:
-            reader.close()
+        check_name(key, str(self.path))
+        return repeat_if_stale(self.path, lambda: read_regular(self.path / key, limit))
 
     def list(self) -> list[str]:
         """Return the names of all files and directories, sorted.
@@ -196,14 +159,13 @@ class LocalStore:
             return []
 
     def delete(self, key: str) -> None:
-        """Remove a file, if it exists."""
-        self._path_to_write(key).unlink(missing_ok=True)
+        """Remove a file, if it exists; with "", the directory, if it is empty.
 
-    def remove(self) -> None:
-        """Remove the directory, if it is empty.
-
-        It stays if it has files that NFS keeps for readers. A later call removes it.
+        A directory stays if it has files that NFS keeps for readers. A later call removes it.
         """
+        if key:
+            self._path_to_write(key).unlink(missing_ok=True)
+            return
         try:
             os.rmdir(self.path)
         except FileNotFoundError:
@@ -212,33 +174,8 @@ class LocalStore:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY) or self.list():
                 raise
 
-    def free_bytes(self) -> int | None:
-        """Return the free space for this user; None if the file system does not report it."""
-        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-        statistics = os.statvfs(existing)
-        return statistics.f_bavail * statistics.f_frsize if statistics.f_blocks else None
-
-    def stores_with(self, key: str) -> set[str]:
-        """Return the names of the directories that contain this file."""
-        return {name for name in self.list() if self._contains(self.path / name, key)}
-
-    @staticmethod
-    def _contains(directory: Path, key: str) -> bool:
-        if not os.path.lexists(directory / key):
-            refresh_directory(directory)
-        return os.path.lexists(directory / key)
-
-    def is_writable(self) -> bool:
-        """Return whether this user may create files in the directory, or create the directory."""
-        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-        return os.access(existing, os.W_OK)
-
-    def sync(self) -> None:
-        """Sync the directory."""
-        sync_directory(self.path)
-
     @contextmanager
-    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
+    def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
         """Lock a file with `flock`, and yield whether this succeeded.
 
         Raises:
@@ -274,43 +211,24 @@ class LocalStore:
             with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
                 sync_directory(each.parent)
 
-    def _path_to_read(self, name: str) -> Path:
-        check_name(name, str(self.path))
-        return self.path / name
+    def _path_to_read(self, path: str) -> Path:
+        check_path(path, str(self.path))
+        return self.path / path
 
     def _path_to_write(self, name: str) -> Path:
         check_name_to_write(name, str(self.path))
         return self.path / name
 
 
-def local_path(store: object) -> Path | None:
-    """Return the path of a store on a local or shared file system; None for any other store."""
-    return store.path if isinstance(store, LocalStore) else None
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, unless the name is taken.
-
-    If the answer of an NFS server is lost, its client asks again, and the second answer is that the
-    name is taken. If the file has two links, the first request has given it this name.
-    """
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        if os.stat(source).st_nlink < 2:
-            raise
-
-
 def _try_lock(fd: int, *, shared: bool) -> bool:
-    """Lock an open file with `flock`, unless another process has locked it.
+    """Lock an open file, unless another process has locked it, or has deleted it on NFS.
 
     A file system without locks raises other errors. Then the file counts as locked.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        return try_lock(fd, shared=shared)
     except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.ESTALE)
-    return True
+        return error.errno not in (errno.EACCES, errno.ESTALE)
 
 
 def _is_at(path: Path, fd: int) -> bool:
@@ -330,6 +248,8 @@ def _is_at(path: Path, fd: int) -> bool:
 
 def _status_of(path: Path) -> FileStatus:
     status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        return FileStatus(0, "", is_directory=True)
     return FileStatus(status.st_size, str(status.st_mtime_ns))
 
 

@@ -6,12 +6,13 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from shardwise.errors import StoreError
 from shardwise.store.store import Buffer
@@ -79,16 +80,14 @@ class LocalWriter:
     Args:
         path: the path, at which no file exists.
         size: the size in bytes.
-        final_path: the path to rename the file to when it is committed; None to keep its path.
+        final_path: the path to rename the file to when it is committed.
         page_cache: write through the page cache.
     """
 
-    def __init__(
-        self, path: Path, size: int, final_path: Path | None = None, *, page_cache: bool
-    ) -> None:
+    def __init__(self, path: Path, size: int, final_path: Path, *, page_cache: bool) -> None:
         self._path = path
         self._final_path = final_path
-        self._is_renamed = False
+        self._is_committed = False
         self._size = size
         self._page_cache = page_cache
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -122,14 +121,14 @@ class LocalWriter:
     def commit(self) -> None:
         os.ftruncate(self._fd, self._size)
         os.fsync(self._fd)
-        if self._final_path is not None:
+        if self._path != self._final_path:
             os.replace(self._path, self._final_path)
-            self._is_renamed = True
-            sync_directory(self._path.parent)
+        self._is_committed = True
+        sync_directory(self._path.parent)
 
     def close(self) -> None:
         os.close(self._fd)
-        if self._final_path is not None and not self._is_renamed:
+        if self._path != self._final_path and not self._is_committed:
             self._path.unlink(missing_ok=True)
 
 
@@ -169,9 +168,6 @@ class LocalReader:
                 break
             done += count
         return done
-
-    def read_all(self) -> bytes:
-        return os.pread(self._fd, self.size, 0)
 
     def _read(self, view: memoryview, offset: int) -> int:
         direct = self._direct
@@ -277,6 +273,104 @@ def is_node_local(path: Path) -> bool:
             if fields.split()[2] == number:
                 return types.split()[0] in NODE_LOCAL_FILE_SYSTEMS
     return False
+
+
+def read_regular(
+    path: Path,
+    limit: int,
+    check: Callable[[Path, os.stat_result], object] = lambda path, status: None,
+) -> bytes:
+    """Return the content of a small regular file.
+
+    Args:
+        check: called with the path and the status of the open file, before it is read.
+
+    Raises:
+        NotRegularFileError: as for `open_regular`.
+        StoreError: the file has more than `limit` bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        check(path, status)
+        size = status.st_size
+        if size > limit:
+            raise StoreError(
+                f"{path} has {size} bytes, but at most {limit} are expected: it is damaged, or "
+                "another program wrote it"
+            )
+        return file.read(size)
+
+
+@contextmanager
+def write_atomically(
+    path: str | os.PathLike[str],
+    *,
+    mode: int = 0o600,
+    replace: bool = True,
+    durable: bool = False,
+    dir_fd: int | None = None,
+) -> Iterator[BinaryIO]:
+    """Open a file that appears at `path` at the end of the block, unless the block raises.
+
+    Args:
+        mode: the permissions of the file. By default, only the owner can read it.
+        replace: an existing file is replaced.
+        durable: the file survives a crash of the machine.
+        dir_fd: an open directory that a relative path refers to. It needs `replace`.
+
+    Raises:
+        FileExistsError: the file exists, and `replace` is False.
+        OSError: the file cannot be written; StoreError, if the path is a directory.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, mode, dir_fd=dir_fd), "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if not replace:
+            _link(temporary, path)
+            if durable:
+                sync_directory(Path(directory))
+            os.unlink(temporary)
+            return
+        try:
+            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except IsADirectoryError as error:
+            raise StoreError(
+                f"{path} cannot be written, as it is a directory: remove it"
+            ) from error
+        if durable:
+            sync_directory(Path(directory))
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=dir_fd)
+        raise
+
+
+def _link(source: str, target: str | os.PathLike[str]) -> None:
+    """Give a file a second name, unless the name is taken.
+
+    If the answer of an NFS server is lost, its client asks again, and the second answer is that the
+    name is taken. If the file has two links, the first request has given it this name.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        if os.stat(source).st_nlink < 2:
+            raise
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file or directory without waiting; return whether it is locked now."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def sync_directory(directory: Path) -> None:

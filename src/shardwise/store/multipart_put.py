@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.errors import StoreUnavailableError
 from shardwise.store.object_clients import Client
 from shardwise.store.object_errors import translate_errors
+from shardwise.store.retry import Retry
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -30,6 +33,7 @@ def put_parts(
     path: str,
     place: str,
     chunks: Iterator[memoryview],
+    retry: Retry,
     *,
     part: int,
     requests: int,
@@ -46,6 +50,7 @@ def put_parts(
         path: the key of the object.
         place: its URL, for messages.
         chunks: the content.
+        retry: how long to repeat the request that begins the upload.
         part: the size of a part, in bytes.
         requests: how many parts are uploaded at a time.
 
@@ -55,6 +60,7 @@ def put_parts(
     import obstore
 
     upload_id = secrets.token_hex(8)
+    upload = partial(obstore.put, chunk_size=part, max_concurrency=requests)
     has_begun = is_complete = False
 
     def tracked() -> Iterator[memoryview]:
@@ -65,36 +71,31 @@ def put_parts(
 
     def put(store: ObjectStore) -> None:
         try:
-            obstore.put(
-                store,
-                path,
-                tracked(),
-                chunk_size=part,
-                max_concurrency=requests,
-                attributes={UPLOAD_ID: upload_id},
-            )
+            upload(store, path, tracked(), attributes={UPLOAD_ID: upload_id})
         except Exception as error:
             if not has_begun:
                 raise
             raise _UploadEndedError(error) from error
 
     try:
-        client.request("write", place, put)
+        retry.call(lambda: client.request("write", place, put, repeats=True))
     except _UploadEndedError as ended:
-        if is_complete and _find_upload(client, path, place) == upload_id:
+        if is_complete and _find_upload(client, path, place, retry) == upload_id:
             return
         with translate_errors("write", place):
             raise ended.error from None
 
 
-def _find_upload(client: Client, path: str, place: str) -> str | None:
+def _find_upload(client: Client, path: str, place: str, retry: Retry) -> str | None:
     """Return the random number of the upload from which an object comes, if there is one."""
     import obstore
 
-    try:
+    def find() -> str | None:
         found = client.request(
             "read", place, lambda store: obstore.get(store, path, options={"head": True})
         )
-    except (FileNotFoundError, StoreUnavailableError):
-        return None
-    return found.attributes.get(UPLOAD_ID)
+        return found.attributes.get(UPLOAD_ID)
+
+    with suppress(FileNotFoundError, StoreUnavailableError):
+        return retry.call(find)
+    return None

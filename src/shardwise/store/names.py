@@ -32,6 +32,16 @@ def check_name(name: str, place: str) -> None:
         )
 
 
+def check_path(path: str, place: str) -> None:
+    """Check a relative path of a file to read, with `/`. "" is the place itself.
+
+    Raises:
+        StoreError: a component of the path is no valid name.
+    """
+    for name in path.split("/") if path else ():
+        check_name(name, place)
+
+
 def check_name_to_write(name: str, place: str) -> None:
     """Check the name of a file to create, publish or delete.
 

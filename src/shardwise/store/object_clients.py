@@ -6,19 +6,15 @@ import ipaddress
 import logging
 import os
 import threading
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.deadline import Deadline
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.errors import StoreError
 from shardwise.store.object_errors import translate_errors
-from shardwise.store.outages import WARNING_SECONDS, OutageWatch
-from shardwise.store.recent_writes import RecentWrites
+from shardwise.store.retry import RETRY_SECONDS
 from shardwise.store.store_url import StoreUrl
 
 if TYPE_CHECKING:
@@ -39,17 +35,14 @@ COMMON_OPTIONS = (
     "lock_seconds",
     "part_mib",
     "requests",
-    "retry",
     "single_writer",
     "timeout",
 )
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "http": "http", "https": "http"}
 REQUEST_SECONDS = 120.0
-RETRY_SECONDS = 180.0
+SHORT_RETRY_SECONDS = 3.0
 MOST_RETRIES = 1000  # never reached: the time is the limit
 CONNECT_SECONDS = 10.0
-PROBE_SECONDS = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0  # seconds
 CREDENTIALS_LIFETIME = timedelta(minutes=10)
 DEFAULT_REGION = "us-east-1"
 
@@ -62,37 +55,29 @@ class Client:
 
     Args:
         url: the URL of the bucket; its path is ignored.
-        warning_seconds: how long a request may take before the server is probed.
-        clock: a monotonic clock, in seconds.
-        sleep: the function that waits between two attempts.
     """
 
-    def __init__(
-        self,
-        url: StoreUrl,
-        warning_seconds: float = WARNING_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, url: StoreUrl) -> None:
         self.url = url
-        self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
-        self._opened: tuple[int, ObjectStore] | None = None
+        self._opened: dict[tuple[int, bool], ObjectStore] = {}
         self._boto3: tuple[int, Any] | None = None
-        self._written = RecentWrites(clock)
-        self._watch = OutageWatch(_retry_seconds(url), self._probe, warning_seconds)
         self.obeys_conditions = False  # whether a probe has shown that the server obeys them
 
-    def open(self) -> ObjectStore:
+    def open(self, *, repeats: bool = False) -> ObjectStore:
         """Return obstore's client, opened in this process.
+
+        Args:
+            repeats: the client repeats a failed request for as long as the URL says. Otherwise, it
+                does so for a moment only, because `RetryingStore` repeats the operation.
 
         Raises:
             StoreError: obstore is not installed, the options are wrong, no credentials were found,
                 or this process was forked from one that has used obstore.
         """
         pid = os.getpid()
-        if self._opened is not None and self._opened[0] == pid:
-            return self._opened[1]
+        if (found := self._opened.get((pid, repeats))) is not None:
+            return found
         if _first_process() != pid:
             raise StoreError(
                 f"{self.url}: process {pid} was forked from process {_first_process()}, which had "
@@ -101,66 +86,27 @@ class Client:
                 "use of the store"
             )
         with self._lock:
-            if self._opened is None or self._opened[0] != pid:
-                self._opened = pid, _open_client(self.url)
-            return self._opened[1]
+            if (pid, repeats) not in self._opened:
+                seconds = retry_seconds(self.url)
+                limit = seconds if repeats else min(seconds, SHORT_RETRY_SECONDS)
+                self._opened[pid, repeats] = _open_client(self.url, _retry_config(limit))
+            return self._opened[pid, repeats]
 
-    def request(self, action: str, place: str, send: Callable[[ObjectStore], T]) -> T:
-        """Send a request, and repeat it while the server does not answer.
-
-        obstore repeats most requests itself, but no bulk delete, and none whose answer breaks off.
-        The status 404 for an object that this client has just written, or for a listing then, is
-        repeated too.
+    def request(
+        self, action: str, place: str, send: Callable[[ObjectStore], T], *, repeats: bool = False
+    ) -> T:
+        """Send a request.
 
         Args:
-            action, place: as for `translate_errors`. The actions `write`, `delete` and `list` are
-                for these requests only.
-            send: sends the request. It must be safe to call this again, even if the server has
-                executed the first request.
+            action, place: as for `translate_errors`.
+            send: sends the request.
+            repeats: as for `open`.
 
         Raises:
             OSError: as for `translate_errors`.
         """
         with translate_errors(action, place):
-            store = self.open()
-        if action == "delete":
-            self._written.discard(place)
-        with self._watch.watch_request():
-            failure: OSError = StoreUnavailableError(f"{place}: cannot {action}")
-            for _ in self.attempts():
-                try:
-                    with translate_errors(action, place):
-                        result = send(store)
-                except (StoreError, FileNotFoundError) as error:  # noqa: PERF203 - one request each
-                    is_late = self._written.explain(error, action, place)
-                    if not is_late and not isinstance(error, StoreUnavailableError):
-                        raise
-                    failure = error
-                else:
-                    if action == "write":
-                        self._written.add(place)
-                    return result
-            raise failure
-
-    def attempts(self) -> Iterator[None]:
-        """Yield once, and again after pauses, for as long as the URL says (`retry`)."""
-        deadline = Deadline(_retry_seconds(self.url), self._clock, self._sleep)
-        return deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE)
-
-    def _probe(self) -> str:
-        """Send a request that is not repeated; return the error if there is no answer, or ""."""
-        import obstore
-
-        options = {**self.url.options, "retry": "0", "timeout": str(PROBE_SECONDS)}
-        try:
-            store = _open_client(replace(self.url, options=options))
-            with translate_errors("reach the server", str(self.url)):
-                obstore.head(store, self.url.path or "probe")
-        except StoreUnavailableError as error:
-            return str(error)
-        except Exception as error:  # usually an answer, for example that there is no such object
-            log.debug("%s: %s", self.url, error)
-        return ""
+            return send(self.open(repeats=repeats))
 
     def boto3_client(self) -> Any:
         """Return boto3's client of the same bucket; None if the scheme is not s3, or without boto3.
@@ -212,7 +158,7 @@ def _is_aws(endpoint: str) -> bool:
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
-def _open_client(url: StoreUrl) -> ObjectStore:
+def _open_client(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
     try:
         import obstore.store
     except ImportError as error:
@@ -220,11 +166,10 @@ def _open_client(url: StoreUrl) -> ObjectStore:
             f"{url}: {url.scheme}:// needs the package obstore: "
             f"pip install 'shardwise[{EXTRAS[url.scheme]}]'"
         ) from error
-    retry = _retry_config(url)
     skip_signature = url.is_set("anonymous")
     endpoint = url.options.get("endpoint")
     if url.scheme == "s3":
-        return _open_s3(url)
+        return _open_s3(url, retry)
     if url.scheme == "gs":
         given = {"base_url": endpoint} if endpoint else {}
         return obstore.store.GCSStore(
@@ -251,7 +196,7 @@ def _open_client(url: StoreUrl) -> ObjectStore:
     )
 
 
-def _open_s3(url: StoreUrl) -> ObjectStore:
+def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
     """Open a bucket as AWS's own tools do: boto3 finds the credentials, region and endpoint.
 
     Without boto3, obstore finds them itself, except for profiles.
@@ -279,7 +224,7 @@ def _open_s3(url: StoreUrl) -> ObjectStore:
     return S3Store(
         url.host,
         client_options=_client_options(url, endpoint),
-        retry_config=_retry_config(url),
+        retry_config=retry,
         **config,
     )
 
@@ -383,19 +328,19 @@ def _is_loopback(endpoint: str) -> bool:
 
 def longest_request(url: StoreUrl) -> float:
     """Return how long a request of obstore can take with all its retries, in seconds."""
-    return _retry_seconds(url) + _request_seconds(url)
+    return retry_seconds(url) + _request_seconds(url)
 
 
 def _request_seconds(url: StoreUrl) -> float:
     return url.number("timeout", REQUEST_SECONDS, smallest=0.1)
 
 
-def _retry_seconds(url: StoreUrl) -> float:
+def retry_seconds(url: StoreUrl) -> float:
+    """Return for how long a failed request is repeated."""
     return url.number("retry", RETRY_SECONDS, smallest=0.0)
 
 
-def _retry_config(url: StoreUrl) -> RetryConfig:
-    seconds = _retry_seconds(url)
+def _retry_config(seconds: float) -> RetryConfig:
     return {
         "max_retries": MOST_RETRIES if seconds else 0,
         "retry_timeout": timedelta(seconds=seconds),

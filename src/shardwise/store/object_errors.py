@@ -118,7 +118,10 @@ def _store_error(action: str, place: str, error: Exception) -> StoreError:
         )
     else:
         advice = "the server refused the request, also when it was repeated"
-    return error_class(f"{place}: cannot {action}: {advice} ({_reason(text)})")
+    translated = error_class(f"{place}: cannot {action}: {advice} ({_reason(text)})")
+    if status == NOT_FOUND:
+        translated.errno = errno.ENOENT  # `RetryingStore` may wait for what was just written
+    return translated
 
 
 def _reason(text: str) -> str:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import StoreError
 from shardwise.store import leases
-from shardwise.store.conditional_put import create_object, probe_conditional_put, read_if_exists
 from shardwise.store.multipart_put import put_parts
-from shardwise.store.names import check_name, check_name_to_write
+from shardwise.store.names import check_name, check_name_to_write, check_path
 from shardwise.store.object_clients import (
     COMMON_OPTIONS,
     OPTIONS,
     Client,
-    find_settings,
     longest_request,
 )
 from shardwise.store.object_errors import http_status
 from shardwise.store.object_reader import ObjectReader, read_object
+from shardwise.store.retry import Retry
 from shardwise.store.store import (
+    LOCK_EXPIRY,
     READING_GRACE,
     REMOTE_TRANSFER,
     FileStatus,
@@ -48,11 +47,8 @@ MOST_PARTS = 9000  # S3 allows 10,000
 UPLOAD_REQUESTS = 8
 NODE_UPLOAD_REQUESTS = 32
 SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
-HEAD_THREADS = 16
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
-IDLE_SECONDS = 3600.0
-"""An unfinished upload that got no part for this time and a request with its retries is aborted."""
 
 
 class ObjectStore:
@@ -62,7 +58,7 @@ class ObjectStore:
         url: the URL; see docs/storage.md for its options.
         client: the client of the bucket, which the stores below share; None to open one.
         times: the times of locks.
-        share: the upload requests of this process; None for all requests of a node.
+        share: the upload requests of this process, which the stores below share.
 
     Raises:
         StoreError: the URL is wrong.
@@ -77,10 +73,10 @@ class ObjectStore:
     ) -> None:
         self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
         self._client = client or Client(self.url)
-        lock_seconds = self.url.number("lock_seconds", leases.LEASE_SECONDS, smallest=2)
+        lock_seconds = self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2)
         self._times = times or leases.LeaseTimes(lease=lock_seconds)
         self._requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
-        self._share = share or UploadShare(max(NODE_UPLOAD_REQUESTS, self._requests))
+        self._share = share or UploadShare(_requests_of_process(self._requests))
         self.traits = StoreTraits(
             alignment=1,
             lock_expiry=self._times.lease,
@@ -94,44 +90,20 @@ class ObjectStore:
     def __str__(self) -> str:
         return str(self.url)
 
-    def with_settings(self) -> ObjectStore:
-        """Return this store with what `find_settings` finds as options of its URL."""
-        found = find_settings(self.url)
-        url = replace(self.url, options={**self.url.options, **found})
-        return ObjectStore(url, times=self._times) if found else self
-
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
         check_name(name, str(self))
-        return self._at(self.url.below(name))
+        return ObjectStore(self.url.below(name), self._client, self._times, self._share)
 
-    @property
-    def name(self) -> str:
-        """The last component of the path; "" for a bucket."""
-        return self.url.path.rpartition("/")[2]
-
-    @property
-    def parent(self) -> ObjectStore | None:
-        """The store one level above; None for a bucket."""
-        if not self.url.path:
+    def stat(self, path: str) -> FileStatus | None:
+        """Return what is known about an object; None for a prefix of others."""
+        check_path(path, str(self))
+        if not (self.url.path or path):
             return None
-        return self._at(replace(self.url, path=self.url.path.rpartition("/")[0]))
-
-    def divide_uploads(self, processes: int) -> ObjectStore:
-        """Return the same store, for one of several processes that divide a node's requests."""
-        share = UploadShare(self._share.requests // processes)
-        return ObjectStore(self.url, self._client, self._times, share)
-
-    def exists(self) -> bool:
-        """Return whether there is an object at this URL or below."""
-        return self.is_file() or bool(self.list())
-
-    def is_file(self) -> bool:
-        """Return whether this URL is one object."""
         try:
-            return bool(self.url.path) and self._head("") is not None
+            return _status_of(self._head(path))
         except FileNotFoundError:
-            return False
+            return None
 
     def walk(self, limit: int) -> dict[str, FileStatus]:
         """Return the objects below, by relative path."""
@@ -152,64 +124,51 @@ class ObjectStore:
                     )
 
         self._client.request("list", str(self), collect)
-        if not found and self.is_file():
-            return {self.name: _status_of(self._head(""))}
+        if not found and (status := self.stat("")) is not None:
+            return {self.url.name: status}
         return dict(sorted(found.items()))
 
-    def open_below(self, path: str, size: int | None = None) -> ObjectReader:
-        """Open an object at any level below."""
-        key = f"{self.url.path}/{path}".strip("/")
-        place = self._place(path)
+    def open(self, path: str, size: int | None = None) -> ObjectReader:
+        """Open an object."""
+        check_path(path, str(self))
         if size is None:
             size = self._head(path)["size"]
-        return ObjectReader(self._client, key, place, size)
+        key = f"{self.url.path}/{path}".strip("/")
+        return ObjectReader(self._client, key, self._place(path), size)
 
-    def create(self, key: str, size: int) -> WritableFile:
+    def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
         """Create an object of `size` bytes. It is visible after `commit`."""
-        self._path_to_write(key)
-        with suppress(FileNotFoundError):
-            self._head(key)
-            raise FileExistsError(errno.EEXIST, "the object exists already", self._place(key))
-        return self.create_atomic(key, size)
-
-    def create_atomic(self, key: str, size: int) -> WritableFile:
-        """Create or replace an object. It is visible after `commit`."""
         path, place = self._path_to_write(key), self._place(key)
+        if not replace and self.stat(key) is not None:
+            raise FileExistsError(errno.EEXIST, "the object exists already", place)
         self._refuse_read_only(key)
-        part = self._part_bytes(size)
+        part, retry = self._part_bytes(size), Retry.of_url(str(self.url))
         if size <= part:
-            return SmallUpload(place, size, lambda content: self._put(path, place, content))
+            return SmallUpload(size, lambda data: retry.call(lambda: self._put(path, place, data)))
 
         def put(chunks: Iterator[memoryview]) -> None:
             abort_uploads_of(self._client, path)  # those of a process that was killed
             with self._share.reserve(self._requests) as requests:
-                put_parts(self._client, path, place, chunks, part=part, requests=requests)
+                put_parts(self._client, path, place, chunks, retry, part=part, requests=requests)
 
         window = max(2 * part, SMALLEST_WINDOW)
         return MultipartUpload(
             place, size, put, lambda: abort_failed_upload(self._client, path), window=window
         )
 
-    def open(self, key: str) -> ObjectReader:
-        """Open an object."""
-        check_name(key, str(self))
-        return self.open_below(key)
-
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Put a small object; without `replace`, only if there is none.
-
-        If it is unknown whether a put succeeded, the object is read: a put of the same bytes has
-        succeeded.
-        """
+        """Put a small object; without `replace`, only if there is none."""
         path, place = self._path_to_write(key), self._place(key)
         self._refuse_read_only(key)
-        if not replace and not self.url.is_set("single_writer"):
-            probe_conditional_put(self._client, self.url.path, self._place())
-            create_object(self._client, path, data, place)
-            return
-        if not replace and read_if_exists(self._client, path, place, limit=0) is not None:
+        if replace:
+            self._put(path, place, data)
+        elif not self.url.is_set("single_writer"):
+            self._probe_conditions()
+            self._put(path, place, data, mode="create")
+        elif self.stat(key) is None:
+            self._put(path, place, data)
+        else:
             raise FileExistsError(errno.EEXIST, "the object exists already", place)
-        self._put(path, place, data)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
@@ -229,7 +188,13 @@ class ObjectStore:
         return sorted({*prefixes, *(name for name in objects if not leases.is_lease(name))})
 
     def delete(self, key: str) -> None:
-        """Delete an object, if it exists."""
+        """Delete an object, if it exists; with "", the expired leases of an empty prefix."""
+        if not key:
+            names = self.list()
+            if names:
+                raise OSError(errno.ENOTEMPTY, f"not empty: it has {names[0]}", str(self))
+            leases.remove_expired(self._leases(), times=self._times)
+            return
         path = self._path_to_write(key)
         self._refuse_read_only(key)
         with suppress(FileNotFoundError):
@@ -237,49 +202,46 @@ class ObjectStore:
                 "delete", self._place(key), lambda store: _obstore().delete(store, path)
             )
 
-    def remove(self) -> None:
-        """Delete the expired leases of this prefix. An empty prefix does not exist anyway."""
-        names = self.list()
-        if names:
-            raise OSError(errno.ENOTEMPTY, f"not empty: it has {names[0]}", str(self))
-        leases.remove_expired(_LeaseFiles(self), times=self._times)
-
-    def stores_with(self, key: str) -> set[str]:
-        """Return the names of the prefixes one level below that contain this object."""
-        prefixes = sorted(self._list()[0])
-
-        def has_key(name: str) -> bool:
-            try:
-                self.at(name).open(key).close()
-            except FileNotFoundError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(HEAD_THREADS) as pool:
-            found = list(pool.map(has_key, prefixes))
-        return {name for name, is_there in zip(prefixes, found, strict=True) if is_there}
-
-    def is_writable(self) -> bool:
-        """Return whether this process may create objects here. Writes and deletes an empty one."""
-        files = _LeaseFiles(self)
-        name = leases.lease_name("writable")
-        try:
-            files.touch(name)
-        except PermissionError:
-            return False
-        with suppress(OSError):
-            files.delete(name)
-        return True
-
-    def sync(self) -> None:
-        """Do nothing: objects are durable once they are visible."""
-
-    def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        """Lock an object by a lease; see `store/leases.py`. A shared lock needs none."""
-        if shared:
-            return nullcontext(self.at(key).is_file())
+    def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
+        """Lock an object by a lease; see `store/leases.py`. There are no shared locks."""
         check_name_to_write(key, str(self))
-        return leases.hold(_LeaseFiles(self), key, times=self._times)
+        return leases.hold(self._leases(), key, times=self._times)
+
+    def _leases(self) -> leases.LeasesIn:
+        return leases.LeasesIn(
+            self,
+            lambda: {name: o["last_modified"].timestamp() for name, o in self._list()[1].items()},
+        )
+
+    def _probe_conditions(self) -> None:
+        """Refuse a server that ignores the condition that an object does not exist.
+
+        The probe creates an object, and tries to create it again, once for each client.
+
+        Raises:
+            StoreError: the server created an object twice.
+            PermissionError: this process may not write here.
+            StoreUnavailableError: the server did not say whether a put succeeded.
+        """
+        if self._client.obeys_conditions:
+            return
+        name = leases.lease_name("probe")  # listings hide it, and it is deleted if it expires
+        path, place = self.url.below(name).path, self._place(name)
+        try:
+            for _ in range(2):
+                self._put(path, place, b"", mode="create")
+        except FileExistsError:  # also of the first put, if it was repeated
+            self._client.obeys_conditions = True
+        finally:
+            with suppress(OSError):
+                self.delete(name)
+        if not self._client.obeys_conditions:
+            raise StoreError(
+                f"{self._place()}: this server ignores the condition 'only if the object does not "
+                "exist', so that two jobs could overwrite each other's checkpoints without "
+                "noticing. Use a server with conditional puts; or, if only one job ever writes "
+                "below this URL, add single_writer=true to its options"
+            )
 
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
@@ -301,9 +263,17 @@ class ObjectStore:
         prefixes: set[str] = {each.rstrip("/")[start:] for each in found["common_prefixes"]}
         return prefixes - {""}, {name: each for name, each in objects.items() if name}
 
-    def _put(self, path: str, place: str, data: bytes | memoryview) -> None:
+    def _put(
+        self,
+        path: str,
+        place: str,
+        data: bytes | memoryview,
+        mode: Literal["create", "overwrite"] = "overwrite",
+    ) -> None:
         self._client.request(
-            "write", place, lambda store: _obstore().put(store, path, data, use_multipart=False)
+            "write",
+            place,
+            lambda store: _obstore().put(store, path, data, mode=mode, use_multipart=False),
         )
 
     @property
@@ -316,7 +286,7 @@ class ObjectStore:
                 errno.EROFS, "files on a web server can only be read", self._place(key)
             )
 
-    def abort_uploads(self, idle_seconds: float = IDLE_SECONDS) -> int:
+    def abort_uploads(self, idle_seconds: float) -> int:
         """Abort the unfinished uploads below this prefix that nobody continues.
 
         This needs boto3, so it works for S3 only.
@@ -328,9 +298,6 @@ class ObjectStore:
         prefix = f"{self.url.path}/" if self.url.path else ""
         seconds = idle_seconds + longest_request(self.url)
         return abort_idle_uploads(self._client, prefix, idle_seconds=seconds)
-
-    def _at(self, url: StoreUrl) -> ObjectStore:
-        return ObjectStore(url, self._client, self._times, self._share)
 
     def _part_bytes(self, size: int) -> int:
         """Return the size of the parts of an object, so that their number is allowed."""
@@ -351,6 +318,17 @@ class ObjectStore:
         return f"{self.url.scheme}://{self.url.host}/{path}"
 
 
+def _requests_of_process(requests: int) -> int:
+    """Return how many upload requests this process may have under way, for all its objects.
+
+    Args:
+        requests: the requests for one object.
+    """
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")  # as torchrun and other launchers set it
+    divisor = int(processes) if processes.isdigit() else 1
+    return max(1, max(NODE_UPLOAD_REQUESTS, requests) // max(1, divisor))
+
+
 def parse_object_url(place: str) -> StoreUrl:
     """Parse the URL of an object store.
 
@@ -363,31 +341,6 @@ def parse_object_url(place: str) -> StoreUrl:
 
 def _status_of(found: ObjectMeta) -> FileStatus:
     return FileStatus(found["size"], found["e_tag"] or str(found["last_modified"].timestamp()))
-
-
-class _LeaseFiles:
-    """The leases in a prefix."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-
-    def touch(self, name: str) -> None:
-        self._store.publish(name, b"", replace=True)
-
-    def create_empty(self, name: str) -> None:
-        with suppress(FileExistsError):
-            self._store.publish(name, b"", replace=False)
-
-    def modification_times(self, prefix: str) -> Mapping[str, float]:
-        _, objects = self._store._list()
-        return {
-            name: each["last_modified"].timestamp()
-            for name, each in objects.items()
-            if name.startswith(prefix)
-        }
-
-    def delete(self, name: str) -> None:
-        self._store.delete(name)
 
 
 def _obstore() -> Any:

@@ -7,14 +7,17 @@ who may read the place may read the file.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
-from contextlib import suppress
+from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.store.local import LocalStore
-from shardwise.store.local_files import open_regular
+from shardwise.store.local_files import read_regular, write_atomically
 from shardwise.store.store import Store
+
+
+class _NotPrivateError(Exception):
+    """The file system does not enforce file modes."""
 
 
 def publish_private(store: Store, key: str, data: bytes) -> bool:
@@ -30,19 +33,13 @@ def publish_private(store: Store, key: str, data: bytes) -> bool:
         store.publish(key, data, replace=True)
         return True
     store.path.mkdir(parents=True, exist_ok=True)
-    temporary = store.path / f".{key}.{secrets.token_hex(4)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+        with write_atomically(store.path / key, durable=True) as file:
             if not is_private(os.fstat(file.fileno())):
-                return False
+                raise _NotPrivateError
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, store.path / key)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    except _NotPrivateError:
+        return False
     return True
 
 
@@ -58,19 +55,15 @@ def read_private(store: Store, key: str, *, limit: int) -> bytes:
     if not isinstance(store, LocalStore):
         return store.read(key, limit=limit)
     path = store.path / key
-    fd = open_regular(path)
-    with os.fdopen(fd, "rb") as file:
-        if not is_private(os.fstat(fd)):
-            raise StoreError(
-                f"{path} belongs to another user, or others may read or write it, so it is not "
-                "trusted; if it is yours: chmod 600"
-            )
-        data = file.read(limit + 1)
-    if len(data) > limit:
+    return read_regular(path, limit, check=_refuse_shared)
+
+
+def _refuse_shared(path: Path, status: os.stat_result) -> None:
+    if not is_private(status):
         raise StoreError(
-            f"{path} has more than the expected {limit} bytes: it is damaged; delete it"
+            f"{path} belongs to another user, or others may read or write it, so it is not "
+            "trusted; if it is yours: chmod 600"
         )
-    return data
 
 
 def is_private(status: os.stat_result) -> bool:

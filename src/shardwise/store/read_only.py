@@ -15,18 +15,7 @@ class ReadOnlyStore:
 
     why_read_only = "save to another store"
 
-    def is_writable(self) -> bool:
-        """Return False: the store is read-only."""
-        return False
-
-    def sync(self) -> None:
-        """Do nothing: nothing is written."""
-
-    def create(self, key: str, size: int) -> WritableFile:
-        """Refuse: the store is read-only."""
-        raise self.refusal()
-
-    def create_atomic(self, key: str, size: int) -> WritableFile:
+    def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
         """Refuse: the store is read-only."""
         raise self.refusal()
 
@@ -35,10 +24,6 @@ class ReadOnlyStore:
         raise self.refusal()
 
     def delete(self, key: str) -> None:
-        """Refuse: the store is read-only."""
-        raise self.refusal()
-
-    def remove(self) -> None:
         """Refuse: the store is read-only."""
         raise self.refusal()
 

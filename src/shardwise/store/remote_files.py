@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.deadline import Deadline
+from shardwise.errors import StoreError
 from shardwise.store import leases
-from shardwise.store.names import check_name, check_name_to_write
+from shardwise.store.names import check_name, check_name_to_write, check_path
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import (
-    READING_GRACE,
+    LOCK_EXPIRY,
     REMOTE_TRANSFER,
     Buffer,
     FileStatus,
     StoreTraits,
 )
+from shardwise.store.store_url import StoreUrl
 
-PARALLEL_REQUESTS = 8
 PUBLISH_PAUSE = 0.2  # seconds between two attempts to publish a file that others publish too
 
 
@@ -33,17 +31,13 @@ class Entry:
     """A file or directory.
 
     Attributes:
-        size: bytes of the file; 0 for a directory.
-        is_directory: whether it is a directory.
+        status: its size and version.
         modified: when the file was last modified, in seconds by the clock of the server; None if
             the file system does not say.
-        version: as for `FileStatus`.
     """
 
-    size: int
-    is_directory: bool
+    status: FileStatus
     modified: float | None
-    version: str
 
 
 class RemoteFile(Protocol):
@@ -66,11 +60,6 @@ class RemoteFiles(Protocol):
     """
 
     @property
-    def url(self) -> str:
-        """URL of the root, without `/` at its end."""
-        ...
-
-    @property
     def refuses_to_replace(self) -> bool:
         """Whether `write_new` fails if the file exists. Otherwise, a lock protects it."""
         ...
@@ -89,10 +78,6 @@ class RemoteFiles(Protocol):
 
     def create(self, path: str) -> Stream:
         """Create a file, and the directories above."""
-        ...
-
-    def write_empty(self, path: str) -> None:
-        """Create or replace an empty file, and create the directories above."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
@@ -128,61 +113,48 @@ class RemoteFileStore:
 
     Args:
         files: the client of the file system.
-        path: the directory, which begins with `/`.
+        url: the URL of the directory.
     """
 
     files: RemoteFiles
-    path: str
-    traits = StoreTraits(
-        alignment=1,
-        lock_expiry=leases.LEASE_SECONDS,
-        reading_grace=READING_GRACE,
-        transfer=replace(REMOTE_TRANSFER, read_threads=8, staging_bytes=64 << 20),
-    )
+    url: StoreUrl
+    traits = StoreTraits(transfer=replace(REMOTE_TRANSFER, read_threads=8, staging_bytes=64 << 20))
 
     def __str__(self) -> str:
-        return f"{self.files.url}{self.path}"
+        return str(self.url)
 
     @property
-    def name(self) -> str:
-        """The last component of the path."""
-        return self.path.rpartition("/")[2]
-
-    @property
-    def parent(self) -> RemoteFileStore | None:
-        """The directory above; None for the root."""
-        above = self.path.rstrip("/").rpartition("/")[0]
-        return replace(self, path=above or "/") if self.path != "/" else None
+    def path(self) -> str:
+        """The path of the directory, which begins with `/`."""
+        return f"/{self.url.path}"
 
     def at(self, name: str) -> RemoteFileStore:
         """Return the directory one level below."""
-        return replace(self, path=self._path_to_read(name))
+        check_name(name, str(self))
+        return replace(self, url=self.url.below(name))
 
-    def exists(self) -> bool:
-        """Return whether there is a file or directory at the path."""
-        return self._entry() is not None
-
-    def is_file(self) -> bool:
-        """Return whether there is a file at the path."""
-        entry = self._entry()
-        return entry is not None and not entry.is_directory
+    def stat(self, path: str) -> FileStatus | None:
+        """Return what is at a path."""
+        check_path(path, str(self))
+        try:
+            return self.files.find(self._join(path)).status
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def walk(self, limit: int) -> dict[str, FileStatus]:
         """Return the files at all levels below, by relative path. See `Store.walk`."""
-        entry = self._entry()
-        if entry is None:
-            return {}
-        if not entry.is_directory:
-            return {self.name: FileStatus(entry.size, entry.version)}
+        status = self.stat("")
+        if status is None or not status.is_directory:
+            return {} if status is None else {self.url.name: status}
         found: dict[str, FileStatus] = {}
         directories = [""]
         while directories:
             prefix = directories.pop()
             for name, entry in self.files.list(self._join(prefix[:-1])).items():
-                if entry.is_directory:
+                if entry.status.is_directory:
                     directories.append(f"{prefix}{name}/")
                 elif not leases.is_lease(name):
-                    found[prefix + name] = FileStatus(entry.size, entry.version)
+                    found[prefix + name] = entry.status
             if len(found) > limit:
                 raise StoreError(
                     f"{self}: the directory contains more than the supported {limit} files; open "
@@ -190,35 +162,28 @@ class RemoteFileStore:
                 )
         return dict(sorted(found.items()))
 
-    def open(self, key: str) -> _Reader:
+    def open(self, path: str, size: int | None = None) -> _Reader:
         """Open a file."""
-        return _Reader(self.files.open(self._path_to_read(key)))
-
-    def open_below(self, path: str, size: int | None = None) -> _Reader:
-        """Open a file at any level below. See `Store.open_below`."""
+        check_path(path, str(self))
         return _Reader(self.files.open(self._join(path), size))
 
-    def create(self, key: str, size: int) -> SequentialWriter:
-        """Create a file of `size` bytes. It is deleted if it is closed before it is committed."""
-        path = self._path_to_write(key)
-        return SequentialWriter(
-            self.files.create(path),
-            size,
-            f"{self}: {key}",
-            finish=lambda: None,
-            discard=lambda: self.files.delete(path),
-        )
+    def create(self, key: str, size: int, *, replace: bool = False) -> SequentialWriter:
+        """Create a file of `size` bytes; with `replace`, under a temporary name until it ends.
 
-    def create_atomic(self, key: str, size: int) -> SequentialWriter:
-        """Create a file under a temporary name, and rename it when it is committed."""
+        It is deleted if it is closed before it is committed.
+        """
         path = self._path_to_write(key)
-        temporary = self._path_to_write(f"{key}.{secrets.token_hex(4)}.part")
+        written = path
+        if replace:
+            written = self._path_to_write(f"{key}.part")
+            with suppress(FileNotFoundError):
+                self.files.delete(written)
         return SequentialWriter(
-            self.files.create(temporary),
+            self.files.create(written),
             size,
             f"{self}: {key}",
-            finish=lambda: self.files.rename(temporary, path),
-            discard=lambda: self.files.delete(temporary),
+            finish=lambda: self.files.rename(written, path) if replace else None,
+            discard=lambda: self.files.delete(written),
         )
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
@@ -237,29 +202,29 @@ class RemoteFileStore:
 
     def _publish_new(self, key: str, data: bytes) -> None:
         """Publish a file under a lock, so that only one process finds that its name is free."""
-        deadline = time.monotonic() + 2 * leases.LEASE_SECONDS
-        while time.monotonic() < deadline:
-            if self.at(key).exists():
+        for _ in Deadline(2 * LOCK_EXPIRY).attempts(pause=PUBLISH_PAUSE):
+            if self.stat(key) is not None:
                 raise FileExistsError(errno.EEXIST, "the file exists", f"{self}: {key}")
             # The lock is a file with the name of a temporary file. If this process dies, it is
             # removed as temporary files are.
             lock = f".{key}.00000000"
-            with self.hold(lock, shared=False) as held:
-                if held and not self.at(key).exists():
-                    self.files.write_new(self._join(key), data)
-                    self.delete(lock)
-                    return
+            with self.lock(lock) as held:
                 if held:
+                    is_free = self.stat(key) is None
+                    if is_free:
+                        self.files.write_new(self._join(key), data)
                     self.delete(lock)
-            time.sleep(PUBLISH_PAUSE)
+                    if is_free:
+                        return
         raise StoreError(
             f"{self}: {key} cannot be published, because other processes hold its lock for "
-            f"{2 * leases.LEASE_SECONDS:g} s; find out which job writes to this directory"
+            f"{2 * LOCK_EXPIRY:g} s; find out which job writes to this directory"
         )
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        file = self.files.open(self._path_to_read(key))
+        check_name(key, str(self))
+        file = self.files.open(self._join(key))
         if file.size > limit:
             raise StoreError(
                 f"{self}: {key} has {file.size} bytes, but at most {limit} are expected: it is "
@@ -276,108 +241,49 @@ class RemoteFileStore:
         return sorted(name for name in names if not leases.is_lease(name))
 
     def delete(self, key: str) -> None:
-        """Delete a file, if it exists."""
-        path = self._path_to_write(key)
+        """Delete a file, if it exists; with "", the directory, if it has no files and leases."""
         with suppress(FileNotFoundError):
-            self.files.delete(path)
-
-    def remove(self) -> None:
-        """Remove the directory, if it has no files and no live leases."""
-        with suppress(FileNotFoundError):
+            if key:
+                self.files.delete(self._path_to_write(key))
+                return
             if self.list():
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(self))
-            leases.remove_expired(_Leases(self))
+            leases.remove_expired(self._leases())
             self.files.remove_directory(self.path)
 
-    def stores_with(self, key: str) -> set[str]:
-        """Return the names of the directories that contain this file."""
-        names = self.list()
-        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-            found = list(pool.map(lambda name: self.at(name).at(key).is_file(), names))
-        return {name for name, is_there in zip(names, found, strict=True) if is_there}
-
-    def is_writable(self) -> bool:
-        """Return whether this user may create files here, by creating and deleting one.
-
-        Raises:
-            StoreUnavailableError: the server does not answer, so this is unknown.
-        """
-        existing: RemoteFileStore | None = self
-        while existing is not None and not existing.exists():
-            existing = existing.parent
-        probe = (existing or self)._path_to_write(f".writable-{secrets.token_hex(4)}")
-        try:
-            self.files.write_empty(probe)
-            self.files.delete(probe)
-        except StoreUnavailableError:
-            raise
-        except OSError:
-            return False
-        return True
-
-    def sync(self) -> None:
-        """Do nothing: the file system makes names durable."""
-
     @contextmanager
-    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Lock a file by a lease. A shared lock needs none."""
-        if shared:
-            yield self.at(key).is_file()
-            return
+    def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
+        """Lock a file by a lease. There are no shared locks."""
         self._path_to_write(key)
-        with leases.hold(_Leases(self), key) as held:
+        with leases.hold(self._leases(), key) as held:
             yield held
 
-    def _entry(self) -> Entry | None:
+    def _leases(self) -> leases.LeasesIn:
+        return leases.LeasesIn(self, self._list_times)
+
+    def _list_times(self) -> dict[str, float]:
+        """Return when each file was modified, in seconds by the clock of the server."""
         try:
-            return self.files.find(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            entries = self.files.list(self.path)
+        except FileNotFoundError:
+            return {}
+        if any(entry.modified is None and leases.is_lease(name) for name, entry in entries.items()):
+            raise StoreError(
+                f"{self}: this file system does not tell when files were modified, so that files "
+                "cannot be locked; save to another store"
+            )
+        return {
+            name: entry.modified or 0.0
+            for name, entry in entries.items()
+            if not entry.status.is_directory
+        }
 
     def _join(self, relative: str) -> str:
         return f"{self.path.rstrip('/')}/{relative}".rstrip("/") or "/"
 
-    def _path_to_read(self, name: str) -> str:
-        check_name(name, str(self))
-        return self._join(name)
-
     def _path_to_write(self, name: str) -> str:
         check_name_to_write(name, str(self))
         return self._join(name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leases:
-    """The leases in a directory."""
-
-    store: RemoteFileStore
-
-    def touch(self, name: str) -> None:
-        self.store.files.write_empty(self.store._path_to_write(name))
-
-    def create_empty(self, name: str) -> None:
-        if not self.store.at(name).exists():
-            self.touch(name)
-
-    def modification_times(self, prefix: str) -> dict[str, float]:
-        try:
-            entries = self.store.files.list(self.store.path)
-        except FileNotFoundError:
-            return {}
-        times = {}
-        for name, entry in entries.items():
-            if name.startswith(prefix) and not entry.is_directory:
-                if entry.modified is None and leases.is_lease(name):
-                    raise StoreError(
-                        f"{self.store}: this file system does not tell when files were modified, "
-                        "so that files cannot be locked; save to another store"
-                    )
-                times[name] = entry.modified or 0.0
-        return times
-
-    def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self.store.files.delete(self.store._path_to_write(name))
 
 
 class _Reader:

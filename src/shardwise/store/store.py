@@ -1,4 +1,4 @@
-"""The interface of a store, and its optional capabilities."""
+"""The interface of a store: see docs/ports/store.md."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ REMOTE_TRANSFER = TransferOptions(
     largest_gap=1 << 20,  # takes about as long as the answer to another request
     staging_bytes=256 << 20,
 )
+LOCK_EXPIRY = 60.0
 READING_GRACE = 3600.0
 """How many seconds a store without shared locks keeps the files of a removed checkpoint."""
 
@@ -58,19 +59,22 @@ class StoreTraits:
     Attributes:
         alignment: the alignment in bytes that `write_at` needs for offsets, lengths and memory.
         lock_expiry: how many seconds the lock of a process that died can still count. 0.0 if it
-            ends with the process.
+            ends with the process, and if there are shared locks.
         reading_grace: how many seconds the files of a removed checkpoint stay, because processes
             may read them, and the store has no shared locks. 0.0 if readers lock what they read.
         transfer: how the store is read fastest.
         is_node_local: whether the files are on a disk or in the memory of this node. Other nodes
             then gain nothing if this node reads for them. False if unknown.
+        mapped: the files that are mapped into the memory of this process, if this is a snapshot;
+            None for other stores.
     """
 
-    alignment: int
-    lock_expiry: float
-    reading_grace: float
-    transfer: TransferOptions
+    alignment: int = 1
+    lock_expiry: float = LOCK_EXPIRY
+    reading_grace: float = READING_GRACE
+    transfer: TransferOptions = REMOTE_TRANSFER
     is_node_local: bool = False
+    mapped: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,15 @@ class FileStatus:
     """What a store knows about a file without opening it.
 
     Attributes:
-        size: the size in bytes.
+        size: the size in bytes; 0 for a directory.
         version: a text that changes when the content changes, such as the time of the last
             modification, or the entity tag of an object.
+        is_directory: whether this is a directory. Object stores have none.
     """
 
     size: int
     version: str
+    is_directory: bool = False
 
 
 class WritableFile(Protocol):
@@ -101,7 +107,7 @@ class WritableFile(Protocol):
         ...
 
     def commit(self) -> None:
-        """Make the file durable, with the size that was given at its creation."""
+        """Make the file and its name durable, with the size that was given at its creation."""
         ...
 
     def close(self) -> None:
@@ -169,53 +175,45 @@ class Files(Protocol):
         """The properties that callers must know."""
         ...
 
-    def open(self, key: str) -> ReadableFile:
-        """Open a file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+    def open(self, path: str) -> ReadableFile:
+        """Open a file; see `Store.open`."""
         ...
 
 
 @runtime_checkable
-class Store(Files, Protocol):
-    """A flat set of files in one place.
+class Store(Protocol):
+    """The files at a place, and at all levels below.
 
-    Names of files that are created, published or deleted have at most 255 ASCII letters, digits,
-    `.`, `_` and `-`. `at`, `open` and `read` accept every name that is one path component.
+    A key is the name of a file directly at this place. Keys that are created, published, deleted
+    or locked have at most 255 ASCII letters, digits, `.`, `_` and `-`. Other names are read under
+    every name that is one path component. A path is relative, with `/`; the path "" is the place
+    itself.
 
-    Every method raises `StoreError`, or an `OSError` such as `FileNotFoundError` and
-    `FileExistsError`.
+    `str(store)` is the path or URL of the place. It ends with the name of the place, but for the
+    options of a URL.
+
+    Methods raise `StoreUnavailableError` if trying again may help, another `StoreError`, or an
+    `OSError` such as `FileNotFoundError` and `PermissionError`.
     """
 
     @property
-    def name(self) -> str:
-        """The last component of the path; "" at the top."""
-        ...
-
-    @property
-    def parent(self) -> Store | None:
-        """The store one level above; None at the top."""
+    def traits(self) -> StoreTraits:
+        """The properties that callers must know."""
         ...
 
     def at(self, name: str) -> Store:
-        """Return the store one level below. It need not exist yet."""
+        """Return the store one level below. It need not exist yet. This makes no request."""
         ...
 
-    def exists(self) -> bool:
-        """Return whether there is a file or directory at this place.
+    def list(self) -> list[str]:
+        """Return the names of all files and directories at this place, sorted.
 
-        Stores without directories return whether there are files at this place or below.
+        The result is empty if there is nothing. Locks of the store itself are left out.
         """
         ...
 
-    def is_file(self) -> bool:
-        """Return whether this place is one file. Links are followed."""
-        ...
-
     def walk(self, limit: int) -> dict[str, FileStatus]:
-        """Return the files at all levels below, by relative path with `/`, sorted by path.
+        """Return the files at all levels below, by path, sorted.
 
         Links to files are followed. If the place is one file, the result has this file by its name.
 
@@ -228,11 +226,17 @@ class Store(Files, Protocol):
         """
         ...
 
-    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
-        """Open a file at any level below for reading. Links are followed.
+    def stat(self, path: str) -> FileStatus | None:
+        """Return what is known about a file or directory; None if there is none.
+
+        Links are followed. Stores without directories return None for a prefix of other files.
+        """
+        ...
+
+    def open(self, path: str, size: int | None = None) -> ReadableFile:
+        """Open a file for reading. Links are refused.
 
         Args:
-            path: the relative path with `/`; "" opens the place itself, if it is one file.
             size: the size of the file, if it is known from `walk`. This can save a request.
 
         Raises:
@@ -240,28 +244,8 @@ class Store(Files, Protocol):
         """
         ...
 
-    def create(self, key: str, size: int) -> WritableFile:
-        """Create a file of `size` bytes.
-
-        Raises:
-            FileExistsError: the file exists.
-        """
-        ...
-
-    def create_atomic(self, key: str, size: int) -> WritableFile:
-        """Create or replace a file, which appears under its name only when it is committed."""
-        ...
-
-    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Make all earlier files durable, then create a small file atomically and durably.
-
-        Raises:
-            FileExistsError: the file exists, and `replace` is False.
-        """
-        ...
-
     def read(self, key: str, *, limit: int) -> bytes:
-        """Return the content of a small file.
+        """Return the content of a small file, as one `publish` wrote it.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -269,82 +253,46 @@ class Store(Files, Protocol):
         """
         ...
 
-    def list(self) -> list[str]:
-        """Return the names of all files and stores below, sorted."""
+    def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
+        """Create a file of `size` bytes, and the directories above.
+
+        Args:
+            replace: the file may exist. It keeps its content until the new one is committed, and a
+                new name appears only then.
+
+        Raises:
+            FileExistsError: the file exists, and `replace` is False.
+        """
+        ...
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Create a small file atomically and durably, and the directories above.
+
+        If several processes publish a file without `replace` at once, exactly one succeeds.
+
+        Raises:
+            FileExistsError: the file exists, and `replace` is False.
+        """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove a file, if it exists."""
-        ...
+        """Remove a file, if it exists; with "", the place itself, if it is an empty directory.
 
-    def remove(self) -> None:
-        """Remove this store itself, if it is empty."""
-        ...
-
-    def stores_with(self, key: str) -> set[str]:
-        """Return the names of the stores one level below that contain this file.
-
-        This needs far fewer requests than to list each of these stores.
+        Raises:
+            OSError: with "", the place is not empty.
         """
         ...
 
-    def is_writable(self) -> bool:
-        """Return whether this process may create files here. The store need not exist yet."""
-        ...
-
-    def sync(self) -> None:
-        """Make the names of all files durable."""
-        ...
-
-    def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        """Lock a file while a block runs. The lock ends when the process dies.
-
-        Stores with a `StoreTraits.lock_expiry` have no shared locks. There, `shared=True` only
-        finds out whether the file exists.
+    def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
+        """Lock a file while a block runs. The lock ends `lock_expiry` seconds after the process.
 
         Args:
             key: the name of the file. An exclusive lock creates it if it does not exist.
-            shared: allow other shared locks at the same time. Otherwise, the lock is exclusive.
+            shared: allow other shared locks at the same time. This is never asked of stores with a
+                `StoreTraits.lock_expiry`.
 
         Yields:
-            True if the file is locked. False, without waiting, if the lock is not available.
+            True if the file is locked. False, without waiting, if the lock is not available, or if
+            the file of a shared lock does not exist.
         """
-        ...
-
-
-@runtime_checkable
-class MappedStore(Store, Protocol):
-    """A store with files in memory."""
-
-    def is_mapped(self, key: str) -> bool:
-        """Return whether `open` returns a file that is mapped into memory."""
-        ...
-
-
-@runtime_checkable
-class UploadingStore(Store, Protocol):
-    """A store whose files are uploaded in parts, several at a time."""
-
-    def abort_uploads(self) -> int:
-        """Abort the abandoned uploads of all files below, and return how many there were.
-
-        The store keeps the parts of an interrupted upload until somebody aborts it.
-        """
-        ...
-
-    def divide_uploads(self, processes: int) -> Store:
-        """Return the same store, for one of several processes of this node that write together.
-
-        Args:
-            processes: how many processes divide the upload requests of the node.
-        """
-        ...
-
-
-@runtime_checkable
-class BoundedStore(Store, Protocol):
-    """A store with limited space."""
-
-    def free_bytes(self) -> int | None:
-        """Return the bytes that can still be written; None if unknown."""
         ...

@@ -38,6 +38,11 @@ class StoreUrl:
         query = urllib.parse.urlencode(dict(self.options), safe=":/")
         return f"{self.scheme}://{self.host}{path and '/'}{path}{query and '?'}{query}"
 
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self.path.rpartition("/")[2]
+
     def below(self, name: str) -> StoreUrl:
         """Return the URL one level below, with the same options."""
         return replace(self, path=f"{self.path}/{name}" if self.path else name)
@@ -75,12 +80,13 @@ def scheme_of(place: str) -> str | None:
     return match.group(1).lower() if match else None
 
 
-def parse_url(place: str, known: Iterable[str], *, needs_host: bool = True) -> StoreUrl:
+def parse_url(place: str, known: Iterable[str] | None, *, needs_host: bool = True) -> StoreUrl:
     """Parse the URL of a store.
 
     Args:
         place: the URL.
-        known: the names of the options that this kind of store has.
+        known: the names of the options that this kind of store has, besides `retry`; None to allow
+            all options.
         needs_host: whether the URL must name a bucket or server.
 
     Raises:
@@ -99,7 +105,7 @@ def parse_url(place: str, known: Iterable[str], *, needs_host: bool = True) -> S
         raise StoreError(f"{place}: expected {scheme}://HOST/PATH, with a bucket or server as HOST")
     pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
-    known = sorted(known)
+    known = list(options) if known is None else sorted({*known, "retry"})
     for name in options:
         if name in known:
             continue

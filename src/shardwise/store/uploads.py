@@ -60,13 +60,11 @@ class SmallUpload:
     """An object that is collected in memory and written at once. It is visible after `commit`.
 
     Args:
-        place: the URL of the object, for messages.
         size: the size of the object, in bytes.
         put: uploads the content.
     """
 
-    def __init__(self, place: str, size: int, put: Callable[[memoryview], object]) -> None:
-        self._place = place
+    def __init__(self, size: int, put: Callable[[memoryview], object]) -> None:
         self._content = np.zeros(size, np.uint8)
         self._put = put
 
@@ -75,8 +73,7 @@ class SmallUpload:
         part[:] = data[: len(part)]
 
     def commit(self) -> None:
-        with translate_errors("write", self._place):
-            self._put(self._content.data)
+        self._put(self._content.data)
 
     def close(self) -> None:
         self._content = np.zeros(0, np.uint8)

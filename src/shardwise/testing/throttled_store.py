@@ -69,9 +69,9 @@ class ThrottledStore(LocalStore):
         """Return the store one level below, with the same meter."""
         return ThrottledStore(super().at(name).path, self._meter)
 
-    def open(self, key: str) -> _ThrottledReader:
+    def open(self, path: str, size: int | None = None) -> _ThrottledReader:
         """Open a regular file."""
-        return _ThrottledReader(self._path_to_read(key), self._meter)
+        return _ThrottledReader(self._path_to_read(path), self._meter)
 
 
 class _ThrottledReader(LocalReader):

@@ -16,7 +16,7 @@ from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, is_lock_file, lock_file
-from shardwise.store import Store
+from shardwise.store import Store, lock_for_reading
 
 FILES_AT_ONCE = 4
 
@@ -29,20 +29,18 @@ def copy_checkpoint(
     source: Store,
     target: Store,
     throttle: Throttle,
-    copied: set[str],
     before_chunk: Callable[[], object] = lambda: None,
 ) -> tuple[Manifest, int]:
     """Copy the checkpoint in one directory to another directory, and replace another save there.
 
-    A file that is complete and intact in the target is not sent again. If this process is killed,
-    the target has either its previous checkpoint or the new one. Another call continues the copy.
+    A file that the target has is not sent again: files appear there when they are complete. If this
+    process is killed, the target has either its previous checkpoint or the new one. Another call
+    continues the copy.
 
     Args:
         source: the directory with the checkpoint. It is locked, so that retention waits.
         target: the directory for the copy.
         throttle: limits the bytes per second.
-        copied: the names of the files that this process has copied, and need not check again. The
-            names of further files are added.
         before_chunk: called before each chunk. If this function raises, the copy ends.
 
     Returns:
@@ -54,7 +52,7 @@ def copy_checkpoint(
         CheckpointInUse: the source is being removed, or another process copies it.
         OSError: a store failed.
     """
-    with source.hold(MANIFEST, shared=True) as held:
+    with lock_for_reading(source, MANIFEST) as held:
         if not held:
             raise CheckpointInUse(f"{source} is being removed or replaced, so it was not copied")
         data = source.read(MANIFEST, limit=LARGEST_MANIFEST)
@@ -63,26 +61,14 @@ def copy_checkpoint(
         except FormatError as error:
             raise FormatError(f"{source}: {error}") from error
         with _lock_for_copy(target, lock_file(manifest.save_id)):
-            names_in_target = set(target.list())
-
-            def copy(entry: FileEntry, check: Callable[[], object]) -> int:
-                is_present = entry.name in names_in_target
-                if is_present and (
-                    entry.name in copied or is_intact(target, entry, throttle, check)
-                ):
-                    copied.add(entry.name)
-                    return 0
-                copy_verified(source, entry, target, throttle, check)
-                copied.add(entry.name)
-                return entry.size
-
-            nbytes = _copy_all(manifest.files, copy, before_chunk)
-            target.sync()
+            present = set(target.list())
+            missing = [entry for entry in manifest.files if entry.name not in present]
+            _copy_all(missing, source, target, throttle, before_chunk)
             if saved_manifest(target) != manifest:
                 files = [file.name for file in manifest.files]
-                publish_manifest(target, data, files, replace=MANIFEST in names_in_target)
+                publish_manifest(target, data, files, replace=MANIFEST in present)
             _remove_older_saves(target, lock_file(manifest.save_id))
-        return manifest, nbytes
+        return manifest, sum(entry.size for entry in missing)
 
 
 def repair_checkpoint(
@@ -113,8 +99,8 @@ def repair_checkpoint(
         OSError: a store failed.
     """
     with (
-        intact.hold(MANIFEST, shared=True) as is_source_held,
-        damaged.hold(MANIFEST, shared=True) as is_held,
+        lock_for_reading(intact, MANIFEST) as is_source_held,
+        lock_for_reading(damaged, MANIFEST) as is_held,
     ):
         if not (is_source_held and is_held):
             raise CheckpointInUse(f"{damaged} is being removed or replaced, so it is not repaired")
@@ -129,7 +115,6 @@ def repair_checkpoint(
                 if not is_intact(damaged, entry, throttle, before_chunk):
                     copy_verified(intact, entry, damaged, throttle, before_chunk)
                     replaced[entry.name] = entry.size
-            damaged.sync()
             if _repair_manifest(damaged, manifest, data):
                 replaced[MANIFEST] = len(data)
         return manifest, replaced
@@ -145,7 +130,7 @@ def _repair_manifest(damaged: Store, manifest: Manifest, data: bytes) -> bool:
     with ExitStack() as locks:
         for name in damaged.list():
             is_other = is_lock_file(name) and name != own_lock
-            if is_other and not locks.enter_context(damaged.hold(name, shared=False)):
+            if is_other and not locks.enter_context(damaged.lock(name)):
                 raise CheckpointInUse(f"{damaged}: another save is running (it holds {name})")
         found = saved_manifest(damaged)
         if found is None:
@@ -159,10 +144,12 @@ def _repair_manifest(damaged: Store, manifest: Manifest, data: bytes) -> bool:
 
 def _copy_all(
     files: Sequence[FileEntry],
-    copy: Callable[[FileEntry, Callable[[], object]], int],
+    source: Store,
+    target: Store,
+    throttle: Throttle,
     before_chunk: Callable[[], object],
-) -> int:
-    """Copy files, several at a time, and return the bytes. If one copy fails, all copies end."""
+) -> None:
+    """Copy files, several at a time. If one copy fails, all copies end."""
     failed = threading.Event()
 
     def check() -> None:
@@ -170,10 +157,14 @@ def _copy_all(
         if failed.is_set():
             raise StoreError("the copy of another file of this checkpoint has failed")
 
+    def copy(entry: FileEntry) -> None:
+        copy_verified(source, entry, target, throttle, check)
+
     with ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-mirror") as pool:
-        copies = [pool.submit(copy, entry, check) for entry in files]
+        copies = [pool.submit(copy, entry) for entry in files]
         try:
-            return sum(each.result() for each in copies)
+            for each in copies:
+                each.result()
         except BaseException:
             failed.set()
             pool.shutdown(cancel_futures=True)
@@ -188,7 +179,7 @@ def _remove_older_saves(target: Store, own_lock: str) -> None:
 @contextmanager
 def _lock_for_copy(target: Store, lock: str) -> Iterator[None]:
     """Hold a lock, so that no other process removes the files that this process copies."""
-    with target.hold(lock, shared=False) as held:
+    with target.lock(lock) as held:
         if not held:
             raise CheckpointInUse(
                 f"{target}: another process copies this checkpoint (it holds the lock {lock})"

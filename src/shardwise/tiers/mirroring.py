@@ -104,7 +104,6 @@ class Mirroring:
         self._throttle = Throttle(rules.budget)
         self._root_tier = Tier(root, others_write=True)
         self._mirror_tier = Tier(mirror, others_write=False)
-        self._copied: dict[int, set[str]] = {}
         self._suspected: dict[int, _Suspicion] = {}
         self._checked: set[tuple[int, _Suspicion]] = set()
         self._stopping = threading.Event()
@@ -128,7 +127,7 @@ class Mirroring:
         Returns:
             Whether the mirror has everything that it should have.
         """
-        with self._root.hold(LOCK, shared=False) as held:
+        with self._root.lock(LOCK) as held:
             if not held:
                 self._read_record_of_other()
                 return False
@@ -203,11 +202,9 @@ class Mirroring:
     def _copy(self, step: int) -> None:
         start = time.monotonic()
         name = step_directory(step)
-        copied = self._copied.setdefault(step, set())
         manifest, nbytes = copy_checkpoint(
-            self._root.at(name), self._mirror.at(name), self._throttle, copied, self._refuse_stopped
+            self._root.at(name), self._mirror.at(name), self._throttle, self._refuse_stopped
         )
-        del self._copied[step]
         seconds = time.monotonic() - start
         stored = describe_checkpoint(manifest)
         self._root_tier.known[step] = stored

@@ -14,7 +14,7 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_of_directory
-from shardwise.store import Store, open_store
+from shardwise.store import Store, name_of, open_store, parent_of
 from shardwise.store.private import has_owners, publish_private, read_private
 from shardwise.tiers.store import TieredStore
 
@@ -130,15 +130,16 @@ def open_with_mirror(store: Store) -> Store:
     user's credentials. So a record counts only if nobody else can have written it. A mirror that
     cannot be opened is left out with a warning.
     """
-    parent = store.parent if step_of_directory(store.name) is not None else None
-    root = store if parent is None else parent
-    if not has_owners(root):
+    if not has_owners(store):
         return store
+    name = name_of(store)
+    parent = parent_of(store) if step_of_directory(name) is not None else None
+    root = store if parent is None else parent
     try:
         data = read_private(root, MIRROR_FILE, limit=LARGEST_RECORD)
         place = msgspec.json.decode(data, type=MirrorRecord).place
         tiers = TieredStore([root, open_store(place)])
-        return tiers if parent is None else tiers.at(store.name)
+        return tiers if parent is None else tiers.at(name)
     except (FileNotFoundError, NotADirectoryError):
         return store
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -12,7 +12,14 @@ from typing import TypeVar
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.manifest import verify_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.store import FileStatus, ReadableFile, ReadOnlyStore, Store, StoreTraits
+from shardwise.store import (
+    FileStatus,
+    ReadableFile,
+    ReadOnlyStore,
+    Store,
+    StoreTraits,
+    lock_for_reading,
+)
 from shardwise.store.store import Buffer
 from shardwise.tiers.copying import saved_manifest
 
@@ -43,8 +50,7 @@ class TieredStore(ReadOnlyStore):
         self._count_lock = threading.Lock()
 
     def __str__(self) -> str:
-        mirror = f" (mirror: {self._tiers[-1]})" if MIRROR in self._tier_names[1:] else ""
-        return f"{self._main}{mirror}"
+        return str(self._main)
 
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, by the name of the tier.
@@ -66,33 +72,12 @@ class TieredStore(ReadOnlyStore):
 
     @property
     def traits(self) -> StoreTraits:
-        """The traits of the root, with the longest times of any tier."""
-        traits = [tier.traits for tier in self._tiers]
-        return replace(
-            self._main.traits,
-            lock_expiry=max(each.lock_expiry for each in traits),
-            reading_grace=max(each.reading_grace for each in traits),
-        )
+        """The traits of the root. Readers lock the checkpoint, wherever a tier has locks."""
+        return replace(self._main.traits, lock_expiry=0.0)
 
-    @property
-    def name(self) -> str:
-        """The name of the root."""
-        return self._main.name
-
-    @property
-    def parent(self) -> Store | None:
-        """The store one level above in all tiers; None if a tier has none."""
-        parents = [each for tier in self._tiers if (each := tier.parent) is not None]
-        same = len(parents) == len(self._tiers)
-        return TieredStore(parents, self._tier_names) if same else None
-
-    def exists(self) -> bool:
-        """Return whether there is anything at this place in any tier."""
-        return any(tier.exists() for tier in self._tiers)
-
-    def is_file(self) -> bool:
-        """Return whether this place is one file in the root."""
-        return self._main.is_file()
+    def stat(self, path: str) -> FileStatus | None:
+        """Return what the nearest tier knows that has something at a path."""
+        return next((found for tier in self._tiers if (found := tier.stat(path)) is not None), None)
 
     def walk(self, limit: int) -> dict[str, FileStatus]:
         """Return the files at all levels below, in any tier.
@@ -105,27 +90,17 @@ class TieredStore(ReadOnlyStore):
             found.update(tier.walk(limit))
         return dict(sorted(found.items()))
 
-    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
-        """Open a file at any level below in the nearest tier that has it."""
-        failures: list[Exception] = []
-        for tier in self._tiers:
-            try:
-                return tier.open_below(path, size)
-            except OSError as error:  # noqa: PERF203 - few tiers
-                failures.append(error)
-        raise _choose_error(failures)
-
     def at(self, name: str) -> TieredStore:
         """Return the store one level below, in all tiers."""
         return TieredStore([tier.at(name) for tier in self._tiers], self._tier_names)
 
-    def open(self, key: str) -> ReadableFile:
+    def open(self, path: str, size: int | None = None) -> ReadableFile:
         """Open a file. The tiers are opened when they are needed.
 
         Raises:
             FileNotFoundError: no tier has the file.
         """
-        file = _TieredFile(key, self._tiers, self._count)
+        file = _TieredFile(path, self._tiers, self._count)
         try:
             file.open_first()
         except BaseException:
@@ -162,50 +137,36 @@ class TieredStore(ReadOnlyStore):
         Raises:
             OSError: a tier cannot be listed, and no other tier has any name.
         """
-        return sorted(self._names(lambda tier: tier.list()))
-
-    def _names(self, list_names: Callable[[Store], Iterable[str]]) -> set[str]:
-        """Return the names that any tier has."""
         names: set[str] = set()
         failures: list[Exception] = []
         for tier in self._tiers:
             try:
-                names.update(list_names(tier))
+                names.update(tier.list())
             except OSError as error:  # noqa: PERF203 - few tiers
                 failures.append(error)
         if failures and not names:
             raise _choose_error(failures)
         for failure in failures:
             log.warning("a tier of %s is skipped: %s", self, failure)
-        return names
+        return sorted(names)
 
     def _count(self, tier: int, nbytes: int) -> None:
         with self._count_lock:
             self._bytes_read[tier] += nbytes
 
     @contextmanager
-    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Lock a file in the nearest tier that has it, so that retention does not remove it."""
+    def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
+        """Lock a file in all tiers that have it, so that retention does not remove it."""
         if not shared:
             raise self.refusal()
         with ExitStack() as locks:
             held = False
             for tier in self._tiers:
                 try:
-                    held = locks.enter_context(tier.hold(key, shared=True))
-                except OSError as error:
+                    held |= locks.enter_context(lock_for_reading(tier, key))
+                except OSError as error:  # noqa: PERF203 - few tiers
                     log.warning("%s in %s is not locked: %s", key, tier, error)
-                if held:
-                    break
             yield held
-
-    def stores_with(self, key: str) -> set[str]:
-        """Return the names of the stores one level below that contain this file in any tier.
-
-        Raises:
-            OSError: as for `list`.
-        """
-        return self._names(lambda tier: tier.stores_with(key))
 
 
 def have_other_saves(root: Store, mirror: Store) -> bool:

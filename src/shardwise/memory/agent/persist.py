@@ -181,7 +181,7 @@ def lock_for_publishing(
     with ExitStack() as locks:
         deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.traits.lock_expiry)
         attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
-        if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
+        if not any(locks.enter_context(store.lock(lock)) for _ in attempts):
             raise StoreUnavailableError(
                 f"{store}: cannot lock {lock}, because another process holds it: an agent that "
                 "persists this save, or a Checkpointer that looks for leftovers"

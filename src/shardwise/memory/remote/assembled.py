@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -72,7 +72,6 @@ class AssembledStore(ReadOnlyStore):
     """
 
     why_read_only = "save to storage instead"
-    traits = LOCAL_TRAITS
 
     def __init__(
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
@@ -85,6 +84,8 @@ class AssembledStore(ReadOnlyStore):
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
+        mapped = frozenset(name for name, nodes in assembly.holders.items() if node in nodes)
+        self.traits = replace(LOCAL_TRAITS, mapped=mapped)
         self._local = LocalStore(run.step_path(assembly.step))
         infos = list(assembly.nodes.values())
         self._nodes = Nodes(SnapshotDirectory(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
@@ -123,21 +124,17 @@ class AssembledStore(ReadOnlyStore):
             self._rebuilder.close()
         self._nodes.close()
 
-    def open(self, key: str) -> ReadableFile:
+    def open(self, path: str, size: int | None = None) -> ReadableFile:
         """Open a file: on this node if it has the file, otherwise on other nodes or by decoding."""
-        nodes = self._assembly.holders.get(key)
+        nodes = self._assembly.holders.get(path)
         if nodes is None:
-            raise FileNotFoundError(f"{self} has no {key}")
-        size = self._assembly.sizes[key]
+            raise FileNotFoundError(f"{self} has no {path}")
+        size = self._assembly.sizes[path]
         if self._node in nodes:
-            return _LocalFile(map_file(self._local.path / key, size), self._count_bytes)
+            return _LocalFile(map_file(self._local.path / path, size), self._count_bytes)
         return _RemoteFile(
-            size, f"{key} of {self}", self._list_sources(key, nodes), self._count_bytes
+            size, f"{path} of {self}", self._list_sources(path, nodes), self._count_bytes
         )
-
-    def is_mapped(self, key: str) -> bool:
-        """Return whether a file is in this node's memory."""
-        return self._node in self._assembly.holders.get(key, ())
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the contents of a small file."""
@@ -148,22 +145,12 @@ class AssembledStore(ReadOnlyStore):
             return self._local.read(key, limit=limit)
         return self._nodes.read(nodes[0], key, limit=limit)
 
-    @property
-    def name(self) -> str:
-        """The run and the step."""
-        return self._name
-
-    @property
-    def parent(self) -> None:
-        """None: a snapshot is not below another store."""
-
-    def exists(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_file(self) -> bool:
-        """Return False."""
-        return False
+    def stat(self, path: str) -> FileStatus | None:
+        """Return the size of a data file; "" is the snapshot itself."""
+        if not path:
+            return FileStatus(0, "", is_directory=True)
+        size = self._assembly.sizes.get(path)
+        return None if size is None else FileStatus(size, "")
 
     def list(self) -> list[str]:
         """Return the names of the files."""
@@ -173,22 +160,14 @@ class AssembledStore(ReadOnlyStore):
         """Return the data files. Their content never changes."""
         return {name: FileStatus(size, "") for name, size in sorted(self._assembly.sizes.items())}
 
-    def open_below(self, path: str, size: int | None = None) -> ReadableFile:
-        """Open a file."""
-        return self.open(path)
-
     @contextmanager
-    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
+    def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
         """Prevent this node's files from being reclaimed while the block runs."""
         if not (self._local.path / key).exists():
             yield True
             return
-        with self._local.hold(key, shared=True) as locked:
+        with self._local.lock(key, shared=True) as locked:
             yield locked
-
-    def stores_with(self, key: str) -> set[str]:
-        """Return nothing: a snapshot has no subdirectories."""
-        return set()
 
     def at(self, name: str) -> Store:
         """Refuse: a snapshot has no subdirectories."""

@@ -30,6 +30,7 @@ from shardwise.memory.remote.search import (
     make_reader,
 )
 from shardwise.memory.seal import is_file_intact
+from shardwise.store import lock_for_reading
 
 if TYPE_CHECKING:
     from shardwise.memory.trainer.snapshots import Snapshots
@@ -63,7 +64,7 @@ def find_snapshots(snapshots: Snapshots, group: Group, step: int | None) -> Foun
         nodes_read |= found.nodes.keys()
         store = AssembledStore(found, snapshots.run, snapshots.node, snapshots.tls)
         # This node's files are not freed meanwhile. One rank locks storage for all.
-        with closing(store), store.hold(MANIFEST, shared=True):
+        with closing(store), lock_for_reading(store, MANIFEST):
             yield found, store
         damaged = found.step
 

@@ -1,0 +1,277 @@
+"""Open the store at a path or URL, and ask what is there."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.plugins import find_plugins, load_plugin
+from shardwise.store.leases import lease_name
+from shardwise.store.local import LocalStore
+from shardwise.store.retry import Retry, RetryingStore
+from shardwise.store.store import Store
+from shardwise.store.store_url import StoreUrl, parse_url, scheme_of
+
+PLUGINS = "shardwise.stores"
+REQUESTS_AT_ONCE = 16
+OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
+_OTHER_SCHEMES = (
+    *("file", "hdfs", "webhdfs", "s3a", "s3n", "gcs", "abfs", "abfss", "adl", "wasb", "wasbs"),
+    *("memory", "sftp", "ssh", "ftp", "smb", "oci", "oss", "dbfs", "hf", "r2"),
+)
+
+
+def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
+    """Return the store at a place, with a name that means the same in every process of this node.
+
+    A relative path is made absolute. The URL of an object store gets the endpoint, profile or
+    account that this process finds in its environment.
+
+    Raises:
+        StoreError: as for `open_store`.
+    """
+    store = open_store(place)
+    if type(store) is LocalStore:
+        return store.at_path(store.path.absolute())
+    if not isinstance(store, RetryingStore) or scheme_of(str(store)) not in OBJECT_SCHEMES:
+        return store
+    from shardwise.store.object_clients import find_settings
+    from shardwise.store.object_store import parse_object_url
+
+    url = parse_object_url(str(store))
+    found = find_settings(url)
+    return open_store(str(replace(url, options={**url.options, **found}))) if found else store
+
+
+def _kind(store: Store) -> type[Store]:
+    return type(store.store if isinstance(store, RetryingStore) else store)
+
+
+def can_be_reopened(store: Store) -> bool:
+    """Return whether `open_store(str(store))` opens the same store, also in another process."""
+    try:
+        return _kind(open_store(str(store))) is _kind(store)
+    except StoreError:
+        return False
+
+
+def open_store(place: str | os.PathLike[str] | Store) -> Store:
+    """Return the store at a directory or URL. A store is returned unchanged.
+
+    Raises:
+        StoreError: the place is not a path, URL or store; a path is not UTF-8; or a URL is wrong,
+            or needs a package that is not installed.
+    """
+    if isinstance(place, Store):
+        return place
+    path = os.fspath(place) if isinstance(place, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise StoreError(f"{place!r}: expected a path, a URL or a store")
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(
+            f"{path!r} is not a path in UTF-8: rename the directory, or use a link to it"
+        ) from error
+    if path.startswith("~"):
+        raise StoreError(f"{path!r}: only shells expand ~; pass os.path.expanduser({path!r})")
+    _refuse_shortened_url(path)
+    scheme = scheme_of(path)
+    if scheme is None:
+        return LocalStore(path)
+    if scheme == "file":
+        return _open_file_url(path)
+    return RetryingStore(_open_remote(path, scheme), Retry.of_url(path))
+
+
+def _open_remote(url: str, scheme: str) -> Store:
+    """Return the store at the URL of another machine, by a plug-in if one has the scheme."""
+    if scheme in OBJECT_SCHEMES:
+        from shardwise.store.object_store import ObjectStore
+
+        return ObjectStore(url)
+    if scheme == "hdfs":
+        from shardwise.store.hdfs import open_hdfs
+
+        return open_hdfs(url)
+    plugin = find_plugins(PLUGINS).get(scheme)
+    if plugin is not None:
+        return cast("Store", load_plugin(plugin)(url))
+    from shardwise.store.fsspec_store import open_fsspec
+
+    return open_fsspec(url)
+
+
+def _refuse_shortened_url(path: str) -> None:
+    """Refuse `s3:/bucket/run`, which `pathlib.Path("s3://bucket/run")` becomes.
+
+    Raises:
+        StoreError: a known scheme and a colon begin the path, without `//`.
+    """
+    scheme, colon, rest = path.partition(":")
+    if not colon or rest.startswith("//"):
+        return
+    if scheme.lower() in (*OBJECT_SCHEMES, *_OTHER_SCHEMES):
+        slashes = "///" if scheme.lower() == "file" else "//"
+        url = f"{scheme}:{slashes}{rest.lstrip('/')}"
+        raise StoreError(
+            f"{path!r} looks like a URL that lost a slash, as in a pathlib.Path: pass the string "
+            f"{url!r}; for a local directory of this name, pass {f'./{path}'!r}"
+        )
+
+
+def _open_file_url(place: str) -> LocalStore:
+    if not place[len("file://") :].startswith("/"):
+        raise StoreError(f"{place!r}: a file URL names no host: use file:///path, or the path")
+    url = parse_url(place, ("page_cache",), needs_host=False)
+    return LocalStore(f"/{url.path}", page_cache=url.is_set("page_cache"))
+
+
+def resolve_links(store: Store) -> Store:
+    """Return the store at the place that symbolic links lead to.
+
+    If two paths lead to the same directory, the paths of their resolved stores are equal.
+    """
+    return store.at_path(store.path.resolve()) if type(store) is LocalStore else store
+
+
+def store_below(store: Store, path: str) -> Store:
+    """Return the store at a relative path with `/`."""
+    for name in path.split("/"):
+        store = store.at(name)
+    return store
+
+
+def exists(store: Store) -> bool:
+    """Return whether there is a file or directory at a place, or anything below."""
+    return store.stat("") is not None or bool(store.list())
+
+
+def is_file(store: Store) -> bool:
+    """Return whether a place is one file. Links are followed."""
+    status = store.stat("")
+    return status is not None and not status.is_directory
+
+
+def name_of(store: Store) -> str:
+    """Return the last component of the path of a place; "" at the top."""
+    url = _url_of(store)
+    return str(store).rstrip("/").rpartition("/")[2] if url is None else url.name
+
+
+def parent_of(store: Store) -> Store | None:
+    """Return the store one level above.
+
+    Returns:
+        The store; None at the top, and if its path or URL cannot be opened.
+    """
+    url = _url_of(store)
+    if url is None:
+        path = Path(str(store))
+        return LocalStore(path.parent) if path.parent != path else None
+    if not url.path:
+        return None
+    try:
+        return open_store(str(replace(url, path=url.path.rpartition("/")[0])))
+    except StoreError:
+        return None
+
+
+def _url_of(store: Store) -> StoreUrl | None:
+    """Return the URL of a store; None if it is a path."""
+    place = str(store)
+    return None if scheme_of(place) is None else parse_url(place, None, needs_host=False)
+
+
+def stores_with(store: Store, key: str) -> set[str]:
+    """Return the names of the stores one level below that have this key."""
+
+    def has_key(name: str) -> bool:
+        return store.at(name).stat(key) is not None
+
+    names = store.list()
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-requests") as pool:
+        return {name for name, found in zip(names, pool.map(has_key, names), strict=True) if found}
+
+
+def is_writable(store: Store) -> bool:
+    """Return whether this process may create files at a place, which need not exist yet.
+
+    On other machines, the function creates and deletes a file.
+
+    Raises:
+        StoreUnavailableError: the storage does not answer, so this is unknown.
+    """
+    if isinstance(store, LocalStore):
+        return os.access(_existing(store.path), os.W_OK)
+    name = lease_name("writable")  # listings leave it out
+    try:
+        store.publish(name, b"", replace=True)
+    except StoreUnavailableError:
+        raise
+    except OSError:
+        return False
+    with suppress(OSError):
+        store.delete(name)
+    return True
+
+
+def free_bytes(store: Store) -> int | None:
+    """Return the bytes that this user can still write; None if unknown."""
+    if not isinstance(store, LocalStore):
+        return None
+    statistics = os.statvfs(_existing(store.path))
+    return statistics.f_bavail * statistics.f_frsize if statistics.f_blocks else None
+
+
+def abort_uploads(store: Store, idle_seconds: float = 3600.0) -> int:
+    """Abort the abandoned uploads below a place, whose parts would cost money.
+
+    Args:
+        idle_seconds: how long an upload has got no part; the longest time of a request is added.
+
+    Returns:
+        The number of uploads.
+    """
+    if scheme_of(str(store)) != "s3" or not isinstance(store, RetryingStore):
+        return 0
+    from shardwise.store.object_store import ObjectStore
+
+    inner = store.store
+    return inner.abort_uploads(idle_seconds) if isinstance(inner, ObjectStore) else 0
+
+
+def lock_for_reading(store: Store, key: str) -> AbstractContextManager[bool]:
+    """Keep a checkpoint while a block reads it, given the file that is removed first.
+
+    A store without shared locks keeps the files for its `StoreTraits.reading_grace`.
+
+    Yields:
+        False if the checkpoint is being removed, or does not exist.
+    """
+    if store.traits.lock_expiry:
+        return nullcontext(enter_result=True)
+    return store.lock(key, shared=True)
+
+
+def _existing(path: Path) -> Path:
+    """Return a path, or the nearest directory above that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def why_no_directory(store: Store) -> str:
+    """Return why no directory can be created at a place, such as "/data/run is a file".
+
+    Return "" if a directory can be created.
+    """
+    if type(store) is not LocalStore:
+        return f"{store} is a file" if is_file(store) else ""
+    existing = next(each for each in (store.path, *store.path.parents) if os.path.lexists(each))
+    if existing.is_dir():
+        return ""
+    return f"{existing} is {'a file' if existing.exists() else 'a dangling symbolic link'}"

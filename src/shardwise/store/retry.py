@@ -1,0 +1,228 @@
+"""`RetryingStore`: repeats what fails for a reason that may pass, in any store."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardwise.deadline import Deadline
+from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.store import FileStatus, Store
+from shardwise.store.store_url import parse_url
+from shardwise.store.wrapped import WrappedStore
+
+RETRY_SECONDS = 180.0
+WARNING_SECONDS = 10.0
+LATE_SECONDS = 10.0
+"""How long a server may not find what was just written."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0  # seconds
+NOT_REPEATED = ("create", "write_at", "commit")
+"""Operations that may have had an effect when they fail, so that they cannot simply be repeated."""
+
+T = TypeVar("T")
+log = logging.getLogger("shardwise")
+
+
+class Retry:
+    """How long an operation of a server is repeated, and what was written to this server.
+
+    Args:
+        seconds: how long to repeat an operation.
+        warning_seconds: how long to repeat it before a warning; each outage has one.
+        clock: a monotonic clock, in seconds.
+        sleep: the function that waits between two attempts.
+    """
+
+    def __init__(
+        self,
+        seconds: float = RETRY_SECONDS,
+        warning_seconds: float = WARNING_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.seconds = seconds
+        self._warning_seconds = warning_seconds
+        self._clock, self._sleep = clock, sleep
+        self._lock = threading.Lock()
+        self._written_at: dict[str, float] = {}  # by place, the oldest first
+        self._has_warned = False
+
+    def __reduce__(self) -> tuple[type[Retry], tuple[float, float]]:
+        return type(self), (self.seconds, self._warning_seconds)
+
+    @classmethod
+    def of_url(cls, place: str) -> Retry:
+        """Return what the option `retry` of a URL says.
+
+        Raises:
+            StoreError: the option is not a number of seconds.
+        """
+        url = parse_url(place, None, needs_host=False)
+        return cls(url.number("retry", RETRY_SECONDS, smallest=0.0))
+
+    def call(self, act: Callable[[], T], is_late: Callable[[], bool] = lambda: False) -> T:
+        """Return the result of an operation, which may be repeated.
+
+        Args:
+            act: the operation.
+            is_late: returns whether the operation may miss a file because it was just written.
+
+        Raises:
+            OSError: of the last attempt.
+        """
+        begin = self._clock()
+        failure: OSError = StoreUnavailableError("not tried")
+        deadline = Deadline(self.seconds, self._clock, self._sleep)
+        for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
+            try:
+                result = act()
+            except StoreUnavailableError as error:
+                failure = error
+            except OSError as error:
+                if not (_is_missing(error) and is_late()):
+                    raise
+                failure = error
+            else:
+                self._has_warned = False
+                return result
+            self._warn(failure, begin)
+        raise failure
+
+    def note_write(self, place: str) -> None:
+        """Remember that a file was written."""
+        with self._lock:
+            self._written_at.pop(place, None)
+            self._written_at[place] = self._clock()
+            self._forget_old()
+
+    def forget_write(self, place: str) -> None:
+        """Forget a file that is deleted."""
+        with self._lock:
+            self._written_at.pop(place, None)
+
+    def has_written(self, place: str | None) -> bool:
+        """Return whether a file was written a moment ago; with None, whether any file was."""
+        with self._lock:
+            self._forget_old()
+            return bool(self._written_at) if place is None else place in self._written_at
+
+    def _forget_old(self) -> None:
+        limit = self._clock() - LATE_SECONDS
+        old = itertools.takewhile(lambda each: each[1] < limit, self._written_at.items())
+        for place, _ in list(old):
+            del self._written_at[place]
+
+    def _warn(self, failure: OSError, begin: float) -> None:
+        passed = self._clock() - begin
+        if self._has_warned or passed < self._warning_seconds:
+            return
+        self._has_warned = True
+        end = time.localtime(time.time() + max(0.0, self.seconds - passed))
+        log.warning(
+            "%s. This has failed for %.0f s, and is repeated until %s (the option retry=%g of the "
+            "URL)",
+            *(failure, passed, time.strftime("%H:%M:%S", end), self.seconds),
+        )
+
+
+def _is_missing(error: OSError) -> bool:
+    """Return whether a server said that it does not find what a request is for."""
+    return isinstance(error, FileNotFoundError) or error.errno == errno.ENOENT
+
+
+class RetryingStore(WrappedStore):
+    """Repeats the operations of another store while it does not answer.
+
+    A file that this store wrote a moment ago is looked for again if the server does not find it. If
+    the answer to `publish` is lost, the file is read: `data` must include a random number that no
+    other process uses. The bytes of files that are being written are not repeated.
+
+    Args:
+        store: the other store, which raises `StoreUnavailableError` if trying again may help.
+        retry: how long to repeat; shared with the stores below.
+    """
+
+    def __init__(self, store: Store, retry: Retry) -> None:
+        super().__init__(store)
+        self._retry = retry
+
+    def __repr__(self) -> str:
+        return repr(self.store)
+
+    def at(self, name: str) -> RetryingStore:
+        """Return the store one level below."""
+        return RetryingStore(self.store.at(name), self._retry)
+
+    def run(self, operation: str, path: str, act: Callable[[], T]) -> T:
+        """Repeat an operation; see the class."""
+        place = self._place(path)
+        if operation == "delete":
+            self._retry.forget_write(place)
+        if operation in NOT_REPEATED:
+            result = act()
+        else:
+            looked_for = None if operation in ("list", "walk") else place
+            result = self._retry.call(act, lambda: self._retry.has_written(looked_for))
+        if operation in ("publish", "commit"):
+            self._retry.note_write(place)
+        return result
+
+    def stat(self, path: str) -> FileStatus | None:
+        """See `Store.stat`."""
+
+        def find() -> FileStatus:
+            status = self.store.stat(path)
+            if status is None:
+                raise FileNotFoundError(errno.ENOENT, "no such file", self._place(path))
+            return status
+
+        try:
+            return self.run("stat", path, find)
+        except FileNotFoundError:
+            return None
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """See `Store.publish`."""
+
+        def publish() -> None:
+            try:
+                self.store.publish(key, data, replace=replace)
+            except (FileExistsError, StoreUnavailableError) as failure:
+                if replace or self._has_failed(key, data, failure):
+                    raise
+
+        self.run("publish", key, publish)
+
+    def _has_failed(self, key: str, data: bytes, failure: OSError) -> bool:
+        """Read a file that may have been published, and return whether it was not.
+
+        Raises:
+            FileExistsError: the file has other content.
+            StoreUnavailableError: the server says that the file exists, and does not find it.
+        """
+        try:
+            found = self.store.read(key, limit=len(data))
+        except FileNotFoundError:
+            if isinstance(failure, FileExistsError):
+                raise StoreUnavailableError(
+                    f"{self._place(key)}: cannot tell whether the file was written: the server "
+                    "says that it exists, and does not find it; check the storage, and try again"
+                ) from failure
+            return True
+        except StoreUnavailableError:
+            raise
+        except StoreError:  # it is larger
+            found = None
+        if found == data:
+            return False
+        raise FileExistsError(errno.EEXIST, "the file exists already", self._place(key))
+
+    def _place(self, path: str) -> str:
+        """Return the URL of a file without options."""
+        place = str(self.store).partition("?")[0]
+        return f"{place}/{path}" if path else place
