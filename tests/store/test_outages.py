@@ -13,6 +13,7 @@ import pytest
 import shardwise as sw
 from shardwise.engine.data_reader import DataReader
 from shardwise.errors import StoreUnavailableError
+from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import LocalStore
 from shardwise.store.hdfs import HdfsFiles
@@ -53,7 +54,7 @@ def test_a_data_file_that_cannot_be_opened_in_an_outage_is_not_damaged() -> None
     files = mock.create_autospec(LocalStore, instance=True)
     files.open.side_effect = StoreUnavailableError("no answer")
     with pytest.raises(StoreUnavailableError):
-        DataReader(files, FileEntry("r00000.safetensors", 0, 1, 0, 0, 0, 0))
+        DataReader(files, StoredFile.of_entry(FileEntry("r00000.safetensors", 0, 1, 0, 0, 0, 0)))
 
 
 class Flaky(LocalStore):

@@ -106,7 +106,7 @@ class FileTree:
     @property
     def name(self) -> str:
         """The name of the directory or file, after links."""
-        return resolve_links(self.store).name
+        return name_of(resolve_links(self.store))
 
     @property
     def parent(self) -> str:

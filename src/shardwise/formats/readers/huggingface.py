@@ -184,8 +184,8 @@ def _require_indexed_tensors(
     if missing:
         raise FormatError(
             f"{tree}: the files lack {len(missing)} tensor{'s' * (len(missing) > 1)} of the index, "
-            f"for example {missing[0][:200]!r} in {index[missing[0]]}: the index is of another model; "
-            "copy the index and all files from one place"
+            f"for example {missing[0][:200]!r} in {index[missing[0]]}: the index is of another "
+            "model; copy the index and all files from one place"
         )
 
 
