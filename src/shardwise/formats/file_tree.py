@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
-from shardwise.formats.containers.pickle_values import AllowedNames
+from shardwise.formats.containers.pickle_values import UnknownObject, allow_as_instances
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import BytesFile, FileRange
 from shardwise.formats.containers.safetensors import is_safetensors
@@ -25,9 +25,11 @@ from shardwise.formats.containers.torch_files import (
     is_torch_file,
     read_pickle_bytes,
     read_torch_file,
+    unpickle_tensor,
 )
 from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.containers.zip_archive import ZIP_START
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.layout import StoredFile
 from shardwise.store import (
     FileStatus,
@@ -301,36 +303,34 @@ class FileTree:
             list(pool.map(read_file, groups))
         return [values[index] for index in range(len(parts))]
 
-    def load(self, name: str, *, also_allowed: AllowedNames | None = None) -> Any:
+    def load(self, name: str, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a file of torch.save. No tensor is read, and no code runs.
 
         Tensors become `StoredArray`s, and parts of DTensors and ShardedTensors `StoredPart`s.
 
         Args:
             name: the name of the file.
-            also_allowed: classes and functions that are allowed, in addition to torch's.
+            classes: classes whose instances become `PickledInstance`s: "package.module.Class".
 
         Raises:
             FormatError: the file is missing or malformed, or contains objects that are not read
                 from pickles.
         """
-        return self.load_each([name], also_allowed=also_allowed)[name]
+        return self.load_each([name], classes=classes)[name]
 
-    def load_each(
-        self, names: Iterable[str], *, also_allowed: AllowedNames | None = None
-    ) -> dict[str, Any]:
+    def load_each(self, names: Iterable[str], *, classes: Iterable[str] = ()) -> dict[str, Any]:
         """Return the value in each file of torch.save, by name; see `load`."""
-        return self.read_each(names, lambda file: self.load_range(file, also_allowed=also_allowed))
+        return self.read_each(names, lambda file: self.load_range(file, classes=classes))
 
-    def load_range(self, file: FileRange, *, also_allowed: AllowedNames | None = None) -> Any:
+    def load_range(self, file: FileRange, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a range that contains a file of torch.save; see `load`."""
         return read_torch_file(
             file,
-            also_allowed={**RANK_TENSOR_NAMES, **(also_allowed or {})},
+            also_allowed={**RANK_TENSOR_NAMES, **allow_as_instances(*classes)},
             skip_unknown=self.skip_unknown,
         ).value
 
-    def load_pickle(self, name: str, *, also_allowed: AllowedNames | None = None) -> Any:
+    def load_pickle(self, name: str, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a file that is a pickle; see `load`.
 
         The parts of the value may refer to each other very often. Do not follow all references.
@@ -338,10 +338,22 @@ class FileTree:
         return unpickle(
             self.read(name),
             self.label(name),
-            also_allowed={**TORCH_NAMES, **(also_allowed or {})},
+            also_allowed={**TORCH_NAMES, **allow_as_instances(*classes)},
             skip_unknown=self.skip_unknown,
             refuse_huge_values=False,
         ).value
+
+    def unpickle_tensor(self, data: bytes, label: str) -> StoredArray | UnknownObject | None:
+        """Return the tensor in a pickle whose storage is elsewhere.
+
+        The `start` of the array counts from the start of the storage. For a tensor of a class that
+        is not known, return an `UnknownObject`, and for any other value None.
+
+        Args:
+            data: the pickle.
+            label: where the pickle is from, for messages.
+        """
+        return unpickle_tensor(data, label, skip_unknown=self.skip_unknown)
 
     def pickle_mentions(self, name: str, text: bytes) -> bool:
         """Return whether a file is a zip archive of torch.save whose pickle contains a text."""

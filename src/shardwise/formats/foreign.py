@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.layout import Box, boxes_of_range
+from shardwise.layout import boxes_of_range
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import StoredFile
@@ -53,11 +53,32 @@ class StoredArray:
             )
         return DTYPES[self.dtype].itemsize
 
-    def part(self, box: Box) -> StoredArray:
-        """Return a part of the array."""
-        skipped = sum(o * step for o, step in zip(box.offset, self.stride, strict=True))
+    @classmethod
+    def contiguous(cls, file: str, start: int, dtype: str, shape: tuple[int, ...]) -> StoredArray:
+        """Return a contiguous row-major array."""
+        return cls(file, start, dtype, shape, row_major_strides(shape))
+
+    def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
+        """Return a box of the array."""
+        skipped = sum(o * step for o, step in zip(offset, self.stride, strict=True))
         start = self.start + skipped * self.itemsize
-        return StoredArray(self.file, start, self.dtype, box.shape, self.stride)
+        return StoredArray(self.file, start, self.dtype, shape, self.stride)
+
+    def boxes_in(self, shape: tuple[int, ...], first: int) -> list[Placed]:
+        """Return boxes of a tensor of which this contiguous array is a range, flattened.
+
+        Args:
+            shape: the shape of the tensor.
+            first: the first element of the range.
+
+        Raises:
+            LayoutError: the range is longer than the rest of the tensor.
+        """
+        placed, start = [], self.start
+        for box in boxes_of_range(shape, first, first + math.prod(self.shape)):
+            placed.append((box.offset, self.contiguous(self.file, start, self.dtype, box.shape)))
+            start += box.size * self.itemsize
+        return placed
 
 
 Placed: TypeAlias = tuple[tuple[int, ...], StoredArray]
@@ -104,21 +125,6 @@ class StoredPart:
     places: tuple[int, ...]
     arrangement: tuple[object, ...] = ()
     local: StoredArray | None = None
-
-
-def boxes_of_flat_range(shape: tuple[int, ...], start: int, array: StoredArray) -> list[Placed]:
-    """Return the boxes of a flattened tensor that a contiguous array has, from element `start` on.
-
-    Raises:
-        LayoutError: the array is longer than the rest of the tensor.
-    """
-    placed, position = [], array.start
-    for box in boxes_of_range(shape, start, start + math.prod(array.shape)):
-        stride = row_major_strides(box.shape)
-        part = StoredArray(array.file, position, array.dtype, box.shape, stride)
-        placed.append((box.offset, part))
-        position += box.size * array.itemsize
-    return placed
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

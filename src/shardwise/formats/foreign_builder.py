@@ -139,7 +139,7 @@ class Builder:
             part: the part of the array that has these elements; None for the whole array.
             replica: whether the tensor already has these elements. Loads compare both copies.
         """
-        array = array if part is None else array.part(part)
+        array = array if part is None else array.part(part.offset, part.shape)
         numbers = (array.start, *offset, *array.shape, *array.stride)
         if min(numbers) < 0 or max(numbers) > LARGEST_INTEGER or len(offset) != len(array.shape):
             raise FormatError(

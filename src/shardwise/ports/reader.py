@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from shardwise.errors import FormatError as FormatError
-from shardwise.formats.containers.pickle_values import AllowedNames as AllowedNames
 from shardwise.formats.containers.pickle_values import PickledInstance as PickledInstance
 from shardwise.formats.containers.pickle_values import UnknownObject as UnknownObject
-from shardwise.formats.containers.pickle_values import allow_as_instances as allow_as_instances
 from shardwise.formats.containers.ranges import FileRange as FileRange
 from shardwise.formats.containers.safetensors import read_header as read_header
-from shardwise.formats.containers.torch_files import unpickle_tensor as unpickle_tensor
 from shardwise.formats.detect import Reader as Reader
 from shardwise.formats.file_tree import FilePart as FilePart
 from shardwise.formats.file_tree import FileTree as FileTree
@@ -23,9 +20,6 @@ from shardwise.formats.foreign import Placed as Placed
 from shardwise.formats.foreign import StoredArray as StoredArray
 from shardwise.formats.foreign import StoredPart as StoredPart
 from shardwise.formats.foreign import StoredTensor as StoredTensor
-from shardwise.formats.foreign import boxes_of_flat_range as boxes_of_flat_range
-from shardwise.formats.foreign import row_major_strides as row_major_strides
 from shardwise.formats.foreign_builder import Builder as Builder
 from shardwise.formats.nested import nest as nest
 from shardwise.formats.optimizers import ParamGroup as ParamGroup
-from shardwise.layout import Box as Box

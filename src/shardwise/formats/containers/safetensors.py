@@ -12,7 +12,7 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.foreign import StoredArray, row_major_strides
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Dims
 
@@ -105,8 +105,7 @@ def read_header(file_range: FileRange) -> Header:
                 f"{file_range.label}: {name[:200]!r} has {stop - start} bytes, which do not "
                 f"match its shape {list(entry.shape)} and dtype {dtype}: copy the file again"
             )
-        file_offset, stride = data.offset + start, row_major_strides(shape)
-        arrays[name] = StoredArray(file_range.name, file_offset, dtype, shape, stride)
+        arrays[name] = StoredArray.contiguous(file_range.name, data.offset + start, dtype, shape)
     if previous_end != data.size:
         raise FormatError(
             f"{file_range.label}: {data.size - previous_end} bytes follow the last array: copy the "

@@ -321,7 +321,7 @@ def _rebuild_dtensor_or_tensor(
         kind="DTensor",
         dtype=local.dtype,
         shape=shape,
-        boxes=tuple((box.offset, local.part(inner)) for box, inner in boxes),
+        boxes=tuple((box.offset, local.part(inner.offset, inner.shape)) for box, inner in boxes),
         place=tuple(coordinate[dim] for dim in dims),
         places=tuple(mesh_shape[dim] for dim in dims),
         arrangement=(mesh_shape, mesh_shards),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import read_contents
 from shardwise.ports.reader import (
     Builder,
@@ -21,7 +21,6 @@ from shardwise.ports.reader import (
     Reader,
     StoredArray,
     StoredTensor,
-    boxes_of_flat_range,
 )
 
 FORMAT = "Megatron-Core torch_dist"
@@ -75,7 +74,8 @@ def read(tree: FileTree, builder: Builder) -> None:
     common = _read_common(tree, builder, contents)
     values = {name: leaf for name, leaf in contents.items() if not isinstance(leaf, StoredTensor)}
     tensors = {name: leaf for name, leaf in contents.items() if isinstance(leaf, StoredTensor)}
-    tensors = unflatten_optimizer(tensors, metadata, str(tree))
+    recorded = metadata.extra_fields.get("mcore_data") or {}
+    tensors = unflatten_optimizer(tensors, recorded, str(tree))
     tensors = unstack_layers(tensors, str(tree))
     parameters = _add_tensors(builder, tensors)
     _add_sharded_objects(builder, {k: value for k, value in values.items() if k != COMMON_ITEM})
@@ -101,17 +101,17 @@ def _check_backend(tree: FileTree) -> None:
 
 
 def unflatten_optimizer(
-    tensors: Mapping[str, StoredTensor], metadata: Metadata, path: str
+    tensors: Mapping[str, StoredTensor], recorded: object, path: str
 ) -> dict[str, StoredTensor]:
     """Undo the flattening of shards: ranges of flat shards become boxes.
 
     Args:
+        recorded: what Megatron-Core recorded of each tensor.
         path: the path of the checkpoint, for messages.
 
     Raises:
         FormatError: the ranges do not make up the tensor that was flattened.
     """
-    recorded = metadata.extra_fields.get("mcore_data") or {}
     unflattened = dict(tensors)
     for name, fields in recorded.items() if isinstance(recorded, dict) else ():
         shape = fields.get(_ORIGINAL_SHAPE) if isinstance(fields, dict) else None
@@ -143,8 +143,8 @@ def _unflatten(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
                 f"the piece at {[*coordinate, first_element]} has shape {list(array.shape)}, which "
                 "spans several shards"
             )
-        flat = StoredArray(array.file, array.start, array.dtype, (size,), (1,))
-        for inner, part in boxes_of_flat_range(shard_shape, first_element, flat):
+        flat = StoredArray.contiguous(array.file, array.start, array.dtype, (size,))
+        for inner, part in flat.boxes_in(shard_shape, first_element):
             place = zip(coordinate, shard_shape, inner, strict=True)
             boxes.append((tuple(index * n + each for index, n, each in place), part))
     return StoredTensor(tensor.dtype, shape, tuple(boxes))

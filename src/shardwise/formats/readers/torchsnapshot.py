@@ -19,7 +19,6 @@ from shardwise.ports.reader import (
     StoredArray,
     StoredTensor,
     nest,
-    row_major_strides,
 )
 
 FORMAT = "torchsnapshot"
@@ -247,8 +246,7 @@ class _EntryCollector:
                 "restore it with torchsnapshot"
             )
         start = tensor.byte_range[0] if tensor.byte_range else 0
-        stride = row_major_strides(tensor.shape)
-        array = StoredArray(tensor.location, start, dtype, tensor.shape, stride)
+        array = StoredArray.contiguous(tensor.location, start, dtype, tensor.shape)
         size = math.prod(tensor.shape) * array.itemsize
         if tensor.byte_range and tensor.byte_range[1] - start != size:
             raise FormatError(

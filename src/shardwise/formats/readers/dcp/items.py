@@ -20,7 +20,6 @@ from shardwise.ports.reader import (
     FormatError,
     StoredArray,
     UnknownObject,
-    unpickle_tensor,
 )
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
@@ -96,7 +95,7 @@ def read_described_arrays(
             )
         if data not in parsed:
             label = f"{path}: {name}"
-            array = unpickle_tensor(data, label, skip_unknown=tree.skip_unknown)
+            array = tree.unpickle_tensor(data, label)
             if array is None:
                 raise FormatError(
                     f"{label}: all_tensor_metadata does not describe this tensor by a plain "
@@ -177,7 +176,7 @@ def _parse_head(
                 "with torch, and save it on a little-endian machine"
             )
         elif record_name.endswith("/data/0") and pickle is not None:
-            stored = unpickle_tensor(pickle, label, skip_unknown=tree.skip_unknown)
+            stored = tree.unpickle_tensor(pickle, label)
             if stored is None:
                 raise FormatError(
                     f"{label}: the bytes that .metadata lists hold no plain tensor: copy .metadata "

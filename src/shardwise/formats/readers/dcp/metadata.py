@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.ports.reader import (
-    AllowedNames,
     FilePart,
     FileTree,
     FormatError,
     PickledInstance,
-    allow_as_instances,
 )
 
 METADATA = ".metadata"
@@ -83,7 +81,7 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
             compressed.
     """
     path = tree.label(name)
-    pickled_metadata = tree.load_pickle(name, also_allowed=_METADATA_NAMES)
+    pickled_metadata = tree.load_pickle(name, classes=_METADATA_CLASSES)
     try:
         fields = _fields_of(pickled_metadata, "Metadata", "the content of the file")
         return _parse_metadata(fields, name.removesuffix(METADATA))
@@ -100,39 +98,37 @@ _TORCH_DCP = "torch.distributed.checkpoint"
 _OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _BYTECHECKPOINT = "bytecheckpoint.checkpointer.meta_type"
-_METADATA_NAMES: AllowedNames = {
-    **allow_as_instances(
-        *(
-            f"{_TORCH_DCP}.metadata.{name}"
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        *(
-            f"{_TORCH_DCP}.planner.{name}"
-            for name in (
-                "BytesIOWriteData",
-                "SavePlan",
-                "TensorWriteData",
-                "WriteItem",
-                "WriteItemType",
-            )
-        ),
-        f"{_TORCH_DCP}.filesystem._StorageInfo",
-        f"{_TORCH_DCP}.filesystem._StoragePrefix",
-        f"{_OLD_TORCH}.MEM_FORMAT_ENCODING",
-        f"{_MEGATRON}.MCoreMetadata",
-        f"{_MEGATRON}.MCoreSavePlan",
-        f"{_BYTECHECKPOINT}.Metadata",
-        f"{_BYTECHECKPOINT}._StorageInfo",
+_METADATA_CLASSES = (
+    *(
+        f"{_TORCH_DCP}.metadata.{name}"
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
     ),
-}
+    *(
+        f"{_TORCH_DCP}.planner.{name}"
+        for name in (
+            "BytesIOWriteData",
+            "SavePlan",
+            "TensorWriteData",
+            "WriteItem",
+            "WriteItemType",
+        )
+    ),
+    f"{_TORCH_DCP}.filesystem._StorageInfo",
+    f"{_TORCH_DCP}.filesystem._StoragePrefix",
+    f"{_OLD_TORCH}.MEM_FORMAT_ENCODING",
+    f"{_MEGATRON}.MCoreMetadata",
+    f"{_MEGATRON}.MCoreSavePlan",
+    f"{_BYTECHECKPOINT}.Metadata",
+    f"{_BYTECHECKPOINT}._StorageInfo",
+)
 _PARSED_FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}
 
 

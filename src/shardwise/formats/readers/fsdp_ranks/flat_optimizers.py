@@ -14,12 +14,10 @@ from typing import Any
 
 from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
 from shardwise.ports.reader import (
-    Box,
     Builder,
     Placed,
     StoredArray,
     StoredPart,
-    boxes_of_flat_range,
 )
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
@@ -318,8 +316,8 @@ def _part_maker(
     def make_part(array: StoredArray) -> StoredPart:
         boxes: list[Placed] = []
         if own is not None:
-            elements = array.part(Box((own.skipped,), (own.stop - own.start,)))
-            boxes = boxes_of_flat_range(shape, own.start, elements)
+            elements = array.part((own.skipped,), (own.stop - own.start,))
+            boxes = elements.boxes_in(shape, own.start)
         return StoredPart("ShardedTensor", array.dtype, shape, tuple(boxes), (shard,), places)
 
     return make_part
