@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
     from shardwise.memory.trainer.save_handle import SaveHandle as SaveHandle
+    from shardwise.partial_save import PartialSave as PartialSave
+    from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
@@ -84,6 +86,7 @@ _MODULE_OF_NAME = {
     "MismatchError": "errors",
     "NodeAgent": "memory.agent.node_agent",
     "NodeStatus": "memory.agent.status",
+    "PartialSave": "partial_save",
     "PerRank": "state.per_rank",
     "RankError": "errors",
     "RestoreReport": "ports.hooks",
@@ -93,6 +96,7 @@ _MODULE_OF_NAME = {
     "Memory": "memory.options",
     "Mirror": "tiers.options",
     "SaveReport": "engine.save",
+    "SavedPart": "partial_save",
     "SavedTensor": "saved_tensor",
     "Shards": "state.leaves",
     "ShardwiseError": "errors",

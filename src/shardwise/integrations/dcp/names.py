@@ -16,14 +16,11 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import shardwise as sw
-from shardwise.adapters.values import tensor_names_in_value
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.nested import MODULE_PREFIX, LeafNames, find_leaves, nest
-from shardwise.formats.optimizers import GROUPS, STATE, Path, encode_param_groups, find_optimizers
+from shardwise.formats.optimizers import GROUPS, STATE, Path, find_optimizers
 from shardwise.formats.readers.dcp.metadata import Metadata
-from shardwise.manifest.names import check_name
-from shardwise.state.plain_values import JsonValue, encode
 
 DCP_METADATA = "dcp_metadata"
 _PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
@@ -41,14 +38,15 @@ class FlatState:
     Attributes:
         tensors: the names of the tensors.
         values: the plain values without tensors.
-        encoded: the values with tensors inside, encoded. A NumPy array refers to the tensor of its
-            own name.
+        whole: the names of the values with tensors inside.
+        arrays: the names of the values that are NumPy arrays, which are stored as tensors.
         paths: the path of each name in the nested state. A name without a path was not flattened.
     """
 
     tensors: Collection[str]
     values: Mapping[str, object]
-    encoded: Mapping[str, JsonValue] = field(default_factory=dict)
+    whole: Collection[str] = ()
+    arrays: Collection[str] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
@@ -61,23 +59,19 @@ class NamedState:
     """A state with the names of shardwise.
 
     Attributes:
-        tensor_names: the name of each tensor, by its name of DCP.
-        objects: the encoded values by name, with `dcp_metadata`.
+        tensors: the name of each tensor, by its name of DCP.
+        values: the values by name, with `dcp_metadata`; without those that have tensors inside.
     """
 
-    tensor_names: Mapping[str, str]
-    objects: Mapping[str, JsonValue]
+    tensors: Mapping[str, str]
+    values: Mapping[str, object]
 
 
-def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
+def name_state(state: FlatState) -> NamedState:
     """Give the tensors and values of a flattened state their names in the checkpoint.
 
-    Args:
-        state: the state.
-        allow_pickle: pickle values that have no plain form.
-
     Raises:
-        StateError: a value has no plain form, or a name is not allowed.
+        StateError: a name is taken.
     """
     bytes_io_positions = {
         name: v.tell() for name, v in state.values.items() if isinstance(v, BytesIO)
@@ -85,42 +79,29 @@ def name_state(state: FlatState, *, allow_pickle: bool = False) -> NamedState:
     plain = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in state.values.items()}
     state = replace(state, values=plain)
     values = {state.path(name): value for name, value in plain.items()}
-    whole = [state.path(name) for name in (*state.tensors, *state.encoded)]
-    leaves = find_leaves(nest([*((path, _TENSOR) for path in whole), *values.items()]))
+    whole = list(map(state.path, (*state.whole, *state.arrays)))
+    tensors = list(map(state.path, state.tensors))
+    leaves = find_leaves(nest([*((path, _TENSOR) for path in (*tensors, *whole)), *values.items()]))
     unflattened = {path: value for path, value in leaves.items() if value is not _TENSOR}
     optimizers = find_optimizers(leaves, unflattened)
     for path in {path for optimizer in optimizers for path in optimizer.group_paths}:
         del unflattened[path]
-    names = LeafNames(
-        optimizers,
-        [state.path(name) for name in state.tensors],
-        (*unflattened, *map(state.path, state.encoded)),
-    )
+    names = LeafNames(optimizers, tensors, (*unflattened, *whole))
     tensor_names = {name: names.name_of(state.path(name)) for name in state.tensors}
-    named_values = {names.name_of(path): value for path, value in unflattened.items()}
-    objects = {
-        name: encode(value, name, allow_pickle=allow_pickle) for name, value in named_values.items()
+    named = {names.name_of(path): value for path, value in unflattened.items()}
+    groups = {
+        f"{names.optimizer_name(optimizer)}.{GROUPS}": [
+            {"members": list(group.names), "value": dict(group.hyperparameters)}
+            for group in optimizer.groups
+        ]
+        for optimizer in optimizers
     }
-    arrays = [name for name, value in state.encoded.items() if _is_array(name, value)]
-    objects |= {name: value for name, value in state.encoded.items() if name not in arrays}
-    for optimizer in optimizers:
-        name = f"{names.optimizer_name(optimizer)}.{GROUPS}"
-        objects[name] = encode_param_groups(optimizer.groups, name)
-    metadata = _make_metadata(state, tensor_names, named_values, bytes_io_positions)
-    metadata[_ARRAYS] = dict.fromkeys(arrays)
-    if DCP_METADATA in (*tensor_names.values(), *objects):
+    if DCP_METADATA in (*tensor_names.values(), *named, *state.whole, *state.arrays):
         raise StateError(
             f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
         )
-    objects[DCP_METADATA] = encode(metadata, DCP_METADATA, allow_pickle=allow_pickle)
-    for name in (*tensor_names.values(), *objects):
-        check_name(name)
-    return NamedState(tensor_names, objects)
-
-
-def _is_array(name: str, encoded: JsonValue) -> bool:
-    """Return whether a value is itself an array, which the tensor of this name holds."""
-    return tensor_names_in_value(encoded) == [name]
+    metadata = _make_metadata(state, tensor_names, named, bytes_io_positions)
+    return NamedState(tensor_names, {**named, **groups, DCP_METADATA: metadata})
 
 
 def _make_metadata(
@@ -138,7 +119,13 @@ def _make_metadata(
             values[name] = value
     is_nested = any(path != (name,) for name, path in state.paths.items())
     paths = {name: list(path) for name, path in state.paths.items()} if is_nested else {}
-    return {_PATHS: paths, _NAMES: renamed, _VALUES: values, _BYTES_IO: dict(bytes_io_positions)}
+    return {
+        _PATHS: paths,
+        _NAMES: renamed,
+        _VALUES: values,
+        _BYTES_IO: dict(bytes_io_positions),
+        _ARRAYS: dict.fromkeys(state.arrays),
+    }
 
 
 @dataclass(frozen=True, slots=True)

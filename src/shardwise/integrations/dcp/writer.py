@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import islice
 from math import prod
 from pickle import PicklingError
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.adapters.tensors import check_dtype, tensor_leaf, tensor_of_array
-from shardwise.api import Place
-from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
-from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import SaveRequest, refuse_if_full
-from shardwise.engine.save import commit_save, lock_place
-from shardwise.engine.tensors import check_memory
-from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import StateError, StoreError
-from shardwise.integrations.dcp.contents import (
-    Written,
-    WrittenPiece,
-    WrittenValue,
-    make_manifest,
-)
-from shardwise.layout import Box
-from shardwise.manifest.data_file import encode_header_entries, lay_out_file
-from shardwise.manifest.manifest import VERSION, FileEntry, encode_manifest
-from shardwise.manifest.names import check_name, data_file, new_save_id
-from shardwise.opening import refuse_as_destination
-from shardwise.plan.tables import PieceTable
-from shardwise.state.leaves import Fragment, LocalState, Shards
-from shardwise.state.plain_values import encode
-from shardwise.store import open_store
+import shardwise as sw
+from shardwise.integrations.dcp.names import FlatState, name_state
 
 
 class StorageWriter(storage.StorageWriter):
@@ -80,28 +50,29 @@ class StorageWriter(storage.StorageWriter):
 
     def __init__(
         self,
-        path: Place,
+        path: str | os.PathLike[str],
         *,
         overwrite: bool = True,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         allow_pickle: bool = False,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        staging_bytes: int = 64 << 20,
     ) -> None:
         self.path = path
-        self._options = SaveOptions.from_arguments(step, overwrite, False, metrics)
-        self._allow_pickle = allow_pickle
-        self._staging_bytes = staging_bytes
-        self._save: _RunningSave | None = None
+        self._options: dict[str, Any] = {
+            "overwrite": overwrite,
+            "step": step,
+            "metrics": metrics,
+            "allow_pickle": allow_pickle,
+            "staging_bytes": staging_bytes,
+        }
+        sw.PartialSave(os.curdir, **self._options)  # checks the options
+        self._save: sw.PartialSave | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be written to this path or URL."""
-        try:
-            open_store(checkpoint_id)
-        except StoreError:
-            return False
-        return True
+        """Return whether this is a path or URL. A save says whether it can be written."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
 
     @property
     def checkpoint_id(self) -> str:
@@ -122,20 +93,12 @@ class StorageWriter(storage.StorageWriter):
             StoreError: the path or URL is invalid.
         """
         if not kwargs.get("use_collectives", True):
-            raise StateError(
+            raise sw.StateError(
                 "use_collectives=False: each rank would write a separate checkpoint, but a "
                 "checkpoint of shardwise has one manifest for all ranks: leave out use_collectives="
             )
         self._end_save()
-        request = SaveRequest(
-            state=LocalState(),
-            store=open_store(self.path),
-            arena=Arena(self._staging_bytes),
-            options=self._options,
-        )
-        cleanup = ExitStack()
-        release = weakref.finalize(self, cleanup.close)  # also if the save fails on another rank
-        self._save = _RunningSave(request, new_save_id(), cleanup, release)
+        self._save = sw.PartialSave(self.path, **self._options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -149,12 +112,8 @@ class StorageWriter(storage.StorageWriter):
                 checkpoint and `overwrite` is not set.
             StoreError, OSError: the place cannot be locked, or has too little room.
         """
-        running = self._running_save()
-        store = running.request.store
-        refuse_as_destination(store)
-        refuse_if_full(store, sum(_nbytes(item) for plan in plans for item in plan.items))
-        running.save_id = lock_place(running.request, running.cleanup)
-        running.world_size = len(plans)
+        nbytes = sum(_nbytes(item) for plan in plans for item in plan.items)
+        self._running_save().begin(world_size=len(plans), nbytes=nbytes)
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -164,9 +123,9 @@ class StorageWriter(storage.StorageWriter):
             StateError: an item cannot be saved. The message names it.
             StoreError, OSError: the storage failed.
         """
-        running = self._running_save()
+        save = self._running_save()
         try:
-            results = _write_items(plan, planner, running, allow_pickle=self._allow_pickle)
+            results = _write_items(plan, planner, save)
         except BaseException:
             self._end_save()
             raise
@@ -184,30 +143,24 @@ class StorageWriter(storage.StorageWriter):
             CheckpointExistsError: another process saved here meanwhile.
             StoreError, OSError: the storage failed.
         """
-        running = self._running_save()
+        save = self._running_save()
+        written = [result for results_of_rank in results for result in results_of_rank]
         try:
-            manifest = make_manifest(
-                metadata,
-                (result.storage_data for results_of_rank in results for result in results_of_rank),
-                self._options,
-                place=str(running.request.store),
-                save_id=running.save_id,
-                world_size=running.world_size,
-                allow_pickle=self._allow_pickle,
-            )
-            encoded = encode_manifest(manifest)
-            commit_save(running.request, running.save_id, encoded, manifest.files)
+            parts = [each.storage_data.part for each in written]
+            state = _flat_state(metadata, written)
+            named = name_state(state)
+            save.commit([each for each in parts if each is not None], named.values, named.tensors)
         finally:
             self._end_save()
-        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=manifest.save_id)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save.save_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return the path and the id of the save, for the planner."""
         return StorageMeta(self.checkpoint_id, save_id=self._save.save_id if self._save else None)
 
-    def _running_save(self) -> _RunningSave:
+    def _running_save(self) -> sw.PartialSave:
         if self._save is None:
-            raise StateError(
+            raise sw.StateError(
                 f"{self.checkpoint_id}: no save is running; DCP calls set_up_storage_writer first"
             )
         return self._save
@@ -215,181 +168,134 @@ class StorageWriter(storage.StorageWriter):
     def _end_save(self) -> None:
         """Release the lock of the running save, if there is one."""
         if self._save is not None:
-            self._save.release()
+            self._save.close()
             self._save = None
 
 
-@dataclass(slots=True)
-class _RunningSave:
-    """A save between `set_up_storage_writer` and its end.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The `storage_data` of a write result.
 
     Attributes:
-        request: the place and the options.
-        save_id: an id, which is part of the name of this rank's file. On the coordinator, the id
-            of the save.
-        cleanup: gets the lock of the save.
-        release: closes `cleanup`.
-        world_size: the number of ranks, on the coordinator.
+        part: what the rank wrote; None for all but one of its items.
+        kind: what the item is: a tensor; a plain value; a value with tensors inside; or an array.
+        value: the plain value.
     """
 
-    request: SaveRequest
-    save_id: str
-    cleanup: ExitStack
-    release: Callable[[], object]
-    world_size: int = 1
+    part: sw.SavedPart | None
+    kind: Literal["tensor", "value", "whole", "array"]
+    value: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor to write: its DCP name, its dtype (torch's name), global shape, box and data."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    data: torch.Tensor
-
-
-def _write_items(
-    plan: SavePlan, planner: SavePlanner, running: _RunningSave, *, allow_pickle: bool
-) -> list[WriteResult]:
+def _write_items(plan: SavePlan, planner: SavePlanner, save: sw.PartialSave) -> list[WriteResult]:
     """Write the items of a plan, and return a result for each."""
-    resolved: list[tuple[WriteItem, WrittenValue | None, list[_Part]]] = []
+    chunks: dict[str, tuple[tuple[int, ...], list[tuple[sw.Box, torch.Tensor]]]] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    whole: dict[str, object] = {}
+    written: list[Written] = []
     for item in plan.items:
-        check_name(item.index.fqn)
-        if item.type == WriteItemType.BYTE_IO:
-            value, inside = _resolve_value(item, planner, allow_pickle=allow_pickle)
-            resolved.append((item, value, inside))
+        name = item.index.fqn
+        if item.type != WriteItemType.BYTE_IO:
+            shape, box, data = _resolve_tensor(item, planner)
+            chunks.setdefault(name, (shape, []))[1].append((box, data))
+            written.append(Written(None, "tensor"))
+            continue
+        value = _resolve_value(item, planner)
+        if isinstance(value, np.ndarray):
+            arrays[name] = value
+            written.append(Written(None, "array"))
+        elif _has_tensors(value):
+            whole[name] = value
+            written.append(Written(None, "whole"))
         else:
-            resolved.append((item, None, _resolve_tensor(item, planner)))
-    all_parts = [part for _, _, parts in resolved for part in parts]
-    pieces = iter(_write_parts(all_parts, plan.storage_data, running))
-    results = []
-    for item, saved_value, parts in resolved:
-        own = tuple(islice(pieces, len(parts)))
-        written: Written = next(iter(own), None)
-        if saved_value is not None:
-            written = replace(saved_value, pieces=own)
-        results.append(WriteResult(item.index, _nbytes(item), written))
-    return results
+            written.append(Written(None, "value", value))
+    shards = {
+        name: sw.Shards(shape, parts[0][1].dtype, parts) for name, (shape, parts) in chunks.items()
+    }
+    part = save.write({**shards, **arrays}, whole, rank=plan.storage_data)
+    if written:
+        written[0] = replace(written[0], part=part)
+    return [
+        WriteResult(item.index, _nbytes(item), each)
+        for item, each in zip(plan.items, written, strict=True)
+    ]
 
 
-def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> list[_Part]:
-    """Return the tensor of an item; nothing if it is empty."""
+def _flat_state(metadata: Metadata, written: list[WriteResult]) -> FlatState:
+    """Return what all ranks have written, under the names of DCP."""
+    names: dict[str, list[str]] = {"tensor": [], "value": [], "whole": [], "array": []}
+    for each in written:
+        names[each.storage_data.kind].append(each.index.fqn)
+    described = metadata.state_dict_metadata
+    tensors = [name for name in described if isinstance(described[name], TensorStorageMetadata)]
+    wrong = {*names["tensor"]} ^ {*tensors}
+    if wrong:
+        raise sw.StateError(
+            f"{min(wrong)}: the planner wrote this tensor, but its metadata lacks it, or the other "
+            "way round: correct the planner's create_global_plan"
+        )
+    paths = metadata.planner_data or {}
+    return FlatState(
+        tensors,
+        {e.index.fqn: e.storage_data.value for e in written if e.storage_data.kind == "value"},
+        names["whole"],
+        names["array"],
+        {name: paths[name] for name in described if name in paths},
+    )
+
+
+def _resolve_tensor(
+    item: WriteItem, planner: SavePlanner
+) -> tuple[tuple[int, ...], sw.Box, torch.Tensor]:
+    """Return the global shape of a tensor, the box of an item, and its data."""
     name, described = item.index.fqn, item.tensor_data
     data = planner.resolve_data(item)
     if described is None or not isinstance(data, torch.Tensor):
-        raise StateError(
+        raise sw.StateError(
             f"{name}: the planner resolved the item of a tensor to a {type(data).__name__}: "
             "correct its resolve_data"
         )
-    box = Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes))
+    box = sw.Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes))
     if tuple(data.shape) != box.shape:
-        raise StateError(
+        raise sw.StateError(
             f"{name}: the planner resolved the chunk {box} to a tensor of shape "
             f"{list(data.shape)}: correct its resolve_data"
         )
-    dtype, leaf = check_dtype(name, data.dtype), tensor_leaf(name, data)
-    shape = tuple(described.size)
-    return [_Part(name, dtype, shape, box, fragment.data) for fragment in leaf.fragments]
+    return tuple(described.size), box, data.detach().resolve_conj().resolve_neg()
 
 
-def _resolve_value(
-    item: WriteItem, planner: SavePlanner, *, allow_pickle: bool
-) -> tuple[WrittenValue, list[_Part]]:
-    """Return the value of an item, and the tensors inside it."""
+def _resolve_value(item: WriteItem, planner: SavePlanner) -> object:
+    """Return the value of an item."""
     name = item.index.fqn
     try:
         data = planner.resolve_data(item)
     except (TypeError, AttributeError, PicklingError) as error:
-        raise StateError(
+        raise sw.StateError(
             f"{name}: the planner cannot pickle this value: {error}: leave it out of the state, or "
             "give it state_dict() and load_state_dict()"
         ) from error
     if not isinstance(data, BytesIO):
-        raise StateError(
+        raise sw.StateError(
             f"{name}: the planner resolved the item of a value to a {type(data).__name__}: "
             "correct its resolve_data"
         )
     data.seek(0)
     try:
         # The planner of this process has just pickled the value, so unpickling it is safe.
-        value = torch.load(data, weights_only=False)
+        return torch.load(data, weights_only=False)
     except Exception as error:
-        raise StateError(
+        raise sw.StateError(
             f"{name}: the planner resolved this value to bytes that torch.load cannot read: "
             f"{error}: let it resolve values as DefaultSavePlanner does"
         ) from error
-    if isinstance(value, BytesIO):
-        return WrittenValue(name, value), []
-    tensors: dict[str, torch.Tensor | np.ndarray[Any, Any] | Shards] = {}
-    encoded = encode(value, name, tensors.__setitem__, allow_pickle=allow_pickle)
-    if not tensors:
-        return WrittenValue(name, value), []
-    parts, described = [], []
-    for inside, tensor in tensors.items():
-        if isinstance(tensor, Shards) or hasattr(tensor, "placements"):
-            raise StateError(
-                f"{inside}: a {type(tensor).__name__} cannot be part of the value {name}: save "
-                "with flatten_state_dict=True, or make it an item of the state"
-            )
-        leaf = tensor_leaf(
-            inside, tensor_of_array(inside, tensor) if isinstance(tensor, np.ndarray) else tensor
-        )
-        dtype = check_dtype(inside, leaf.dtype)
-        described.append((inside, dtype, leaf.shape))
-        parts += [_Part(inside, dtype, leaf.shape, each.box, each.data) for each in leaf.fragments]
-    return WrittenValue(name, encoded=encoded, tensors=tuple(described)), parts
 
 
-def _write_parts(parts: Sequence[_Part], rank: int, running: _RunningSave) -> list[WrittenPiece]:
-    """Write the data file of this rank, and return the piece of each part, in the same order.
-
-    Without parts, there is no file.
-    """
-    if not parts:
-        return []
-    # Wider types come first, so that every piece is aligned to its own type.
-    order = sorted(range(len(parts)), key=lambda i: -parts[i].data.element_size())
-    ordered = [parts[i] for i in order]
-    for part in ordered:
-        check_memory(part.name, part.data)
-    start = np.cumsum([0, *(part.data.numel() * part.data.element_size() for part in ordered)])
-    table = PieceTable(
-        start.astype(np.int64),
-        list(range(len(ordered))),
-        [(0,) * len(part.box.shape) for part in ordered],
-        [part.box.shape for part in ordered],
-        [True] * len(ordered),
-    )
-    header = encode_header_entries(
-        (part.name, part.dtype, part.shape, part.box) for part in ordered
-    )
-    metadata = {"shardwise": str(VERSION), "save_id": running.save_id, "rank": str(rank)}
-    layout = lay_out_file(header, 0, metadata)
-    source = FileSource.of(table, [Fragment(part.box, part.data) for part in ordered], layout)
-    key = data_file(rank, running.save_id)
-    store = running.request.store
-    try:
-        checksums_crc32 = write_data_file(store, key, source, running.request.arena)
-    except BaseException:
-        with suppress(OSError):
-            store.delete(key)
-        raise
-    entry = FileEntry(
-        key,
-        rank,
-        layout.size,
-        layout.data_at,
-        layout.objects_at,
-        layout.checksums_at,
-        checksums_crc32,
-    )
-    start_of = dict(zip(order, start.tolist(), strict=False))
-    return [
-        WrittenPiece(part.name, part.dtype, part.shape, part.box, start_of[i], entry, str(store))
-        for i, part in enumerate(parts)
-    ]
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, (torch.Tensor, np.ndarray, sw.Shards))
 
 
 def _nbytes(item: WriteItem) -> int:

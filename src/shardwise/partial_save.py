@@ -1,0 +1,303 @@
+"""`PartialSave`: save one checkpoint by processes that are not in a process group."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.adapters.tensors import tensor_leaf, tensor_of_array
+from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
+from shardwise.engine.options import SaveOptions
+from shardwise.engine.planning import SaveRequest, refuse_if_full
+from shardwise.engine.save import commit_save, lock_place
+from shardwise.engine.tensors import describe_tensors
+from shardwise.engine.write_file import FileSource, write_data_file
+from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
+from shardwise.layout.columns import padded_rows
+from shardwise.manifest.data_file import encode_header_entries, lay_out_file
+from shardwise.manifest.manifest import (
+    VERSION,
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+    encode_manifest,
+)
+from shardwise.manifest.names import check_name, data_file, new_save_id
+from shardwise.manifest.pieces import add_pieces
+from shardwise.manifest.validate import layout_of_manifest
+from shardwise.opening import refuse_as_destination
+from shardwise.plan.tables import piece_table
+from shardwise.state.leaves import LocalState, Shards, TensorLeaf
+from shardwise.state.plain_values import JsonValue, encode
+from shardwise.store import Store, open_store
+
+Tensor = torch.Tensor | np.ndarray[Any, Any] | Shards
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """What a process wrote for a `PartialSave`. It can be pickled, and has no tensor data.
+
+    Attributes:
+        path: the path or URL of the checkpoint, as the process knows it.
+        rank: the number of the process.
+        file: the data file; None if the process had no tensor data.
+        tensors: the tensors that the process has a part of.
+        boxes: for each box in the file: the index in `tensors`, the first byte in the data section,
+            the offset and the shape.
+        values: the plain values, encoded.
+    """
+
+    path: str
+    rank: int
+    file: FileEntry | None
+    tensors: tuple[TensorEntry, ...]
+    boxes: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    values: Mapping[str, JsonValue]
+
+
+class PartialSave:
+    """A save by processes that send each other nothing: each writes a part, and one commits.
+
+    Use it if the processes have no process group, but their results reach one of them, as with Ray.
+    Otherwise use `save`. If the object is dropped before `commit`, nothing is published.
+
+    Example:
+
+        save = sw.PartialSave("checkpoints/3")
+        save.begin(world_size=2)                       # on the process that will commit
+        part = save.write({"w": shards}, rank=rank)    # on each process, with an object of its own
+        save.commit([part_0, part_1])
+
+    Args:
+        place, step, overwrite, metrics, allow_pickle, staging_bytes: as for `save`.
+
+    Raises:
+        StateError, ValueError: an option is invalid.
+        StoreError: the path or URL is invalid.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | Store,
+        *,
+        step: int | None = None,
+        overwrite: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        allow_pickle: bool = False,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+    ) -> None:
+        self._allow_pickle = allow_pickle
+        self._request = SaveRequest(
+            state=LocalState(),
+            store=open_store(place),
+            arena=Arena(staging_bytes),
+            options=SaveOptions.from_arguments(step, overwrite, False, metrics),
+        )
+        self._lock = ExitStack()
+        self._world_size = 1
+        self.save_id = new_save_id()
+        self._release: Callable[[], object] = weakref.finalize(self, self._lock.close)
+
+    def begin(self, *, world_size: int, nbytes: int = 0) -> None:
+        """Lock the place of the checkpoint, before any process writes.
+
+        Args:
+            world_size: the number of processes.
+            nbytes: the bytes of all tensors, which must fit into the storage.
+
+        Raises:
+            CheckpointExistsError: the place has a foreign checkpoint or the root of a run, or
+                another checkpoint and `overwrite` is not set.
+            StoreError, OSError: the place cannot be locked, or has too little room.
+        """
+        refuse_as_destination(self._request.store)
+        refuse_if_full(self._request.store, nbytes)
+        self._world_size = world_size
+        self.save_id = lock_place(self._request, self._lock)
+
+    def write(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None, *, rank: int
+    ) -> SavedPart:
+        """Write the tensors of this process to one file, which is durable on return.
+
+        Args:
+            tensors: tensors, arrays and `Shards` by name. Exactly one process writes each element.
+            values: plain values by name, also with tensors inside.
+            rank: the number of this process.
+
+        Raises:
+            StateError: a tensor or value cannot be saved. The message names it.
+            StoreError, OSError: the storage failed.
+        """
+        found = dict(tensors)
+        encoded = {
+            name: encode(value, name, found.__setitem__, allow_pickle=self._allow_pickle)
+            for name, value in (values or {}).items()
+        }
+        leaves = [_leaf(name, tensor, tensors) for name, tensor in found.items()]
+        description, fragments = describe_tensors(leaves, ())
+        structure = description.structure
+        entries = map(TensorEntry, structure.names, structure.dtypes, structure.shapes)
+        # Wider types come first, so that every piece is aligned to its own type.
+        itemsize = np.array([-each.data.element_size() for each in fragments], np.int64)
+        order = np.argsort(itemsize, kind="stable")
+        table = piece_table(description, order, description.offset[order], description.shape[order])
+        rows = zip(order.tolist(), table.start.tolist(), strict=False)
+        boxes = [
+            (int(description.tensor[i]), start, fragments[i].box.offset, fragments[i].box.shape)
+            for i, start in rows
+        ]
+        file = None
+        if fragments:
+            metadata = {"shardwise": str(VERSION), "save_id": self.save_id, "rank": str(rank)}
+            header = encode_header_entries(table.describe_pieces(description))
+            source = FileSource.of(table, fragments, lay_out_file(header, 0, metadata))
+            file = self._write_file(source, rank)
+        path = str(self._request.store)
+        return SavedPart(path, rank, file, tuple(entries), tuple(boxes), encoded)
+
+    def _write_file(self, source: FileSource, rank: int) -> FileEntry:
+        # The name has an id of its own: processes without `begin` do not know that of the save.
+        store, key, layout = self._request.store, data_file(rank, self.save_id), source.layout
+        try:
+            crc32 = write_data_file(store, key, source, self._request.arena)
+        except BaseException:
+            with suppress(OSError):
+                store.delete(key)
+            raise
+        sections = layout.data_at, layout.objects_at, layout.checksums_at
+        return FileEntry(key, rank, layout.size, *sections, crc32)
+
+    def commit(
+        self,
+        parts: Iterable[SavedPart],
+        values: Mapping[str, Any] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish the checkpoint, after `begin` and after all processes have written their parts.
+
+        Args:
+            parts: the parts of all processes.
+            values: further plain values.
+            rename: other names for tensors of the parts, by the names that were written.
+
+        Raises:
+            StateError: a value cannot be saved, or a name is not allowed.
+            LayoutError: the boxes of a tensor leave gaps or overlap.
+            MismatchError: processes wrote to different places, or have different dtypes or shapes.
+            CheckpointExistsError: another process saved here meanwhile.
+            StoreError, OSError: the storage failed.
+        """
+        try:
+            manifest = self._manifest([*parts], values or {}, rename or {})
+            encoded = encode_manifest(manifest)
+            commit_save(self._request, self.save_id, encoded, manifest.files)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Release the lock of the save."""
+        self._release()
+
+    def _manifest(
+        self, parts: list[SavedPart], values: Mapping[str, Any], rename: Mapping[str, str]
+    ) -> Manifest:
+        _refuse_other_places(parts, str(self._request.store))
+        objects = {name: value for part in parts for name, value in part.values.items()}
+        for name, value in values.items():
+            objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
+        tensors = _unite_tensors(parts)
+        files = sorted((p.file for p in parts if p.file is not None), key=lambda file: file.rank)
+        file_index = {file.name: i for i, file in enumerate(files)}
+        index = {name: i for i, name in enumerate(tensors)}
+        rows = [
+            (index[part.tensors[tensor].name], file_index[part.file.name], start, offset, shape)
+            for part in parts
+            if part.file is not None
+            for tensor, start, offset, shape in part.boxes
+        ]
+        rows.sort(key=lambda row: (row[0], row[3]))
+        dims = max((len(entry.shape) for entry in tensors.values()), default=0)
+        named = [
+            TensorEntry(rename.get(each.name, each.name), each.dtype, each.shape)
+            for each in tensors.values()
+        ]
+        for name in (*(each.name for each in named), *objects):
+            check_name(name)
+        tensor, file, start = (np.array([row[i] for row in rows], np.int64) for i in range(3))
+        offset = padded_rows([row[3] for row in rows], dims, 0)
+        shape = padded_rows([row[4] for row in rows], dims, 1)
+        options = self._request.options
+        metrics = options.metrics.items()
+        manifest = Manifest(
+            save_id=self.save_id,
+            step=options.step,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            world_size=self._world_size,
+            metrics={name: value if math.isfinite(value) else None for name, value in metrics},
+            files=tuple(files),
+            objects=tuple(ObjectEntry(name, value) for name, value in objects.items()),
+            tensors=tuple(add_pieces(named, tensor, file, start, offset, shape)),
+        )
+        try:
+            layout_of_manifest(manifest)
+        except FormatError as error:
+            raise LayoutError(
+                f"{error}: every element of a tensor must be saved by exactly one process: save on "
+                "all processes that hold shards"
+            ) from error
+        return manifest
+
+
+def _leaf(name: str, tensor: Tensor, given: Mapping[str, Tensor]) -> TensorLeaf:
+    check_name(name)
+    if name not in given and (isinstance(tensor, Shards) or hasattr(tensor, "placements")):
+        raise StateError(
+            f"{name}: a {type(tensor).__name__} cannot be part of a plain value: make it an item "
+            "of the state; with DCP, save with flatten_state_dict=True"
+        )
+    if isinstance(tensor, np.ndarray):
+        tensor = tensor_of_array(name, tensor)
+    return replace(tensor_leaf(name, tensor), tie_key=None)
+
+
+def _unite_tensors(parts: Iterable[SavedPart]) -> dict[str, TensorEntry]:
+    """Return the tensors of all parts by name.
+
+    Raises:
+        MismatchError: parts have different dtypes or shapes of a tensor.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    problems = []
+    for part in parts:
+        for entry in part.tensors:
+            first = tensors.setdefault(entry.name, entry)
+            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                problems.append(
+                    f"{entry.name}: {entry.dtype} {list(entry.shape)} of rank {part.rank}, "
+                    f"{first.dtype} {list(first.shape)} before"
+                )
+    if problems:
+        raise MismatchError("parts of a tensor have several dtypes or shapes:", problems)
+    return tensors
+
+
+def _refuse_other_places(parts: Iterable[SavedPart], path: str) -> None:
+    path_of_rank = {part.rank: part.path for part in parts if part.path != path}
+    if path_of_rank:
+        raise MismatchError(
+            f"ranks do not save to the same place; rank 0 saves to {path}. Pass the same "
+            "path on all ranks; if it contains a time, broadcast it from rank 0:",
+            [f"rank {rank}: {path_of_rank[rank]}" for rank in sorted(path_of_rank)],
+        )
