@@ -27,7 +27,7 @@ LAYERS = (
     ("checkpoint", "opening"),
     ("saved_tensor",),
     ("notebook", "resizing"),
-    ("formats.readers",),
+    ("formats.readers", "sharing"),
     ("ports",),
     ("memory", "formats"),
     ("tiers",),

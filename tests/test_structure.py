@@ -13,7 +13,7 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=362,
+    modules=375,
     statements=35100,
     modules_of_api=125,
     statements_of_api=10900,

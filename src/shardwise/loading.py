@@ -19,7 +19,6 @@ from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, largest_reads, plan_reads
-from shardwise.engine.load_together import fill_together, plan_together
 from shardwise.engine.match import Matched, agree_on_match, match_targets
 from shardwise.engine.name_parameters import GROUPS, name_parameters
 from shardwise.engine.per_rank import read_per_rank
@@ -31,6 +30,16 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.opening import open_any
 from shardwise.plan.load import LoadPlan
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
+from shardwise.plugins import find_plugins, load_plugin
+from shardwise.ports.read_strategy import (
+    GROUP as READ_STRATEGIES,
+)
+from shardwise.ports.read_strategy import (
+    BytesMoved,
+    RankReads,
+    ReadAlone,
+    ReadStrategy,
+)
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
@@ -112,31 +121,45 @@ def load_state(
             )
         with recorder.stage("plan"):
             largest_read = largest_reads(store, layout, arena)
-            plan_own = partial(plan_reads, matched.leaves, saved, largest_read, arena)
-            plan = plan_together(
-                plan_own, store, layout, arena, group, cleanup, read_once=options.read_once
+            planned = run_on_all(
+                group,
+                "planning a load",
+                lambda: plan_reads(matched.leaves, saved, largest_read, arena),
             )
+            reads = RankReads(planned=planned, store=store, arena=arena, verify=verify)
+            fill = _choose_strategy(group, options.read_once).agree(reads, group, cleanup)
 
-        def read() -> tuple[int, int]:
+        def read() -> BytesMoved:
             with recorder.stage("read"):
-                nbytes = fill_together(plan, store, arena, cleanup, verify=verify)
+                moved = fill()
             with recorder.stage("restore"):
                 _restore_values(bindings, matched, saved, store, group, verify=verify)
-            return nbytes
+            return moved
 
-        bytes_moved = run_on_all(group, "loading", read)
+        moved = run_on_all(group, "loading", read)
         for binding in bindings:
             binding.rebuild_weights()
-    return _report(
-        store, layout, plan.own.plan, bytes_moved, matched, unexpected, bindings, recorder
-    )
+    return _report(store, layout, planned.plan, moved, matched, unexpected, bindings, recorder)
+
+
+def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
+    """Return how the ranks read: the first strategy of a plug-in that wants to, or shardwise's."""
+    for entry in find_plugins(READ_STRATEGIES).values():
+        strategy: ReadStrategy | None = load_plugin(entry)(group, read_once)
+        if strategy is not None:
+            return strategy
+    if group.size == 1:
+        return ReadAlone()
+    from shardwise.sharing.strategy import ReadTogether  # other loads need not import it
+
+    return ReadTogether(read_once)
 
 
 def _report(
     store: Files,
     layout: Layout,
     plan: LoadPlan,
-    bytes_moved: tuple[int, int],
+    moved: BytesMoved,
     matched: Matched,
     unexpected: tuple[str, ...],
     bindings: Sequence[Binding],
@@ -146,8 +169,8 @@ def _report(
         path=str(store),
         step=layout.step,
         bytes_needed=plan.bytes_needed,
-        bytes_read=bytes_moved[0],
-        bytes_received=bytes_moved[1],
+        bytes_read=moved.read,
+        bytes_received=moved.received,
         files=len(set(plan.spans.file.tolist())),
         missing=tuple(matched.missing),
         unexpected=unexpected,

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import connections, data_reader, links, node_ranks, read_once
+from shardwise.engine import data_reader
+from shardwise.engine.group import listen
 from shardwise.manifest.checksums import BLOCK
+from shardwise.sharing import connections, links, node_ranks, read_once
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from shardwise.testing.throttled_store import Meter, ThrottledStore
@@ -83,7 +85,7 @@ def _fragment(state: dict[str, object], i: int) -> torch.Tensor:
 def on_nodes(per_node: int) -> AbstractContextManager[object]:
     """Let this process take part as if every `per_node` ranks ran on a node of their own."""
     name = f"node {dist.get_rank() // per_node}"
-    return patch.object(node_ranks, "_node_name", lambda: name)
+    return patch.object(node_ranks, "node_name", lambda: name)
 
 
 def load_parts(
@@ -479,7 +481,7 @@ def test_nodes_that_cannot_connect_fail_if_reading_once_is_required(gang: Gang, 
 
 def test_processes_without_the_token_are_not_accepted() -> None:
     with ExitStack() as cleanup:
-        listener = connections.listen("127.0.0.1", cleanup)
+        listener = listen("127.0.0.1", cleanup)
         address = listener.getsockname()[:2]
         token = b"s" * connections.TOKEN_SIZE
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import data_reader, load_together, shared_buffers
-from shardwise.plan.ranges import Ranges
-from shardwise.plan.within_node import ReadsOfNode, SharedReads, share_reads
+from shardwise.engine import data_reader
+from shardwise.sharing import shared_buffers, strategy
+from shardwise.sharing.ranges import Ranges
+from shardwise.sharing.within_node import ReadsOfNode, SharedReads, share_reads
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 64, 4096
@@ -152,7 +153,7 @@ def change_what_is_passed_on() -> AbstractContextManager[object]:
 
 def plan_other_reads() -> AbstractContextManager[object]:
     """This rank divides what is read together in another way."""
-    return patch.object(load_together, "share_reads", _in_small_reads)
+    return patch.object(strategy, "share_reads", _in_small_reads)
 
 
 def _in_small_reads(

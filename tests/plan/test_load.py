@@ -18,8 +18,8 @@ from shardwise.plan.load import (
     LoadPlan,
     plan_load,
 )
-from shardwise.plan.ranges import Ranges
-from shardwise.plan.within_node import fraction_saved, share_reads
+from shardwise.sharing.ranges import Ranges
+from shardwise.sharing.within_node import fraction_saved, share_reads
 
 BLOCK = 64
 DIMS = 3

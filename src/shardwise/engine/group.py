@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +23,11 @@ LENGTH_SIZE = 8
 """The size of the length field at the start of the head."""
 FIRST_SIZE = HEAD_SIZE - LENGTH_SIZE
 """The number of bytes of a message that fit into its head."""
+BACKLOG = 4096
+"""Connections that may wait until this rank accepts them; the kernel may allow fewer."""
+
+Address = tuple[str, int]
+"""A host and a port."""
 
 
 class Group(Protocol):
@@ -255,6 +262,24 @@ def own_address() -> str | None:
                 probe.connect(address)  # chooses the interface, but sends nothing
                 return str(probe.getsockname()[0])
     return None
+
+
+def listen(host: str, cleanup: ExitStack) -> socket.socket:
+    """Listen on a free port of this host.
+
+    Raises:
+        OSError: the address does not belong to this host.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    cleanup.callback(listener.close)
+    return listener
+
+
+def node_name() -> str:
+    """Return a name that is equal on ranks whose processes see each other in `/proc`."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+    return f"{boot_id.strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _barrier(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.shared_buffers import SharedBuffers
 from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError
 from shardwise.plan.load import Spans
@@ -41,77 +40,16 @@ def read_alone(
                 for span in remaining:
                     if failed.is_set():
                         return
-                    data = _read(spans, span, readers, copier, buffer, in_place=True)
+                    data = read_span(spans, span, readers, copier, buffer, in_place=True)
                     copier.copy(span, data)
         except BaseException:
             failed.set()
             raise
 
-    _run_in_threads(work, min(threads, len(spans)))
+    run_in_threads(work, min(threads, len(spans)))
 
 
-def read_together(
-    spans: Spans,
-    copier: SpanCopier,
-    readers: Readers,
-    buffers: SharedBuffers,
-    threads: int,
-    exchange: Callable[[], None] | None = None,
-) -> None:
-    """Read the spans that the ranks of this node share, and copy what this rank needs.
-
-    Each rank reads a share of the spans. Bytes that another rank has read, or that come from
-    another node, are verified again before they are copied.
-
-    Args:
-        spans: the spans of all ranks of the node.
-        copier: copies the boxes of each span that this rank needs.
-        readers: the readers of all files that this rank reads or needs, by the file's index.
-        buffers: the shared memory through which ranks pass bytes to each other.
-        threads: the number of threads.
-        exchange: runs in a further thread, and exchanges bytes with other nodes.
-
-    Raises:
-        CorruptionError: as for `read_alone`.
-        RankError: another rank could not read its share.
-        LostRankError: another rank died, or made no progress before the timeout.
-    """
-
-    def process(span: int) -> None:
-        slot = buffers.slot(span)
-        if buffers.is_own(span):
-            data = _read(spans, span, readers, copier, slot)
-            buffers.publish(span, readers[int(spans.file[span])].checksum(data))
-        else:
-            data = _receive(spans, span, readers, buffers, slot)
-        if buffers.is_wanted(span):
-            copier.copy(span, data)
-            buffers.mark_used(span)
-
-    def work() -> None:
-        try:
-            while (span := buffers.next_read()) is not None:
-                process(span)
-        except BaseException as error:
-            buffers.mark_failed(error)
-            raise
-
-    _run_in_threads(work, threads, exchange)
-
-
-def _receive(
-    spans: Spans, span: int, readers: Readers, buffers: SharedBuffers, slot: Buffer
-) -> Buffer:
-    """Verify the bytes that another rank has read into its slot, and return them."""
-    file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
-    try:
-        return readers[file].verify_shared(low, high, slot, buffers.checksum(span))
-    except CorruptionError as error:
-        how = "passed them on" if buffers.is_received(span) else "had read them"
-        raise CorruptionError(f"{error}; rank {buffers.reader_of(span)} {how}") from error
-
-
-def _run_in_threads(
+def run_in_threads(
     work: Callable[[], None], threads: int, further: Callable[[], None] | None = None
 ) -> None:
     """Run `work` in `threads` threads, one of which is the calling thread; `further` in another."""
@@ -123,7 +61,7 @@ def _run_in_threads(
             future.result()
 
 
-def _read(
+def read_span(
     spans: Spans,
     span: int,
     readers: Readers,
@@ -132,6 +70,15 @@ def _read(
     *,
     in_place: bool = False,
 ) -> Buffer:
+    """Read and verify a span.
+
+    Args:
+        buffer: memory for the bytes.
+        in_place: return bytes that are in memory already, instead of copying them to `buffer`.
+
+    Raises:
+        CorruptionError: bytes differ from the saved bytes. The error names the tensors.
+    """
     file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
     try:
         reader = readers[file]

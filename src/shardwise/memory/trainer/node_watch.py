@@ -21,9 +21,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.engine.connections import Address, listen
 from shardwise.engine.exchange import exchange
-from shardwise.engine.group import Group
+from shardwise.engine.group import Address, Group, listen
 from shardwise.errors import LostRankError
 from shardwise.memory.identity import served_address
 from shardwise.memory.trainer.agents import Membership

@@ -19,7 +19,11 @@ import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import allocate_pages, map_pages
-from shardwise.engine.doorbell import (
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group, node_name
+from shardwise.errors import LostRankError, RankError
+from shardwise.manifest.layout import StoredFile
+from shardwise.sharing.doorbell import (
     OPERATION,
     Doorbell,
     LateRanks,
@@ -27,12 +31,8 @@ from shardwise.engine.doorbell import (
     open_doorbell,
     ring_doorbell,
 )
-from shardwise.engine.exchange import LocalValue, exchange_with_local_value
-from shardwise.engine.group import Group
-from shardwise.engine.shared_buffers import BufferLayout, SharedBuffers, rings_of
-from shardwise.errors import LostRankError, RankError
-from shardwise.manifest.layout import StoredFile
-from shardwise.plan.within_node import SharedReads
+from shardwise.sharing.shared_buffers import BufferLayout, SharedBuffers, rings_of
+from shardwise.sharing.within_node import SharedReads
 
 PLAN_HEAD_SIZE = 8
 """The size of the length before a plan, in bytes."""
@@ -61,53 +61,39 @@ class _Member(msgspec.Struct, array_like=True):
     link_doorbell: int
 
 
-def find_node_ranks(
-    group: Group, make_node_message: Callable[[], tuple[LocalValue, bytes]], cleanup: ExitStack
-) -> tuple[LocalValue, NodeRanks]:
+def find_node_ranks(group: Group, message: bytes, cleanup: ExitStack) -> NodeRanks:
     """Find the ranks of this node, and read their messages. All ranks call this function together.
 
     Args:
         group: all ranks of the load.
-        make_node_message: returns a value to keep, and this rank's message to the ranks of its
-            node. A failure on one rank is raised on all ranks.
+        message: this rank's message to the ranks of its node.
         cleanup: closes this rank's memory, so that other ranks can no longer open it.
-
-    Returns:
-        The kept value, and the ranks of this node.
 
     Raises:
         ShardwiseError: as for `exchange`.
     """
-    message_fd, plan_fd, buffer_fd = (
-        _create_memory(f"shardwise-{name}", cleanup) for name in ("message", "plan", "buffer")
-    )
     doorbell, link_doorbell = Doorbell(cleanup), Doorbell(cleanup)
-    me = _Member(
-        group.rank,
-        _node_name(),
-        os.getpid(),
-        message_fd,
-        plan_fd,
-        buffer_fd,
-        doorbell.fd,
-        link_doorbell.fd,
-    )
 
-    def make_message() -> tuple[LocalValue, bytes]:
-        kept, data = make_node_message()
-        _write_all(message_fd, data, 0)
-        return kept, msgspec.msgpack.encode(me)
+    def make_message() -> bytes:
+        message_fd, plan_fd, buffer_fd = (
+            _create_memory(f"shardwise-{name}", cleanup) for name in ("message", "plan", "buffer")
+        )
+        _write_all(message_fd, message, 0)
+        memory = message_fd, plan_fd, buffer_fd
+        doorbells = doorbell.fd, link_doorbell.fd
+        me = _Member(group.rank, node_name(), os.getpid(), *memory, *doorbells)
+        return msgspec.msgpack.encode(me)
 
-    def make_reply(_: LocalValue, messages: list[bytes]) -> list[bytes]:
+    def make_reply(messages: list[bytes]) -> list[bytes]:
         members = [msgspec.msgpack.decode(each, type=_Member) for each in messages]
         members_of: dict[str, list[_Member]] = {}
         for member in members:
             members_of.setdefault(member.node, []).append(member)
         return [msgspec.msgpack.encode(members_of[member.node]) for member in members]
 
-    kept, reply = exchange_with_local_value(group, "planning a load", make_message, make_reply)
+    reply = exchange(group, "finding the ranks of a node", make_message, make_reply)
     members = msgspec.msgpack.decode(reply, type=list[_Member])
-    return kept, NodeRanks(members, group, doorbell, link_doorbell, cleanup)
+    return NodeRanks(members, group, doorbell, link_doorbell, cleanup)
 
 
 class NodeRanks:
@@ -269,9 +255,3 @@ def _read_digest(fd: int) -> bytes | None:
     """Return the digest at the start of a buffer; None while the pages are being allocated."""
     digest = os.pread(fd, DIGEST_SIZE, 0)
     return digest if any(digest) else None
-
-
-def _node_name() -> str:
-    """Return a name that is equal on ranks whose processes see each other in `/proc`."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-    return f"{boot_id.strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -9,8 +9,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from shardwise.engine import connections
-from shardwise.engine.connections import TOKEN_SIZE, connect, listen
+from shardwise.engine.group import listen
+from shardwise.sharing import connections
+from shardwise.sharing.connections import TOKEN_SIZE, connect
 
 TOKEN = b"t" * TOKEN_SIZE
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
+from shardwise.engine.group import Address
 from shardwise.errors import LostRankError
 
 OPERATION = "passing on data between nodes"
@@ -25,25 +26,10 @@ MEASURED_BYTES = 8 << 20
 DISCARDED_AT_ONCE = 256 << 10
 HELLO_TIMEOUT = 5.0
 """The seconds in which a rank that has connected has to send its number."""
-BACKLOG = 4096
-"""Connections that may wait until this rank accepts them; the kernel may allow fewer."""
 _SIZE = 8
 _HELLO = struct.Struct(f"<{TOKEN_SIZE}sq")
 
-Address = tuple[str, int]
 Connections = dict[int, socket.socket]
-
-
-def listen(host: str, cleanup: ExitStack) -> socket.socket:
-    """Listen on a free port of this host.
-
-    Raises:
-        OSError: the address does not belong to this host.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-    cleanup.callback(listener.close)
-    return listener
 
 
 def connect(

@@ -2,7 +2,7 @@
 
 One thread of a rank moves all data of its connections. It receives into free slots of the rank's
 buffer, and sends from filled slots. On each connection, the reads follow each other in the order in
-which all ranks process them, so nodes cannot deadlock (see `engine/shared_buffers.py`).
+which all ranks process them, so nodes cannot deadlock (see `sharing/shared_buffers.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from contextlib import suppress
 
 import numpy as np
 
-from shardwise.engine.connections import OPERATION, Connections
-from shardwise.engine.doorbell import POLL_SECONDS, Doorbell
-from shardwise.engine.shared_buffers import SharedBuffers
 from shardwise.errors import LostRankError, RankError
-from shardwise.plan.between_nodes import NOBODY
-from shardwise.plan.within_node import SharedReads
+from shardwise.sharing.between_nodes import NOBODY
+from shardwise.sharing.connections import OPERATION, Connections
+from shardwise.sharing.doorbell import POLL_SECONDS, Doorbell
+from shardwise.sharing.shared_buffers import SharedBuffers
+from shardwise.sharing.within_node import SharedReads
 
 SECONDS_TO_REPORT = 2.0
 """The longest time to tell a rank of another node that this rank has failed."""

@@ -30,21 +30,11 @@ import msgspec
 import numpy as np
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.connections import (
-    OPERATION,
-    TOKEN_SIZE,
-    Connections,
-    connect,
-    listen,
-    measure_network,
-)
 from shardwise.engine.exchange import exchange, exchange_with_local_value
-from shardwise.engine.group import Group, own_address
-from shardwise.engine.links import Links
-from shardwise.engine.node_ranks import NodeRanks
+from shardwise.engine.group import Group, listen, own_address
 from shardwise.errors import LostRankError
 from shardwise.layout.columns import Int
-from shardwise.plan.between_nodes import (
+from shardwise.sharing.between_nodes import (
     NOBODY,
     NodeRates,
     ReadsBetweenNodes,
@@ -53,7 +43,16 @@ from shardwise.plan.between_nodes import (
     reads_of_node,
     share_between_nodes,
 )
-from shardwise.plan.ranges import Ranges, unite_ranges
+from shardwise.sharing.connections import (
+    OPERATION,
+    TOKEN_SIZE,
+    Connections,
+    connect,
+    measure_network,
+)
+from shardwise.sharing.links import Links
+from shardwise.sharing.node_ranks import NodeRanks
+from shardwise.sharing.ranges import Ranges, unite_ranges
 
 WORTH_SHARING = 0.05
 """Nodes share their reads if this spares at least this fraction of the bytes to read."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.between_nodes import (
+from shardwise.sharing.between_nodes import (
     NOBODY,
     NodeRates,
     ReadsBetweenNodes,
@@ -16,8 +16,8 @@ from shardwise.plan.between_nodes import (
     reads_of_node,
     share_between_nodes,
 )
-from shardwise.plan.ranges import Ranges, unite_ranges
-from shardwise.plan.within_node import share_reads
+from shardwise.sharing.ranges import Ranges, unite_ranges
+from shardwise.sharing.within_node import share_reads
 
 BLOCK = 64
 Blocks = set[tuple[int, int]]

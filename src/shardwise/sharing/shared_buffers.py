@@ -6,8 +6,8 @@ slot is reused when every rank that needs its data has copied the data. All rank
 in the same order, so the earliest unfinished read can always proceed, and ranks cannot deadlock. An
 idle rank sleeps until another rank rings its doorbell.
 
-If nodes share their reads, a rank has a second ring, for bytes that it receives from other nodes. A
-thread of its own fills the slots of this ring, and sends bytes on (`engine/links.py`). The ranks of
+If nodes share their reads, a rank has a second ring, for bytes that it receives from other nodes.
+Another thread fills the slots of this ring, and sends bytes on (`sharing/links.py`). The ranks of
 the node use both rings in the same way.
 """
 
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.doorbell import OPERATION, LateRanks, ring_doorbell
 from shardwise.errors import RankError
 from shardwise.layout.columns import Int
-from shardwise.plan.between_nodes import NOBODY
-from shardwise.plan.within_node import SharedReads
+from shardwise.sharing.between_nodes import NOBODY
+from shardwise.sharing.doorbell import OPERATION, LateRanks, ring_doorbell
+from shardwise.sharing.within_node import SharedReads
 from shardwise.store.store import Buffer
 
 READY, FAILED = 1, 2

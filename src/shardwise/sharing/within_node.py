@@ -9,8 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.layout.columns import Bool, Int
-from shardwise.plan.between_nodes import NOBODY, ReadsOfNode
-from shardwise.plan.ranges import Ranges, cut_at_edges, cut_to_length, join_adjacent, overlaps_any
+from shardwise.sharing.between_nodes import NOBODY, ReadsOfNode
+from shardwise.sharing.ranges import (
+    Ranges,
+    cut_at_edges,
+    cut_to_length,
+    join_adjacent,
+    overlaps_any,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from shardwise.layout.columns import Int
-from shardwise.plan.ranges import Ranges, covered_rows, cut_to_length, edges_of, join_adjacent
+from shardwise.sharing.ranges import Ranges, covered_rows, cut_to_length, edges_of, join_adjacent
 
 NOBODY = -1
 MARGIN = 0.8

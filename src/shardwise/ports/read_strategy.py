@@ -1,0 +1,85 @@
+"""How the ranks of a load read the bytes that they need.
+
+A load plans which byte ranges each rank needs. A read strategy decides which rank reads them, and
+how they get from one rank to another. `ReadAlone`, below, is the simplest one: each rank reads all
+that it needs. `shardwise.sharing` lets one rank read what several need.
+
+A package provides a strategy by an entry point of the group `shardwise.read_strategies`: a function
+that takes the group of ranks and the user's choice of `read_once`, and returns a `ReadStrategy`, or
+None to leave this load to others. It is called on all ranks, and must decide equally on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardwise.engine.buffers import Arena
+from shardwise.engine.group import Group
+from shardwise.engine.load import PlannedLoad, fill_alone
+from shardwise.store import Files
+
+GROUP = "shardwise.read_strategies"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReads:
+    """What one rank of a load needs.
+
+    Attributes:
+        planned: the byte ranges to read (`planned.plan.spans`), and the tensors to fill from them
+            (`planned.copier`).
+        store: the files of the checkpoint.
+        arena: the buffers to read through; bounds the memory.
+        verify: whether to verify checksums.
+    """
+
+    planned: PlannedLoad
+    store: Files
+    arena: Arena
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMoved:
+    """The bytes that this rank read from storage, and that it received from other nodes."""
+
+    read: int
+    received: int = 0
+
+
+class ReadStrategy(Protocol):
+    """Reads the bytes that the ranks of a load need."""
+
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
+        """Agree with the other ranks on who reads what. All ranks call this method together.
+
+        Args:
+            reads: what this rank needs.
+            group: the ranks. They exchange messages with `engine.exchange`, so that a failure on
+                one rank is raised on all.
+            cleanup: closes what the strategy opens, after all ranks have finished.
+
+        Returns:
+            A function that fills the tensors of this rank. All ranks call it at the same time. If
+            it fails on one rank, the others must fail too, and not wait.
+
+        Raises:
+            ShardwiseError: on all ranks.
+        """
+        ...
+
+
+class ReadAlone:
+    """Each rank reads all that it needs."""
+
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
+        """Agree on nothing: the returned function reads on this rank alone."""
+
+        def fill() -> BytesMoved:
+            nbytes = fill_alone(reads.planned, reads.store, reads.arena, verify=reads.verify)
+            return BytesMoved(nbytes)
+
+        return fill
