@@ -94,11 +94,3 @@ def test_what_a_specification_declares_equal_is_compared(
     (problem,) = caught.value.problems
     assert "up: two copies differ, first at [3, 2]: " in problem
     assert ", and head in " in problem
-
-
-def test_a_mean_of_one_value_is_that_value(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    place, tensors = saved
-    text = SPEC.replace("norm -> norm [h]", "norm -> norm [h] average over tp")
-    found = opened(place, f"ranks tp\n{text}")
-    assert torch.equal(found["norm"][...], tensors["norm"])  # type: ignore[index]
-    assert [name for name in found if "#" in name] == []

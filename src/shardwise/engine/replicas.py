@@ -130,8 +130,7 @@ def refuse_differences(path: str, differences: list[str]) -> None:
         raise MismatchError(
             f"{path}: the checkpoint stores some tensors several times, and the copies differ. "
             "Copy its files again from an intact source. If the copies differ there too, a "
-            "specification can choose one (`skip`) or take their mean (`average over`); "
-            "verify=False uses the first:",
+            "specification can choose one (`skip`); verify=False uses the first:",
             differences,
         )
 

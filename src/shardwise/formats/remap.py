@@ -44,9 +44,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
     catalogue = catalogue_of_tensors(layout.tensors)
     inside_values = _find_tensors_inside_values(layout)
     rows = np.flatnonzero(~inside_values)
-    remapped = _drop_means(
-        apply_spec(spec, _select_rows(catalogue, rows), sizes=sizes, checkpoint=path)
-    )
+    remapped = apply_spec(spec, _select_rows(catalogue, rows), sizes=sizes, checkpoint=path)
     remapped = _add_unchanged(remapped, catalogue, np.flatnonzero(inside_values).tolist())
     composition = _Composition(path, layout, remapped, catalogue)
     pieces, _, _ = composition.compose(remapped.pieces, layout.pieces)
@@ -98,15 +96,6 @@ def _find_tensors_inside_values(layout: Layout) -> Bool:
 
     inside_values = [not values.isdisjoint(parents_of(tensor.name)) for tensor in layout.tensors]
     return np.array(inside_values, bool)
-
-
-def _drop_means(remapped: Layout) -> Layout:
-    """Replace each mean with its only term, because there are no ranks to average over."""
-    pieces, replicas = (
-        replace(each, tensor=remapped.tensor_of[each.tensor])
-        for each in (remapped.pieces, remapped.replicas)
-    )
-    return replace(remapped, pieces=pieces, replicas=replicas, terms=())
 
 
 def _select_rows(catalogue: Catalogue, rows: Int) -> Catalogue:

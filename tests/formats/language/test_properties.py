@@ -108,30 +108,3 @@ def test_unequal_shards_of_sums(shares: list[int], parts: list[int], width: int)
     where = ", ".join(f"{name} = {size}" for name, size in zip(names, parts, strict=True))
     text = f"ranks tp\nw -> w [(({' + '.join(names)}) tp ~f) h] where {where}"
     same(read(text, {"tp": len(shares)}, ranks)["w"], whole.reshape(-1, width))
-
-
-@examples(40)
-@given(
-    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3),
-    st.integers(1, 5),
-    st.integers(0, 3),
-)
-def test_flat_ranges_of_several_tensors(shapes: list[list[int]], ranks: int, padding: int) -> None:
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = np.arange(sum(sizes), dtype=np.int32)
-    share = -(-len(flat) // ranks) + padding
-    padded = np.concatenate([flat, np.full(share * ranks - len(flat), -1, np.int32)])
-    names = [f"t{i}" for i in range(len(shapes))]
-    axes = [[f"a{i}{j}" for j in range(len(shape))] for i, shape in enumerate(shapes)]
-    targets = [f"{name} [{' '.join(own)}]" for name, own in zip(names, axes, strict=True)]
-    where = [
-        f"{a} = {n}"
-        for own, shape in zip(axes, shapes, strict=True)
-        for a, n in zip(own, shape, strict=True)
-    ]
-    text = f"ranks dp\nflat -> {', '.join(targets)} flat over dp where {', '.join(where)}"
-    parts = {(r,): {"flat": padded[r * share : (r + 1) * share]} for r in range(ranks)}
-    got = read(text, {"dp": ranks}, parts)
-    begins = itertools.accumulate(sizes, initial=0)
-    for name, shape, begin, size in zip(names, shapes, begins, sizes, strict=False):
-        same(got[name], flat[begin : begin + size].reshape(shape))

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NoReturn
 
 from shardwise.errors import LayoutError
-from shardwise.formats.language.arithmetic import (
-    CombinedIndex,
-    Expression,
-    sized_axes_in,
-    variables_in,
-)
-from shardwise.formats.language.rules import (
-    Capture,
-    DimensionMap,
-    Rule,
-    Spec,
-    Target,
-    map_dimensions,
-)
+from shardwise.formats.language.arithmetic import Expression
+from shardwise.formats.language.rules import DimensionMap, Rule, Spec, map_dimensions
 from shardwise.formats.language.shapes import (
     AxisExpression,
     axes_in,
     expand_terms,
-    format_shape,
     is_unused,
 )
 
@@ -35,16 +21,16 @@ def check_spec(spec: Spec) -> None:
     Raises:
         SpecError: a rule is wrong; the error points at it.
     """
-    declared = {name for name, _ in (*spec.ranks, *spec.lets)}
+    numbers = spec.numeric_captures()
     for rule in spec.rules:
-        for part in rule.pattern.parts:
-            if isinstance(part, Capture) and part.name in declared:
+        for name in rule.pattern.capture_names():
+            if name in (*spec.ranks, *spec.lets):
                 raise spec.source.error(
                     rule.position,
-                    f"{part.name} is captured here, but declared by `ranks` or `let`; rename one",
+                    f"{name} is captured here, but declared by `ranks` or `let`; rename one",
                 )
-        if isinstance(rule, Rule):
-            _check_rule(spec, rule)
+        _check_names(spec, rule)
+        _check_shapes(spec, rule, spec.indexed_axes(rule, numbers))
     for tie in spec.ties:
         for name in tie.name.variables():
             if name not in tie.target.capture_names():
@@ -53,64 +39,68 @@ def check_spec(spec: Spec) -> None:
                 )
 
 
-def _check_rule(spec: Spec, rule: Rule) -> None:
-    constants = {name for name, _ in spec.lets}
-    captures = frozenset(rule.pattern.capture_names())
-    for axis in (*rule.flat_axes, *rule.average_axes, *(name for name, _ in rule.coordinates)):
-        if axis not in spec.rank_axes:
+def _check_names(spec: Spec, rule: Rule) -> None:
+    captures, axes = rule.pattern.capture_names(), rule.axes()
+    for name, value in rule.coordinates:
+        if name not in spec.ranks:
             raise spec.source.error(
-                rule.position, f"{axis} is not an axis of the ranks; declare it with `ranks`"
+                rule.position, f"{name} is not an axis of the ranks; declare it with `ranks`"
             )
+        _check_variables(spec, value, {*spec.ranks, *spec.lets}, rule.position)
     for name, _ in rule.sizes:
-        if name not in rule.axis_names() | captures:
+        if name not in (*axes, *captures):
             raise spec.source.error(
                 rule.position, f"`where` gives {name} a size, but this rule has no such axis"
             )
-    for _, value in rule.coordinates:
-        _check_variables(spec, value, spec.rank_axes | constants, rule.position)
-    array_axes = frozenset() if rule.array_shape is None else rule.axis_names()
-    known_names = captures | spec.rank_axes | constants | array_axes
+    known_names = {*captures, *spec.ranks, *spec.lets, *(axes if rule.array_shape else ())}
     for target in rule.targets:
-        for part in target.name.parts:
-            if not isinstance(part, str):
-                _check_variables(spec, part, known_names, target.position)
-                if (
-                    isinstance(part, CombinedIndex)
-                    and part.ragged
-                    and part.axes[-1] not in captures
-                ):
+        for expression in target.name.expressions():
+            _check_variables(spec, expression, known_names, target.position)
+            for axes_of_index in expression.ragged_indices():
+                if axes_of_index[-1] not in captures:
                     raise spec.source.error(
-                        target.position, f"~{part.axes[-1]} must be captured on the left"
+                        target.position, f"~{axes_of_index[-1]} must be captured on the left"
                     )
-        shape = rule.shape_of(target)
-        if (shape.ellipsis is None) != ((rule.array_shape or shape).ellipsis is None):
-            raise spec.source.error(target.position, "`...` must be on both sides or on neither")
-    try:
-        dimension_maps = [map_dimensions(spec, rule, target, 0) for target in rule.targets]
-        _check_array_parts(rule, dimension_maps)
-    except LayoutError as error:
-        positions = [shape.position for shape in rule.shapes() if shape.position]
-        raise spec.source.error((*positions, rule.position)[0], str(error)) from error
-    for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
-        _check_axes(spec, rule, target, frozenset(dimension_map.split_axes))
 
 
 def _check_variables(
     spec: Spec, value: Expression, known_names: Collection[str], position: int
 ) -> None:
-    for name in (*variables_in(value), *sized_axes_in(value)):
+    for name in (*value.variables(), *value.sized_axes()):
         if name not in known_names:
             raise spec.source.error(
                 position, f"unknown name {_format_name(name)}: neither captured nor declared"
             )
 
 
-def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> None:
-    """Check that tensors use every part of the stored array, and only parts that it has.
+def _check_shapes(spec: Spec, rule: Rule, indexed_axes: frozenset[str]) -> None:
+    """Check that tensors use every part of the stored array, and only parts that it has."""
+    for target in rule.targets:
+        shape = rule.shape_of(target)
+        if (shape.ellipsis is None) != ((rule.array_shape or shape).ellipsis is None):
+            raise spec.source.error(target.position, "`...` must be on both sides or on neither")
+        if any(is_unused(axis.name) for dim in shape.dims for axis in axes_in(dim.axes)):
+            raise spec.source.error(
+                target.position,
+                "`_` is a part of an array that no tensor takes; use it only on the left",
+            )
+    try:
+        dimension_maps = [map_dimensions(rule, target, indexed_axes) for target in rule.targets]
+        _check_array_parts(rule, dimension_maps)
+    except LayoutError as error:
+        positions = [shape.position for shape in rule.shapes() if shape.position]
+        raise spec.source.error((*positions, rule.position)[0], str(error)) from error
+    for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
+        dims = rule.shape_of(target).dims
+        axes = {axis.name for dim in dims for axis in axes_in(dim.axes)}
+        for axis in sorted(axes & set(dimension_map.split_axes)):
+            raise spec.source.error(
+                target.position,
+                f"{axis} is in the name of the tensor, so it cannot also be an axis of the tensor",
+            )
 
-    Raises:
-        LayoutError: a part is unused or missing, or an axis occurs twice.
-    """
+
+def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> None:
     used_parts: set[frozenset[str]] = set()
     for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
         array_parts = _axes_of_terms(dimension_map.array_dims)
@@ -120,15 +110,14 @@ def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> No
             ) | set(dimension_map.split_axes)
             if local_axes not in array_parts:
                 raise LayoutError(
-                    f"{format_shape(rule.shape_of(target))} uses the part "
-                    f"{_format_axes(local_axes)}, but the array has only "
-                    f"{', '.join(map(_format_axes, array_parts))}"
+                    f"{rule.shape_of(target)} uses the part {_format_axes(local_axes)}, but the "
+                    f"array has only {', '.join(map(_format_axes, array_parts))}"
                 )
             used_parts.add(local_axes)
-    if rule.array_shape is None:
+    if rule.array_shape is None or not dimension_maps:
         return
     for part in _axes_of_terms(dimension_maps[0].array_dims):
-        if part not in used_parts and not any(is_unused(axis) for axis in part):
+        if part not in used_parts and not any(map(is_unused, part)):
             raise LayoutError(
                 f"no tensor takes {_format_axes(part)}; call a part that no tensor needs `_`"
             )
@@ -140,8 +129,8 @@ def _axes_of_terms(dims: Sequence[AxisExpression]) -> list[frozenset[str]]:
     Raises:
         LayoutError: an axis occurs twice in a term, or two terms have the same axes.
     """
-    unit_sizes = {axis.name: 1 for dim in dims for axis in axes_in(dim)}
-    unit_sizes |= {f"~{name}": 1 for name in unit_sizes}
+    axes = [axis for dim in dims for axis in axes_in(dim)]
+    unit_sizes = {key: 1 for axis in axes for key in (axis.name, axis.start_key)}
     parts = [frozenset(term.steps) for term in expand_terms(dims, unit_sizes)]
     if len(set(parts)) < len(parts):
         raise LayoutError("two parts of a sum have the same axes; give them different names")
@@ -150,23 +139,6 @@ def _axes_of_terms(dims: Sequence[AxisExpression]) -> list[frozenset[str]]:
 
 def _format_axes(names: frozenset[str]) -> str:
     return "`" + " ".join(sorted(name.split("'")[0] for name in names)) + "`"
-
-
-def _check_axes(spec: Spec, rule: Rule, target: Target, split_axes: frozenset[str]) -> None:
-    def fail(message: str) -> NoReturn:
-        raise spec.source.error(target.position, message)
-
-    axis_names = {axis for axis in rule.axis_names() if not is_unused(axis)}
-    for axis in (*rule.flat_axes, *rule.average_axes):
-        if axis in axis_names:
-            fail(f"{axis} is an axis here already; remove it from the dimensions or from `over`")
-    target_axes = Rule(pattern=rule.pattern, targets=(target,)).axis_names()
-    if any(is_unused(axis) for axis in target_axes):
-        fail("`_` is a part of an array that no tensor takes; use it only on the left")
-    for axis in sorted(split_axes & target_axes):
-        fail(f"{axis} is in the name of the tensor, so it cannot also be an axis of the tensor")
-    if split_axes and rule.flat_axes:
-        fail("a `flat` rule cannot divide an array into tensors by a number in their names")
 
 
 def _format_name(name: str) -> str:

@@ -4,57 +4,42 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from shardwise.formats.language.arithmetic import (
-    AxisSize,
-    BinaryOperation,
-    CombinedIndex,
-    Expression,
-    ListElement,
-    Number,
-    Operator,
-    Variable,
-)
+from shardwise.formats.language.arithmetic import Expression
 from shardwise.formats.language.check_spec import check_spec
 from shardwise.formats.language.like_statements import LikeStatement, expand_like_statements
-from shardwise.formats.language.rules import (
-    Capture,
-    DeclaredValue,
-    Pattern,
-    Rule,
-    Skip,
-    Spec,
-    Target,
-    Template,
-    Tie,
-)
+from shardwise.formats.language.rules import Capture, Pattern, Rule, Spec, Target, Template, Tie
 from shardwise.formats.language.scanner import NAME, Scanner, SourceText
 from shardwise.formats.language.shapes import (
     Axis,
     AxisExpression,
-    AxisProduct,
-    AxisSum,
+    AxisGroup,
     Shape,
     ShapeDim,
+    axes_in,
+    is_unused,
 )
-from shardwise.manifest.dtypes import DTYPES
+
+Item = TypeVar("Item")
 
 STATEMENT_KEYWORD = re.compile(r"(ranks|let|skip)(?=\s|\Z)")
-CLAUSE_KEYWORDS = ("where", "flat", "average", "on", "as")
-KEYWORDS = frozenset(["ranks", "let", "skip", "like", "over", *CLAUSE_KEYWORDS])
+CLAUSE_KEYWORDS = ("where", "on")
+KEYWORDS = frozenset(["ranks", "let", "skip", "like", *CLAUSE_KEYWORDS])
 LONGEST_TEXT = 2**20
 MOST_DEPTH = 32
 MOST_DIMS = 32
-SUM_OPERATORS: tuple[Operator, ...] = ("+", "-")
-PRODUCT_OPERATORS: tuple[Operator, ...] = ("*", "//", "%")
+OPERATORS = (("+", "-"), ("*", "//", "%"))
+"""Operators of sums, and of the products in them."""
 
 
 @dataclass(slots=True)
 class _Statements:
-    ranks: list[tuple[str, int | None]] = field(default_factory=list)
-    lets: list[tuple[str, DeclaredValue | None]] = field(default_factory=list)
-    rules: list[Rule | Skip | LikeStatement] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
+    lets: dict[str, Expression | None] = field(default_factory=dict)
+    rules: list[Rule | LikeStatement] = field(default_factory=list)
     ties: list[Tie] = field(default_factory=list)
 
 
@@ -78,11 +63,11 @@ def parse(text: str, source: str = "specification") -> Spec:
         if not scanner.at_end:
             scanner.fail("expected the end of the line; indent a line that continues a statement")
     spec = Spec(
-        ranks=tuple(statements.ranks),
-        lets=tuple(statements.lets),
-        rules=expand_like_statements(statements.rules, source_text),
-        ties=tuple(statements.ties),
-        source=source_text,
+        tuple(statements.ranks),
+        statements.lets,
+        expand_like_statements(statements.rules, source_text),
+        tuple(statements.ties),
+        source_text,
     )
     check_spec(spec)
     return spec
@@ -93,65 +78,59 @@ def _read_statement(scanner: Scanner, statements: _Statements) -> None:
     match scanner.match(STATEMENT_KEYWORD):
         case "ranks":
             while not scanner.at_end:
-                name = _read_new_name(scanner, statements, "the name of an axis of the ranks")
-                size = _read_rank_count(scanner) if scanner.accept("=") else None
-                statements.ranks.append((name, size))
+                statements.ranks.append(_read_new_name(scanner, statements))
         case "let":
-            while True:
-                name = _read_new_name(scanner, statements, "a name to declare")
-                value = _read_value(scanner) if scanner.accept("=") else None
-                statements.lets.append((name, value))
-                if not scanner.accept(","):
-                    break
+            for name in _read_list(scanner, lambda: _read_new_name(scanner, statements)):
+                statements.lets[name] = _read_expression(scanner) if scanner.accept("=") else None
         case "skip":
             while not scanner.at_end:
-                statements.rules.append(Skip(_read_pattern(scanner), position))
+                pattern = _read_pattern(scanner)
+                statements.rules.append(Rule(pattern=pattern, position=position))
         case _:
             _read_rule_or_tie(scanner, statements, position)
 
 
-def _read_new_name(scanner: Scanner, statements: _Statements, expected: str) -> str:
+def _read_list(scanner: Scanner, read: Callable[[], Item]) -> Iterator[Item]:
+    """Yield items that are separated by commas. The caller may read more of each item."""
+    yield read()
+    while scanner.accept(","):
+        yield read()
+
+
+def _read_new_name(scanner: Scanner, statements: _Statements) -> str:
     """Read a name that `ranks` or `let` declares."""
     position = scanner.position
-    name = scanner.read_name(expected)
-    if any(name == declared for declared, _ in (*statements.ranks, *statements.lets)):
+    name = scanner.read_name("a name to declare")
+    if name in (*statements.ranks, *statements.lets):
         scanner.fail(f"{name} is declared twice; remove one declaration", position)
     if name in KEYWORDS:
         scanner.fail(f"{name} is a word of the language and cannot be a name", position)
     return name
 
 
-def _read_rank_count(scanner: Scanner) -> int:
-    position = scanner.position
-    return scanner.read_number() or scanner.fail("expected a number of ranks, at least 1", position)
-
-
 def _read_rule_or_tie(scanner: Scanner, statements: _Statements, position: int) -> None:
     pattern = _read_pattern(scanner)
     if scanner.accept("="):
-        name = Template(tuple(p if isinstance(p, str) else Variable(p.name) for p in pattern.parts))
-        target = _read_pattern(scanner)
+        parts = (
+            p if isinstance(p, str) else Expression("name", 0, (p.name,)) for p in pattern.parts
+        )
+        name, target = Template(tuple(parts)), _read_pattern(scanner)
         unless_stored = scanner.accept("unless")
         if unless_stored:
             scanner.expect("stored", "as in `head = embed unless stored`")
         statements.ties.append(Tie(name, target, unless_stored, position))
     elif scanner.accept("like"):
-        name_pattern = _read_template(scanner)
+        original = _read_pattern(scanner)
         scanner.expect(",", "and how results are renamed, as in `like *, model.* -> optimizer.*`")
         results = _read_pattern(scanner)
         scanner.expect("->", "and what results are renamed to")
-        new_name = _read_target(scanner)
-        rule = Rule(pattern=pattern, targets=(new_name,), position=position)
-        statements.rules.append(LikeStatement(_read_clauses(scanner, rule), name_pattern, results))
+        rule = Rule(pattern=pattern, targets=(_read_target(scanner),), position=position)
+        statements.rules.append(LikeStatement(_read_clauses(scanner, rule), original, results))
     else:
         array_shape = _read_shape(scanner) if scanner.next_is("[") else None
         scanner.expect("->", "and the name of a global tensor")
-        targets = [_read_target(scanner)]
-        while scanner.accept(","):
-            targets.append(_read_target(scanner))
-        rule = Rule(
-            pattern=pattern, array_shape=array_shape, targets=tuple(targets), position=position
-        )
+        targets = tuple(_read_list(scanner, lambda: _read_target(scanner)))
+        rule = Rule(pattern=pattern, array_shape=array_shape, targets=targets, position=position)
         statements.rules.append(_read_clauses(scanner, rule))
 
 
@@ -163,62 +142,29 @@ def _read_target(scanner: Scanner) -> Target:
 
 def _read_clauses(scanner: Scanner, rule: Rule) -> Rule:
     """Read the clauses at the end of a rule; return the rule with them."""
+
+    def read_pair() -> tuple[str, Expression]:
+        name = scanner.read_name("the name of an axis")
+        scanner.expect("=", "and a number")
+        return name, _read_expression(scanner)
+
     while not scanner.at_end:
         if scanner.accept("where"):
-            sizes = list(rule.sizes)
-            while True:
-                name = scanner.read_name("the name of an axis")
-                scanner.expect("=", f"and the size of {name}")
-                sizes.append((name, _read_value(scanner)))
-                if not scanner.accept(","):
-                    break
-            rule = replace(rule, sizes=tuple(sizes))
-        elif scanner.accept("flat"):
-            scanner.expect("over", "and axes of the ranks")
-            rule = replace(rule, flat_axes=_read_axis_names(scanner))
-        elif scanner.accept("average"):
-            scanner.expect("over", "and axes of the ranks")
-            rule = replace(rule, average_axes=_read_axis_names(scanner))
+            rule = replace(rule, sizes=(*rule.sizes, *_read_list(scanner, read_pair)))
         elif scanner.accept("on"):
-            coordinates: list[tuple[str, Expression]] = list(rule.coordinates)
-            while True:
-                name = scanner.read_name("an axis of the ranks")
-                scanner.expect("=", "and the coordinate of the ranks that the rule applies to")
-                coordinates.append((name, _read_expression(scanner)))
-                if not scanner.accept(","):
-                    break
-            rule = replace(rule, coordinates=tuple(coordinates))
-        elif scanner.accept("as"):
-            position = scanner.position
-            dtype = scanner.read_name("a dtype")
-            if dtype not in DTYPES:
-                scanner.fail(f"unknown dtype {dtype}; expected for example bfloat16", position)
-            rule = replace(rule, dtype=dtype)
+            rule = replace(rule, coordinates=(*rule.coordinates, *_read_list(scanner, read_pair)))
         else:
-            scanner.fail("expected `where`, `flat over`, `average over`, `on`, `as` or the end")
+            scanner.fail("expected `where`, `on` or the end")
     return rule
-
-
-def _read_axis_names(scanner: Scanner) -> tuple[str, ...]:
-    axes = [scanner.read_name("an axis of the ranks")]
-    while True:
-        name = None if _next_is_clause(scanner) else scanner.match(NAME)
-        if name is None:
-            return tuple(axes)
-        axes.append(name)
-
-
-def _next_is_clause(scanner: Scanner) -> bool:
-    return any(scanner.next_is(keyword) for keyword in CLAUSE_KEYWORDS)
 
 
 def _read_pattern(scanner: Scanner) -> Pattern:
     parts: list[str | Capture] = []
-    star_count = 0
+    stars = 0
     for word in scanner.read_name_parts("a name, or a pattern of names"):
         if word == "*":
-            parts.append(Capture(f"*{star_count}", star=True))
-            star_count += 1
+            parts.append(Capture(f"*{stars}", star=True))
+            stars += 1
         elif word == "{":
             name = scanner.read_name("a name for the captured text")
             parts.append(Capture(name, star=scanner.accept("*")))
@@ -230,11 +176,11 @@ def _read_pattern(scanner: Scanner) -> Pattern:
 
 def _read_template(scanner: Scanner) -> Template:
     parts: list[str | Expression] = []
-    star_count = 0
+    stars = 0
     for word in scanner.read_name_parts("a name"):
         if word == "*":
-            parts.append(Variable(f"*{star_count}"))
-            star_count += 1
+            parts.append(Expression("name", 0, (f"*{stars}",)))
+            stars += 1
         elif word == "{":
             parts.append(_read_expression(scanner))
             scanner.accept("*")
@@ -244,46 +190,27 @@ def _read_template(scanner: Scanner) -> Template:
     return Template(tuple(parts))
 
 
-def _read_value(scanner: Scanner) -> DeclaredValue:
-    """Read the value after `=`: an expression, or a list of them."""
-    if not scanner.accept("["):
-        return _read_expression(scanner)
-    items = [_read_expression(scanner)]
-    while scanner.accept(","):
-        items.append(_read_expression(scanner))
-    scanner.expect("]", "at the end of the list")
-    return tuple(items)
-
-
-def _read_expression(scanner: Scanner, depth: int = 0) -> Expression:
-    """Read arithmetic: a sum of products of atoms."""
+def _read_expression(scanner: Scanner, depth: int = 0, level: int = 0) -> Expression:
+    """Read arithmetic: a sum (level 0) of products (level 1) of atoms."""
     if depth > MOST_DEPTH:
         scanner.fail(f"parentheses are nested more than {MOST_DEPTH} deep")
-    return _read_operations(scanner, depth, SUM_OPERATORS)
-
-
-def _read_operations(scanner: Scanner, depth: int, operators: tuple[Operator, ...]) -> Expression:
-    def read_operand() -> Expression:
-        if operators is SUM_OPERATORS:
-            return _read_operations(scanner, depth, PRODUCT_OPERATORS)
+    if level == len(OPERATORS):
         return _read_atom(scanner, depth)
-
-    left = read_operand()
-    while True:
-        for operator in operators:
-            # In `{rest*}` the star belongs to the capture.
-            ends = scanner.next_is("->") or scanner.next_is("*}")
-            if not ends and scanner.accept(operator):
-                left = BinaryOperation(operator, left, read_operand())
-                break
-        else:
-            return left
+    left = _read_expression(scanner, depth, level + 1)
+    # In `{rest*}` the star belongs to the capture.
+    while not (scanner.next_is("->") or scanner.next_is("*}")):
+        operator = next((each for each in OPERATORS[level] if scanner.accept(each)), None)
+        if operator is None:
+            break
+        right = _read_expression(scanner, depth, level + 1)
+        left = Expression(operator, operands=(left, right))
+    return left
 
 
 def _read_atom(scanner: Scanner, depth: int) -> Expression:
     number = scanner.read_number()
     if number is not None:
-        return Number(number)
+        return Expression("number", number)
     if scanner.accept("("):
         inner = _read_expression(scanner, depth + 1)
         scanner.expect(")", "to close `(`")
@@ -291,19 +218,17 @@ def _read_atom(scanner: Scanner, depth: int) -> Expression:
     if scanner.accept("|"):
         name = scanner.read_name("the name of an axis")
         scanner.expect("|", f"after `|{name}`")
-        return AxisSize(name)
-    axes, ragged = [scanner.read_name("a number, a name, `|axis|` or `(`")], False
-    if scanner.accept("["):
-        index = _read_expression(scanner, depth + 1)
-        scanner.expect("]", "after the position in the list")
-        return ListElement(axes[0], index)
-    while not ragged and not _next_is_clause(scanner):
-        ragged = scanner.accept("~")
-        next_axis = scanner.read_name("the ragged axis") if ragged else scanner.match(NAME)
+        return Expression("size", 0, (name,))
+    axes = [scanner.read_name("a number, a name, `|axis|` or `(`")]
+    kind = "name"
+    while kind != "ragged" and not any(map(scanner.next_is, CLAUSE_KEYWORDS)):
+        is_ragged = scanner.accept("~")
+        next_axis = scanner.read_name("the ragged axis") if is_ragged else scanner.match(NAME)
         if next_axis is None:
             break
         axes.append(next_axis)
-    return CombinedIndex(tuple(axes), ragged) if len(axes) > 1 else Variable(axes[0])
+        kind = "ragged" if is_ragged else "index"
+    return Expression(kind, 0, tuple(axes))
 
 
 def _read_shape(scanner: Scanner) -> Shape:
@@ -340,27 +265,19 @@ def _read_factor(scanner: Scanner, literal_counts: Counter[str], depth: int) -> 
     Args:
         literal_counts: for each number and `_`, its count in the shape so far.
     """
-    position = scanner.position
     if depth > MOST_DEPTH:
         scanner.fail(f"parentheses are nested more than {MOST_DEPTH} deep")
     if scanner.accept("("):
         return _read_sum(scanner, literal_counts, depth)
     number = scanner.read_number()
     if number == 1:
-        return AxisProduct(())
-    if number is not None:
-        return Axis(_unique_literal(str(number), literal_counts), size=number, position=position)
-    ragged = scanner.accept("~")
-    name = scanner.read_name("an axis, a number or `(`")
-    if name == "_":
-        name = _unique_literal(name, literal_counts)
-    return Axis(name, ragged, position=position)
-
-
-def _unique_literal(text: str, literal_counts: Counter[str]) -> str:
-    """Return a name that distinguishes a literal from equal literals: `128'0`, `128'1`."""
-    literal_counts[text] += 1
-    return f"{text}'{literal_counts[text] - 1}"
+        return AxisGroup(())
+    is_ragged = number is None and scanner.accept("~")
+    name = scanner.read_name("an axis, a number or `(`") if number is None else str(number)
+    if number is not None or name == "_":  # `128'0` is another axis than `128'1`
+        literal_counts[name] += 1
+        name = f"{name}'{literal_counts[name] - 1}"
+    return Axis(name, is_ragged, size=number)
 
 
 def _read_sum(scanner: Scanner, literal_counts: Counter[str], depth: int) -> AxisExpression:
@@ -369,8 +286,16 @@ def _read_sum(scanner: Scanner, literal_counts: Counter[str], depth: int) -> Axi
     while True:
         factors.append(_read_factor(scanner, literal_counts, depth + 1))
         if scanner.next_is("+") or scanner.next_is(")"):
-            parts.append(factors[0] if len(factors) == 1 else AxisProduct(tuple(factors)))
+            parts.append(factors[0] if len(factors) == 1 else AxisGroup(tuple(factors)))
             factors = []
             if scanner.accept(")"):
-                return parts[0] if len(parts) == 1 else AxisSum(tuple(parts))
+                break
             scanner.accept("+")
+    if len(parts) == 1:
+        return parts[0]
+    if not any(is_unused(axis.name) for part in parts for axis in axes_in(part)):
+        parts = [
+            replace(part, size=1) if isinstance(part, Axis) and part.size is None else part
+            for part in parts
+        ]
+    return AxisGroup(tuple(parts), is_sum=True)

@@ -8,31 +8,20 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import LayoutError
 from shardwise.events import format_count
-from shardwise.formats.language.arithmetic import (
-    Expression,
-    Variable,
-    format_expression,
-    sized_axes_in,
-    variables_in,
-)
+from shardwise.formats.language.arithmetic import Expression
 from shardwise.formats.language.scanner import SourceText
 from shardwise.formats.language.shapes import (
+    Axis,
     AxisExpression,
-    AxisProduct,
-    AxisSum,
-    RaggedAxis,
     Shape,
     ShapeDim,
     axes_in,
     drop_axes,
-    format_shape,
     join_ragged_axes,
 )
 
 Matcher = Callable[[str], dict[str, str] | None]
 """Takes a name; returns the captured texts, or None if the name does not match."""
-DeclaredValue = Expression | tuple[Expression, ...]
-"""The value that `let` or `where` gives a name: a number or a list."""
 ANY_SHAPE = Shape((), ellipsis=0)
 NO_SOURCE = SourceText("", "specification")
 
@@ -43,6 +32,11 @@ class Capture:
 
     name: str
     star: bool = False
+
+    def __str__(self) -> str:
+        if self.name.startswith("*"):
+            return "*"
+        return "{" + self.name + ("*" if self.star else "") + "}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +50,11 @@ class Pattern:
         names = (part.name for part in self.parts if isinstance(part, Capture))
         return tuple(dict.fromkeys(names))
 
-    def compile(self, numeric_captures: Collection[str]) -> Matcher:
+    def compile(self, numbers: Collection[str]) -> Matcher:
         """Return a function that matches names.
 
         Args:
-            numeric_captures: captures that match only digits.
+            numbers: captures that match only digits.
         """
         names = list(self.capture_names())
         seen_names: set[str] = set()
@@ -72,10 +66,8 @@ class Pattern:
                 expressions.append(f"(?:\\{names.index(part.name) + 1})")
             else:
                 seen_names.add(part.name)
-                capture_pattern = (
-                    r"\d{1,9}" if part.name in numeric_captures else ".+" if part.star else r"[^.]+"
-                )
-                expressions.append(f"({capture_pattern})")
+                text = r"\d{1,9}" if part.name in numbers else ".+" if part.star else r"[^.]+"
+                expressions.append(f"({text})")
         compiled = re.compile("".join(expressions), re.DOTALL | re.ASCII)
 
         def match(name: str) -> dict[str, str] | None:
@@ -85,57 +77,22 @@ class Pattern:
         return match
 
     def __str__(self) -> str:
-        return "".join(
-            part if isinstance(part, str) else _format_capture(part) for part in self.parts
-        )
-
-
-def _format_capture(capture: Capture) -> str:
-    if capture.name.startswith("*"):
-        return "*"
-    return "{" + capture.name + ("*" if capture.star else "") + "}"
+        return "".join(map(str, self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The name of a tensor: literal text and expressions. A variable may be a captured text."""
+    """The name of a tensor: literal text and expressions. A name may be a captured text."""
 
     parts: tuple[str | Expression, ...]
 
-    def fill(self, texts: Mapping[str, str]) -> str:
-        """Return the name, with captured texts filled in.
-
-        Raises:
-            LayoutError: the template contains arithmetic.
-        """
-        words = []
-        for part in self.parts:
-            if not isinstance(part, str | Variable):
-                raise LayoutError(f"{self}: the name of a tied tensor cannot contain arithmetic")
-            words.append(part if isinstance(part, str) else texts[part.name])
-        return "".join(words)
-
-    def __str__(self) -> str:
-        return "".join(
-            part if isinstance(part, str) else f"{{{format_expression(part)}}}"
-            for part in self.parts
-        )
+    def expressions(self) -> Iterator[Expression]:
+        """Yield the expressions in the template."""
+        yield from (part for part in self.parts if isinstance(part, Expression))
 
     def variables(self) -> tuple[str, ...]:
-        """Return the captures, coordinates, axes and constants in the template."""
-        expressions = (part for part in self.parts if not isinstance(part, str))
-        return tuple(dict.fromkeys(name for each in expressions for name in variables_in(each)))
-
-
-def substitute_captures(
-    parts: tuple[str | Capture, ...], replacements: Mapping[str, tuple[str | Capture, ...]]
-) -> tuple[str | Capture, ...]:
-    """Return a pattern's parts with some captures replaced by the parts of another pattern."""
-    substituted: list[str | Capture] = []
-    for part in parts:
-        replacement = replacements.get(part.name) if isinstance(part, Capture) else None
-        substituted.extend((part,) if replacement is None else replacement)
-    return tuple(substituted)
+        """Return the captures, coordinates, axes and declared numbers in the template."""
+        return tuple(dict.fromkeys(name for e in self.expressions() for name in e.variables()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +116,19 @@ class Rule:
 
     Attributes:
         pattern: the pattern of the arrays' names.
-        targets: the tensors.
+        targets: the tensors; none if the arrays are left out.
         array_shape: the shape of each array; None if it is the shape of the target without the axes
             of ranks and of captured numbers.
         sizes: sizes of axes, from `where`.
-        flat_axes: axes of the ranks that divide the flattened tensors.
-        average_axes: axes of the ranks over which the tensor is the mean.
-        dtype: the required dtype of the arrays, if any.
         coordinates: from `on`: for each axis, the coordinate of the ranks to which the rule
             applies.
         position: the index of the rule's first character in the text.
     """
 
     pattern: Pattern
-    targets: tuple[Target, ...]
+    targets: tuple[Target, ...] = ()
     array_shape: Shape | None = None
-    sizes: tuple[tuple[str, DeclaredValue], ...] = ()
-    flat_axes: tuple[str, ...] = ()
-    average_axes: tuple[str, ...] = ()
-    dtype: str | None = None
+    sizes: tuple[tuple[str, Expression], ...] = ()
     coordinates: tuple[tuple[str, Expression], ...] = ()
     position: int = field(default=0, compare=False)
 
@@ -192,19 +143,11 @@ class Rule:
         for target in self.targets:
             yield self.shape_of(target)
 
-    def axis_names(self) -> frozenset[str]:
-        """Return the names of the axes in all shapes."""
-        return frozenset(
-            axis.name for shape in self.shapes() for dim in shape.dims for axis in axes_in(dim.axes)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """Stored arrays that are left out."""
-
-    pattern: Pattern
-    position: int = field(default=0, compare=False)
+    def axes(self) -> dict[str, Axis]:
+        """Return the axes in all shapes by name, with their sizes where a shape gives them."""
+        dims = (dim for shape in self.shapes() for dim in shape.dims)
+        axes = [axis for dim in dims for axis in axes_in(dim.axes)]
+        return {axis.name: axis for axis in sorted(axes, key=lambda axis: axis.size is not None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,48 +172,41 @@ class Spec:
     """A specification. The first rule that matches a stored array applies to it.
 
     Attributes:
-        ranks: the axes of the ranks, with their sizes where the text gives them.
-        lets: declared numbers and lists; None where the caller must give a value.
+        ranks: the axes of the ranks.
+        lets: declared numbers; None where the caller must give a value.
         rules: all rules in order, including those that `like` derives from others.
         ties: further names of tensors.
         source: the text that was parsed.
     """
 
-    ranks: tuple[tuple[str, int | None], ...] = ()
-    lets: tuple[tuple[str, DeclaredValue | None], ...] = ()
-    rules: tuple[Rule | Skip, ...] = ()
+    ranks: tuple[str, ...] = ()
+    lets: Mapping[str, Expression | None] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
     ties: tuple[Tie, ...] = ()
     source: SourceText = NO_SOURCE
 
-    @property
-    def rank_axes(self) -> frozenset[str]:
-        """Names of the axes of the ranks."""
-        return frozenset(name for name, _ in self.ranks)
-
     def numeric_captures(self) -> frozenset[str]:
         """Return the captures that are used as an axis or in arithmetic, and so are numbers."""
-        names_used_as_numbers: set[str] = set()
+        numbers: set[str] = set()
         for rule in self.rules:
-            if isinstance(rule, Rule):
-                names_used_as_numbers |= rule.axis_names()
-                for target in rule.targets:
-                    for part in target.name.parts:
-                        if not isinstance(part, str | Variable):
-                            names_used_as_numbers |= {*variables_in(part), *sized_axes_in(part)}
-        captures = {
-            part.name
-            for rule in self.rules
-            for part in rule.pattern.parts
-            if isinstance(part, Capture) and not part.star
-        }
-        return frozenset(names_used_as_numbers & captures)
+            numbers |= rule.axes().keys()
+            for target in rule.targets:
+                for expression in target.name.expressions():
+                    if expression.kind != "name":
+                        numbers |= {*expression.variables(), *expression.sized_axes()}
+        parts = [part for rule in self.rules for part in rule.pattern.parts]
+        captures = {part.name for part in parts if isinstance(part, Capture) and not part.star}
+        return frozenset(numbers & captures)
 
-    def indexed_axes(self, rule: Rule) -> frozenset[str]:
+    def indexed_axes(self, rule: Rule, numbers: Collection[str]) -> frozenset[str]:
         """Return the axes along which each array of a rule has one position.
 
         These are the axes of the ranks, and captured numbers.
+
+        Args:
+            numbers: the captures of all rules that are numbers.
         """
-        return self.rank_axes | (frozenset(rule.pattern.capture_names()) & self.numeric_captures())
+        return frozenset(self.ranks) | (set(rule.pattern.capture_names()) & set(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +217,14 @@ class DimensionMap:
         array_dims: the dimensions of the stored array.
         tensor_dims: the dimensions of the tensor.
         ragged_axes: the axes that ranks divide into shares of different sizes.
-        indexed_axes: the axes of the tensor along which each array has one position.
+        indexed_axes: the axes along which each array has one position.
         split_axes: the axes of the array whose names are in the tensor's name. The array is split
             into one tensor for each position along them.
     """
 
     array_dims: tuple[AxisExpression, ...]
     tensor_dims: tuple[ShapeDim, ...]
-    ragged_axes: tuple[RaggedAxis, ...]
+    ragged_axes: tuple[Axis, ...]
     indexed_axes: frozenset[str]
     split_axes: tuple[str, ...]
 
@@ -300,60 +236,41 @@ class DimensionMap:
         return axis not in self.indexed_axes and not axis.startswith("~")
 
 
-def map_dimensions(spec: Spec, rule: Rule, target: Target, ellipsis_dims: int) -> DimensionMap:
+def map_dimensions(
+    rule: Rule, target: Target, indexed_axes: frozenset[str], ndim: int | None = None
+) -> DimensionMap:
     """Map the dimensions of a rule's arrays to the dimensions of a target.
 
     Args:
-        ellipsis_dims: the number of dimensions in place of `...`.
+        indexed_axes: the axes along which each array has one position: the axes of the ranks, and
+            captured numbers.
+        ndim: the number of dimensions of the arrays; None if `...` stands for none.
 
     Raises:
-        LayoutError: no axis of ranks comes before a ragged axis.
-    """
-    indexed_axes = spec.indexed_axes(rule)
-    array_dims = [
-        drop_axes(dim.axes, indexed_axes)
-        for dim in (rule.array_shape or rule.shape_of(target)).expand_ellipsis(ellipsis_dims)
-    ]
-    tensor_dims = tuple(
-        ShapeDim(join_ragged_axes(dim.axes, indexed_axes), dim.limit)
-        for dim in rule.shape_of(target).expand_ellipsis(ellipsis_dims)
-    )
-    ragged_axes = tuple(axis for dim in tensor_dims for axis in _ragged_axes_in(dim.axes))
-    array_axes = {axis.name for dim in array_dims if dim for axis in axes_in(dim)}
-    tensor_axes = {axis.name for dim in tensor_dims for axis in axes_in(dim.axes)}
-    return DimensionMap(
-        array_dims=tuple(dim for dim in array_dims if dim is not None),
-        tensor_dims=tensor_dims,
-        ragged_axes=ragged_axes,
-        indexed_axes=(indexed_axes & tensor_axes)
-        | {name for each in ragged_axes for name in each.outer_axes},
-        split_axes=tuple(name for name in target.name.variables() if name in array_axes),
-    )
-
-
-def _ragged_axes_in(expression: AxisExpression) -> list[RaggedAxis]:
-    match expression:
-        case RaggedAxis():
-            return [expression]
-        case AxisProduct(children) | AxisSum(children):
-            return [axis for child in children for axis in _ragged_axes_in(child)]
-        case _:
-            return []
-
-
-def count_ellipsis_dims(spec: Spec, rule: Rule, target: Target, ndim: int) -> int:
-    """Return the number of dimensions in place of `...`, for arrays of `ndim` dimensions.
-
-    Raises:
-        LayoutError: the rule does not allow `ndim` dimensions.
+        LayoutError: the rule does not allow `ndim` dimensions, or no axis of ranks comes before a
+            ragged axis.
     """
     shape = rule.array_shape or rule.shape_of(target)
-    indexed_axes = spec.indexed_axes(rule)
-    named_dims = sum(drop_axes(dim.axes, indexed_axes) is not None for dim in shape.dims)
-    if ndim < named_dims or (ndim > named_dims and shape.ellipsis is None):
+    named = [dim for each in shape.dims if (dim := drop_axes(each.axes, indexed_axes)) is not None]
+    count = len(named) if ndim is None else ndim
+    if count < len(named) or (count > len(named) and shape.ellipsis is None):
         raise LayoutError(
-            f"{format_shape(shape)} has {format_count(named_dims, 'dimension')} on a rank; the "
-            f"array has {ndim}: "
+            f"{shape} has {format_count(len(named), 'dimension')} on a rank; the array has {ndim}: "
             "correct the dimensions, or use `...` for the others"
         )
-    return ndim - named_dims
+    unnamed = count - len(named)
+    array_dims = (drop_axes(dim.axes, indexed_axes) for dim in shape.expand_ellipsis(unnamed))
+    tensor_dims = tuple(
+        ShapeDim(join_ragged_axes(dim.axes, indexed_axes), dim.limit)
+        for dim in rule.shape_of(target).expand_ellipsis(unnamed)
+    )
+    kept_dims = tuple(dim for dim in array_dims if dim is not None)
+    array_axes = {axis.name for dim in kept_dims for axis in axes_in(dim)}
+    tensor_axes = [axis for dim in tensor_dims for axis in axes_in(dim.axes)]
+    return DimensionMap(
+        kept_dims,
+        tensor_dims,
+        tuple(axis for axis in tensor_axes if axis.outer),
+        indexed_axes,
+        tuple(name for name in target.name.variables() if name in array_axes),
+    )

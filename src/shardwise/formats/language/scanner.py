@@ -44,6 +44,10 @@ class SourceText:
         """Return the line of a character, counted from 1."""
         return self.text.count("\n", 0, position) + 1
 
+    def place_of(self, position: int) -> str:
+        """Return the source and the line of a character: `my.spec:3`."""
+        return f"{self.source}:{self.line_number(position)}"
+
     def statement_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the start and end of each statement. A statement starts at the left margin."""
         lines = self.text.splitlines(keepends=True)

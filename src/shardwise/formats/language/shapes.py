@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import LayoutError
-from shardwise.formats.language.arithmetic import Expression, format_expression
+from shardwise.formats.language.arithmetic import Expression
 
 Sizes = Mapping[str, int]
 
@@ -23,27 +23,16 @@ class Axis:
     """A named axis. A literal is an axis of fixed size: `128'0` is the first literal 128.
 
     Attributes:
-        ragged: whether ranks have shares of different sizes (`~f`).
-        size: the size of a literal.
-        position: the index of the first character in the text.
+        is_ragged: whether ranks have shares of different sizes (`~f`).
+        outer: in a tensor, the indexed axes before a ragged one. Its shares follow one another in
+            the order of these axes.
+        size: the size of a literal, and 1 for a part of a sum, which can have another size.
     """
 
     name: str
-    ragged: bool = False
+    is_ragged: bool = False
+    outer: tuple[str, ...] = ()
     size: int | None = None
-    position: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedAxis:
-    """A ragged axis. Its shares follow one another in the order of the outer axes.
-
-    Attributes:
-        outer_axes: the axes of ranks or captured numbers before the ragged one.
-    """
-
-    outer_axes: tuple[str, ...]
-    name: str
 
     @property
     def start_key(self) -> str:
@@ -52,20 +41,17 @@ class RaggedAxis:
 
 
 @dataclass(frozen=True, slots=True)
-class AxisProduct:
-    """A product of axes. A product without factors has size 1."""
+class AxisGroup:
+    """A product of axes, or a sum: parts that follow one another along a dimension.
 
-    factors: tuple[AxisExpression, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AxisSum:
-    """Parts that follow one another along a dimension."""
+    A product without parts has size 1.
+    """
 
     parts: tuple[AxisExpression, ...]
+    is_sum: bool = False
 
 
-AxisExpression = Axis | RaggedAxis | AxisProduct | AxisSum
+AxisExpression = Axis | AxisGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +82,15 @@ class Shape:
         unnamed = (ShapeDim(Axis(f"...'{i}")) for i in range(count))
         return (*self.dims[: self.ellipsis], *unnamed, *self.dims[self.ellipsis :])
 
+    def __str__(self) -> str:
+        words = [
+            format_axes(dim.axes) + (f"[:{dim.limit}]" if dim.limit is not None else "")
+            for dim in self.dims
+        ]
+        if self.ellipsis is not None:
+            words.insert(self.ellipsis, "...")
+        return f"[{' '.join(words)}]"
+
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -114,27 +109,11 @@ class Term:
 
 
 def axes_in(expression: AxisExpression) -> Iterator[Axis]:
-    """Yield all axes in order. A ragged axis becomes an axis with the sum of its shares as size."""
-    match expression:
-        case Axis():
-            yield expression
-        case RaggedAxis():
-            yield Axis(expression.start_key)
-        case AxisProduct(factors):
-            yield from itertools.chain.from_iterable(map(axes_in, factors))
-        case AxisSum(parts):
-            yield from itertools.chain.from_iterable(map(axes_in, parts))
-
-
-def single_axis_parts(expression: AxisExpression) -> Iterator[Axis]:
-    """Yield the parts of sums that are a single axis; sums that contain `_` are left out."""
-    match expression:
-        case AxisProduct(factors):
-            yield from itertools.chain.from_iterable(map(single_axis_parts, factors))
-        case AxisSum(parts):
-            if not any(is_unused(axis.name) for axis in axes_in(expression)):
-                yield from (part for part in parts if isinstance(part, Axis))
-            yield from itertools.chain.from_iterable(map(single_axis_parts, parts))
+    """Yield all axes in order."""
+    if isinstance(expression, Axis):
+        yield expression
+    else:
+        yield from itertools.chain.from_iterable(map(axes_in, expression.parts))
 
 
 def is_unused(axis: str) -> bool:
@@ -142,29 +121,23 @@ def is_unused(axis: str) -> bool:
     return axis.startswith("_'")
 
 
-def drop_axes(expression: AxisExpression, dropped: frozenset[str]) -> AxisExpression | None:
+def drop_axes(expression: AxisExpression, dropped: Collection[str]) -> AxisExpression | None:
     """Return an expression without some axes; None if nothing remains.
 
     Without the axes of ranks and captured numbers, a dimension of a tensor becomes the dimension
     of one stored array.
     """
-    match expression:
-        case Axis(name):
-            if name in dropped:
-                return None
-            return Axis(name, size=expression.size, position=expression.position)
-        case RaggedAxis(_, name):
-            return drop_axes(Axis(name), dropped)
-        case AxisProduct(factors):
-            remaining = [drop_axes(factor, dropped) for factor in factors]
-            kept = tuple(factor for factor in remaining if factor is not None)
-            return AxisProduct(kept) if kept or not factors else None
-        case AxisSum(parts):
-            return AxisSum(tuple(drop_axes(part, dropped) or AxisProduct(()) for part in parts))
+    if isinstance(expression, Axis):
+        return None if expression.name in dropped else replace(expression, is_ragged=False)
+    remaining = [drop_axes(part, dropped) for part in expression.parts]
+    if expression.is_sum:
+        return replace(expression, parts=tuple(part or AxisGroup(()) for part in remaining))
+    kept = tuple(part for part in remaining if part is not None)
+    return AxisGroup(kept) if kept or not remaining else None
 
 
-def join_ragged_axes(expression: AxisExpression, indexed_axes: frozenset[str]) -> AxisExpression:
-    """Join each ragged axis and the indexed axes before it to a `RaggedAxis`.
+def join_ragged_axes(expression: AxisExpression, indexed_axes: Collection[str]) -> AxisExpression:
+    """Join each ragged axis with the indexed axes before it.
 
     Args:
         indexed_axes: the axes of ranks and captured numbers.
@@ -172,54 +145,36 @@ def join_ragged_axes(expression: AxisExpression, indexed_axes: frozenset[str]) -
     Raises:
         LayoutError: no indexed axis comes before a ragged axis.
     """
-    match expression:
-        case Axis(name, ragged):
-            if ragged:
-                raise LayoutError(f"~{name} must come after the axes of ranks that divide it")
-            return expression
-        case RaggedAxis():
-            return expression
-        case AxisSum(parts):
-            return AxisSum(tuple(join_ragged_axes(part, indexed_axes) for part in parts))
-        case AxisProduct(factors):
-            joined_factors: list[AxisExpression] = []
-            for factor in factors:
-                if not (isinstance(factor, Axis) and factor.ragged):
-                    joined_factors.append(join_ragged_axes(factor, indexed_axes))
-                    continue
-                outer_axes: list[str] = []
-                while (
-                    joined_factors
-                    and isinstance(last := joined_factors[-1], Axis)
-                    and last.name in indexed_axes
-                ):
-                    outer_axes.insert(0, last.name)
-                    joined_factors.pop()
-                if not outer_axes:
-                    join_ragged_axes(factor, indexed_axes)  # raises
-                joined_factors.append(RaggedAxis(tuple(outer_axes), factor.name))
-            return AxisProduct(tuple(joined_factors))
+    parts = expression.parts if isinstance(expression, AxisGroup) else (expression,)
+    is_sum = isinstance(expression, AxisGroup) and expression.is_sum
+    joined: list[AxisExpression] = []
+    for part in parts:
+        if isinstance(part, AxisGroup):
+            joined.append(join_ragged_axes(part, indexed_axes))
+        elif not part.is_ragged:
+            joined.append(part)
+        else:
+            outer: list[str] = []
+            while joined and not is_sum and isinstance(last := joined[-1], Axis):
+                if last.name not in indexed_axes:
+                    break
+                outer.insert(0, last.name)
+                joined.pop()
+            if not outer:
+                raise LayoutError(f"~{part.name} must come after the axes of ranks that divide it")
+            joined.append(replace(part, outer=tuple(outer)))
+    return AxisGroup(tuple(joined), is_sum) if isinstance(expression, AxisGroup) else joined[0]
 
 
 def size_of(expression: AxisExpression, sizes: Sizes) -> int | None:
     """Return the number of elements, or None if it is unknown."""
-    match expression:
-        case Axis(name, size=size):
-            return sizes.get(name) if size is None else size
-        case RaggedAxis():
-            return sizes.get(expression.start_key)
-        case AxisProduct(factors):
-            counts = [size_of(factor, sizes) for factor in factors]
-            return None if None in counts else math.prod(n for n in counts if n is not None)
-        case AxisSum(parts):
-            counts = [size_of(part, sizes) for part in parts]
-            return None if None in counts else sum(n for n in counts if n is not None)
-
-
-def size_of_axis(axis: str, sizes: Sizes) -> int:
-    """Return the size of an axis, or of a literal such as `128'0`."""
-    number, literal, _ = axis.partition("'")
-    return int(number) if literal and number.isdigit() else sizes[axis]
+    if isinstance(expression, Axis):
+        return sizes.get(expression.start_key if expression.outer else expression.name)
+    counts = [size_of(part, sizes) for part in expression.parts]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None
+    return sum(known) if expression.is_sum else math.prod(known)
 
 
 def solve_sizes(equations: Sequence[tuple[AxisExpression, int]], sizes: Sizes) -> dict[str, int]:
@@ -237,7 +192,12 @@ def solve_sizes(equations: Sequence[tuple[AxisExpression, int]], sizes: Sizes) -
     while unsolved:
         still_unsolved = [pair for pair in unsolved if not _solve_equation(*pair, known_sizes)]
         if len(still_unsolved) == len(unsolved):
-            raise LayoutError(_describe_undetermined(still_unsolved, known_sizes))
+            unknown = dict.fromkeys(a.name for left, _ in unsolved for a in axes_in(left))
+            names = ", ".join(name.split("'")[0] for name in unknown if name not in known_sizes)
+            shown = ", ".join(f"`{format_axes(left)}` = {total}" for left, total in unsolved)
+            raise LayoutError(
+                f"{shown} does not determine the sizes of {names}: give them with `let` or `where`"
+            )
         unsolved = still_unsolved
     for expression, total in equations:
         if size_of(expression, known_sizes) != total:
@@ -247,52 +207,26 @@ def solve_sizes(equations: Sequence[tuple[AxisExpression, int]], sizes: Sizes) -
 
 def _solve_equation(expression: AxisExpression, total: int, known_sizes: dict[str, int]) -> bool:
     """Determine the size of the only unknown axis; return whether all sizes are known now."""
-    unknown_axes = {
-        a.name for a in axes_in(expression) if a.size is None and a.name not in known_sizes
-    }
-    if isinstance(size_of(expression, known_sizes), int):
-        return True
+    unknown_axes = {axis.name for axis in axes_in(expression)} - known_sizes.keys()
     if len(unknown_axes) != 1:
-        return False
+        return not unknown_axes
     (axis,) = unknown_axes
     # An expression is linear in an axis that occurs once.
-    size_at_0, size_at_1, size_at_2 = (
-        size_of(expression, {**known_sizes, axis: n}) for n in range(3)
-    )
-    if (
-        size_at_0 is None
-        or size_at_1 is None
-        or size_at_2 is None
-        or size_at_2 - size_at_1 != size_at_1 - size_at_0
-    ):
+    at_0, at_1, at_2 = (size_of(expression, {**known_sizes, axis: n}) or 0 for n in range(3))
+    if at_2 - at_1 != at_1 - at_0:
         return False
-    size_per_step = size_at_1 - size_at_0
-    if size_per_step == 0 or total < size_at_0 or (total - size_at_0) % size_per_step:
+    if at_1 == at_0 or total < at_0 or (total - at_0) % (at_1 - at_0):
         raise LayoutError(_describe_contradiction(expression, total, known_sizes))
-    known_sizes[axis] = (total - size_at_0) // size_per_step
+    known_sizes[axis] = (total - at_0) // (at_1 - at_0)
     return True
 
 
 def _describe_contradiction(expression: AxisExpression, total: int, known_sizes: Sizes) -> str:
-    axes = [axis.name for axis in axes_in(expression) if axis.size is None]
-    sizes = {axis: known_sizes[axis] for axis in axes if axis in known_sizes}
-    sizes_text = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    names = [axis.name for axis in axes_in(expression) if "'" not in axis.name]
+    sizes = ", ".join(f"{name} = {known_sizes[name]}" for name in names if name in known_sizes)
     size = size_of(expression, known_sizes)
-    contradiction = f"`{format_axes(expression)}` cannot be {total}" + (
-        f" with {sizes_text}" if sizes_text else ""
-    )
+    contradiction = f"`{format_axes(expression)}` cannot be {total}" + (sizes and f" with {sizes}")
     return contradiction + (f": its size is {size}" if size is not None else ": it does not divide")
-
-
-def _describe_undetermined(
-    equations: Sequence[tuple[AxisExpression, int]], known_sizes: Sizes
-) -> str:
-    unknown = {
-        axis.name: None for left, _ in equations for axis in axes_in(left) if axis.size is None
-    }
-    names = ", ".join(name.split("'")[0] for name in unknown if name not in known_sizes)
-    shown = ", ".join(f"`{format_axes(left)}` = {total}" for left, total in equations)
-    return f"{shown} does not determine the sizes of {names}: give them with `let` or `where`"
 
 
 def expand_terms(dims: Sequence[AxisExpression], sizes: Sizes) -> list[Term]:
@@ -301,13 +235,9 @@ def expand_terms(dims: Sequence[AxisExpression], sizes: Sizes) -> list[Term]:
     Raises:
         LayoutError: an axis occurs twice, or its size is unknown.
     """
-    choices = [
-        [(start, [(axis, (dim, step)) for axis, step in steps]) for start, steps in parts]
-        for dim, parts in enumerate(_linear_parts(expression, sizes) for expression in dims)
-    ]
     terms = []
-    for choice in itertools.product(*choices):
-        pairs = [pair for _, pairs_of_dim in choice for pair in pairs_of_dim]
+    for choice in itertools.product(*(_linear_parts(dim, sizes) for dim in dims)):
+        pairs = [(axis, (i, step)) for i, (_, steps) in enumerate(choice) for axis, step in steps]
         steps = dict(pairs)
         if len(steps) < len(pairs):
             names = [axis for axis, _ in pairs]
@@ -324,41 +254,31 @@ LinearPart = tuple[int, tuple[tuple[str, int], ...]]
 
 
 def _linear_parts(expression: AxisExpression, sizes: Sizes) -> list[LinearPart]:
-    match expression:
-        case Axis(name):
-            return [(0, ((name, 1),))]
-        case RaggedAxis(_, name):
-            return [(0, ((expression.start_key, 1), (name, 1)))]
-        case AxisSum(parts):
-            part_sizes = (_require_size(part, sizes) for part in parts)
-            part_starts = itertools.accumulate(part_sizes, initial=0)
-            return [
-                (part_start + start, steps)
-                for part_start, part in zip(part_starts, parts, strict=False)
-                for start, steps in _linear_parts(part, sizes)
+    if isinstance(expression, Axis):
+        keys = (expression.start_key, expression.name) if expression.outer else (expression.name,)
+        return [(0, tuple((key, 1) for key in keys))]
+    combined: list[LinearPart] = [] if expression.is_sum else [(0, ())]
+    end = 0
+    for part in expression.parts:
+        size = size_of(part, sizes)
+        if size is None:
+            raise LayoutError(
+                f"the size of `{format_axes(part)}` is unknown: give it with `let` or `where`"
+            )
+        parts = _linear_parts(part, sizes)
+        if expression.is_sum:
+            combined += [(end + start, steps) for start, steps in parts]
+            end += size
+        else:
+            combined = [
+                (
+                    outer_start * size + start,
+                    (*((axis, step * size) for axis, step in outer_steps), *steps),
+                )
+                for outer_start, outer_steps in combined
+                for start, steps in parts
             ]
-        case AxisProduct(factors):
-            product: list[LinearPart] = [(0, ())]
-            for factor in factors:
-                size = _require_size(factor, sizes)
-                product = [
-                    (
-                        outer_start * size + start,
-                        (*((axis, step * size) for axis, step in outer_steps), *steps),
-                    )
-                    for outer_start, outer_steps in product
-                    for start, steps in _linear_parts(factor, sizes)
-                ]
-            return product
-
-
-def _require_size(expression: AxisExpression, sizes: Sizes) -> int:
-    size = size_of(expression, sizes)
-    if size is None:
-        raise LayoutError(
-            f"the size of `{format_axes(expression)}` is unknown: give it with `let` or `where`"
-        )
-    return size
+    return combined
 
 
 def format_axes(expression: AxisExpression, *, inner: bool = False) -> str:
@@ -367,27 +287,10 @@ def format_axes(expression: AxisExpression, *, inner: bool = False) -> str:
     Args:
         inner: put a product in parentheses even if it has one factor.
     """
-    match expression:
-        case Axis(name, ragged):
-            return ("~" if ragged else "") + name.split("'")[0]
-        case RaggedAxis(outer_axes, name):
-            return " ".join([*outer_axes, f"~{name}"])
-        case AxisProduct(factors):
-            if not factors:
-                return "1"
-            text = " ".join(format_axes(factor, inner=True) for factor in factors)
-            return f"({text})" if inner or len(factors) > 1 else text
-        case AxisSum(parts):
-            return "(" + " + ".join(format_axes(part).strip("()") for part in parts) + ")"
-
-
-def format_shape(shape: Shape) -> str:
-    """Return a shape as text."""
-    words = [
-        format_axes(dim.axes)
-        + (f"[:{format_expression(dim.limit)}]" if dim.limit is not None else "")
-        for dim in shape.dims
-    ]
-    if shape.ellipsis is not None:
-        words.insert(shape.ellipsis, "...")
-    return f"[{' '.join(words)}]"
+    if isinstance(expression, Axis):
+        text = ("~" if expression.is_ragged else "") + expression.name.split("'")[0]
+        return " ".join([*expression.outer, text])
+    if expression.is_sum:
+        return "(" + " + ".join(format_axes(part).strip("()") for part in expression.parts) + ")"
+    text = " ".join(format_axes(part, inner=True) for part in expression.parts) or "1"
+    return f"({text})" if len(expression.parts) > 1 or (inner and expression.parts) else text
