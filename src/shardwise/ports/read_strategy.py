@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.group import Group
+from shardwise.engine.exchange import exchange as exchange
+from shardwise.engine.exchange import run_on_all as run_on_all
+from shardwise.engine.group import Group as Group
 from shardwise.engine.load import PlannedLoad, fill_alone
 from shardwise.store import Files
 
@@ -58,8 +60,8 @@ class ReadStrategy(Protocol):
 
         Args:
             reads: what this rank needs.
-            group: the ranks. They exchange messages with `engine.exchange`, so that a failure on
-                one rank is raised on all.
+            group: the ranks. They exchange messages by `exchange` and `run_on_all`, which raise
+                the failure of a rank on all ranks.
             cleanup: closes what the strategy opens, after all ranks have finished.
 
         Returns:
