@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +24,7 @@ from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntr
 from shardwise.manifest.pieces import check_table_size
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.store import resolve_links, store_below
+from shardwise.store.local_files import write_atomically
 
 MOST_DIMS = 64
 BODY_START = len(INDEX_MAGIC) + 4
@@ -212,18 +211,14 @@ def read_or_write_index(
         if head == stamp and is_intact_index(body):
             return decode_index(body, str(tree))
     layout = read(tree)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        temporary.write_bytes(stamp + b"\n" + encode_index(layout))
-        os.replace(temporary, path)
+        with write_atomically(path, mode=0o666) as file:
+            file.write(stamp + b"\n" + encode_index(layout))
     except OSError as error:
         raise StoreError(
             f"index={str(path)!r}: the file cannot be written: {error.strerror}; name a file in a "
             "writable directory, or open the checkpoint without index="
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
     return layout
 
 

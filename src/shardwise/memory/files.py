@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.manifest.checksums import add_checksum, verify_checksum
-from shardwise.store.local_files import open_regular
+from shardwise.store.local_files import open_regular, try_lock, write_atomically
 
 LARGEST_RECORD = 1 << 28
 _HEAD, _TAIL = b'{"record":', b",\n"
 T = TypeVar("T")
-
-
-@contextmanager
-def replace_atomically(
-    path: str | os.PathLike[str], *, dir_fd: int | None = None
-) -> Iterator[BinaryIO]:
-    """Open a file that atomically replaces `path` at the end of the block, unless the block raises.
-
-    Only the owner can read the file.
-
-    Args:
-        dir_fd: an open directory that a relative path refers to.
-
-    Raises:
-        OSError: the file cannot be written; StoreError, if the path is a directory.
-    """
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=dir_fd), "wb") as file:
-            yield file
-        try:
-            os.rename(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        except IsADirectoryError as error:
-            raise StoreError(
-                f"{path} cannot be written, as it is a directory: remove it"
-            ) from error
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=dir_fd)
-        raise
 
 
 def write_record(path: Path, record: object) -> None:
@@ -60,7 +26,7 @@ def write_record(path: Path, record: object) -> None:
     Args:
         record: bytes, or a value to encode with `encode_record`.
     """
-    with replace_atomically(path) as file:
+    with write_atomically(path) as file:
         file.write(record if isinstance(record, bytes) else encode_record(record))
 
 
@@ -107,15 +73,6 @@ def read_record(
     except FileNotFoundError:
         return None
     return decode(data, record_type, path)
-
-
-def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file or directory without waiting; return whether it is locked now."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextmanager

@@ -30,10 +30,10 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
-from shardwise.memory.files import lock_directory, read_record, ring_bell, try_lock
+from shardwise.memory.files import lock_directory, read_record, ring_bell
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.store.local import LocalStore
-from shardwise.store.local_files import open_regular
+from shardwise.store.local_files import open_regular, try_lock
 from shardwise.store.places import open_store
 
 BELL_FILE = "agent.bell"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import lock_directory, try_lock
+from shardwise.memory.files import lock_directory
 from shardwise.memory.home import Home, Run
-from shardwise.store.local_files import NotRegularFileError, open_regular
+from shardwise.store.local_files import NotRegularFileError, open_regular, try_lock
 
 LOCK_TIMEOUT = 10.0
 _TRAINING = "training.lock"

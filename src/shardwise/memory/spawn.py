@@ -16,13 +16,13 @@ from typing import BinaryIO
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import read_record, try_lock
+from shardwise.memory.files import read_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK, resolve_interface, served_address
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import AgentInfo, schema
-from shardwise.store.local_files import open_regular
+from shardwise.store.local_files import open_regular, try_lock
 
 START_TIMEOUT = 60.0
 LOCK_TIMEOUT = 70.0

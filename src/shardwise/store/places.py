@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.plugins import find_plugins, load_plugin
-from shardwise.store.leases import lease_name
 from shardwise.store.local import LocalStore
-from shardwise.store.retry import Retry, RetryingStore
 from shardwise.store.store import Store
 from shardwise.store.store_url import StoreUrl, parse_url, scheme_of
 
@@ -38,7 +35,7 @@ def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
     store = open_store(place)
     if type(store) is LocalStore:
         return store.at_path(store.path.absolute())
-    if not isinstance(store, RetryingStore) or scheme_of(str(store)) not in OBJECT_SCHEMES:
+    if scheme_of(str(store)) not in OBJECT_SCHEMES or not can_be_reopened(store):
         return store
     from shardwise.store.object_clients import find_settings
     from shardwise.store.object_store import parse_object_url
@@ -48,16 +45,21 @@ def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
     return open_store(str(replace(url, options={**url.options, **found}))) if found else store
 
 
-def _kind(store: Store) -> type[Store]:
-    return type(store.store if isinstance(store, RetryingStore) else store)
-
-
 def can_be_reopened(store: Store) -> bool:
     """Return whether `open_store(str(store))` opens the same store, also in another process."""
     try:
-        return _kind(open_store(str(store))) is _kind(store)
+        return type(unwrapped(open_store(str(store)))) is type(unwrapped(store))
     except StoreError:
         return False
+
+
+def unwrapped(store: Store) -> Store:
+    """Return a store without the wrapper that repeats its operations."""
+    if isinstance(store, LocalStore):
+        return store
+    from shardwise.store.retry import RetryingStore
+
+    return store.store if isinstance(store, RetryingStore) else store
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
@@ -86,6 +88,8 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         return LocalStore(path)
     if scheme == "file":
         return _open_file_url(path)
+    from shardwise.store.retry import Retry, RetryingStore
+
     return RetryingStore(_open_remote(path, scheme), Retry.of_url(path))
 
 
@@ -99,6 +103,8 @@ def _open_remote(url: str, scheme: str) -> Store:
         from shardwise.store.hdfs import open_hdfs
 
         return open_hdfs(url)
+    from shardwise.plugins import find_plugins, load_plugin
+
     plugin = find_plugins(PLUGINS).get(scheme)
     if plugin is not None:
         return cast("Store", load_plugin(plugin)(url))
@@ -209,6 +215,8 @@ def is_writable(store: Store) -> bool:
     """
     if isinstance(store, LocalStore):
         return os.access(_existing(store.path), os.W_OK)
+    from shardwise.store.leases import lease_name
+
     name = lease_name("writable")  # listings leave it out
     try:
         store.publish(name, b"", replace=True)
@@ -238,11 +246,11 @@ def abort_uploads(store: Store, idle_seconds: float = 3600.0) -> int:
     Returns:
         The number of uploads.
     """
-    if scheme_of(str(store)) != "s3" or not isinstance(store, RetryingStore):
+    if scheme_of(str(store)) != "s3":
         return 0
     from shardwise.store.object_store import ObjectStore
 
-    inner = store.store
+    inner = unwrapped(store)
     return inner.abort_uploads(idle_seconds) if isinstance(inner, ObjectStore) else 0
 
 

@@ -23,12 +23,12 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
-from shardwise.memory.files import LARGEST_RECORD, replace_atomically
+from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.identity import make_run_token
 from shardwise.memory.listing import list_steps, open_below
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
-from shardwise.store.local_files import NotRegularFileError, open_regular
+from shardwise.store.local_files import NotRegularFileError, open_regular, write_atomically
 
 POLL_PERIOD = 0.02
 STALL_TIMEOUT = 30.0
@@ -289,6 +289,6 @@ def _write_record(home: Path, run: str, step: str, name: str, data: bytearray) -
     """Write a record atomically, and create its directory."""
     with (
         open_below(home, "runs", run, step, make=True) as directory,
-        replace_atomically(name, dir_fd=directory) as file,
+        write_atomically(name, dir_fd=directory) as file,
     ):
         file.write(data)
