@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardwise.adapters import make_leaves_fillable
 from shardwise.adapters.optimizer_groups import GROUPS
-from shardwise.adapters.tensors import tensor_leaf
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compare import Comparison, compare
@@ -33,8 +31,10 @@ from shardwise.notebook import checkpoint_html, draw_boxes
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
+from shardwise.state.overlaps import make_leaves_fillable
 from shardwise.state.plain_values import decode
 from shardwise.state.selection import Selection
+from shardwise.state.tensors import tensor_leaf
 from shardwise.store import Files
 from shardwise.tiers.store import TieredStore
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from shardwise.adapters import (
-    Binding,
     bind_state,
-    make_leaves_fillable,
-    names_to_fill,
-    optimizer_names,
 )
 from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.exchange import run_on_all
@@ -31,6 +27,7 @@ from shardwise.opening import open_any
 from shardwise.plan.load import LoadPlan
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.plugins import find_plugins, load_plugin
+from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import (
     GROUP as READ_STRATEGIES,
 )
@@ -42,6 +39,7 @@ from shardwise.ports.read_strategy import (
 )
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
+from shardwise.state.overlaps import make_leaves_fillable
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store, lock_for_reading
 
@@ -174,7 +172,11 @@ def _report(
         files=len(set(plan.spans.file.tolist())),
         missing=tuple(matched.missing),
         unexpected=unexpected,
-        optimizers=tuple(n for n in optimizer_names(bindings) if matched.counts[n][1] > 0),
+        optimizers=tuple(
+            each.name
+            for each in bindings
+            if each.kind == "optimizer" and matched.counts[each.name][1] > 0
+        ),
         seconds=recorder.seconds(),
     )
 
@@ -234,7 +236,12 @@ def _match_state(
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = unite_local_states(parts)
     targets.tensors = make_leaves_fillable(targets.tensors)
-    names_by_owner = names_to_fill(bindings, parts)
+    names_by_owner: dict[str, Collection[str]] = {}
+    for binding, part in zip(bindings, parts, strict=True):
+        if binding.kind == "module":
+            names_by_owner[binding.name] = [leaf.name for leaf in part.tensors]
+        elif binding.kind == "optimizer":
+            names_by_owner[binding.name] = [*part.names()]
     return bindings, match_targets(targets, saved, selection, names_by_owner, cast=options.cast)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.adapters.tensors import tensor_leaf, tensor_of_array
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import SaveRequest, refuse_if_full
@@ -39,6 +38,7 @@ from shardwise.opening import refuse_as_destination
 from shardwise.plan.tables import piece_table
 from shardwise.state.leaves import LocalState, Shards, TensorLeaf
 from shardwise.state.plain_values import JsonValue, encode
+from shardwise.state.tensors import tensor_leaf, tensor_of_array
 from shardwise.store import Store, open_store
 
 Tensor = torch.Tensor | np.ndarray[Any, Any] | Shards

@@ -24,7 +24,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import shardwise as sw
-from shardwise.adapters.parameters import unwrap_data_parallel as without_wrappers
+from shardwise.adapters.modules import unwrap_data_parallel as without_wrappers
 
 
 def unwrapped(chunk: Any) -> Any:

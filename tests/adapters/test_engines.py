@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,11 @@ class DeepSpeedEngine(nn.Module):
 
 DeepSpeedOptimizer.__module__ = "deepspeed.runtime.base_optimizer"
 DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+
+
+@pytest.fixture(autouse=True)
+def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
 
 
 def adamw_with(**differing: Any) -> optim.Optimizer:

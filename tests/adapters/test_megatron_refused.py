@@ -6,7 +6,7 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +97,11 @@ MegatronOptimizer.__module__ = "megatron.core.optimizer.optimizer"
 Wrapper = type("_BaseDataParallel", (MegatronModule,), {})
 Wrapper.__module__ = "megatron.core.distributed.data_parallel_base"
 FullyShardedDataParallel.__bases__ = (Wrapper,)
+
+
+@pytest.fixture(autouse=True)
+def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
 
 
 def sgd(kind: type[optim.SGD] = optim.SGD) -> optim.SGD:

@@ -1,14 +1,5 @@
 """Turn the objects of frameworks into named tensors and values, and load them back."""
 
-from shardwise.adapters.bind import bind_state, names_to_fill, optimizer_names, torch_optimizers_in
-from shardwise.adapters.binding import Binding
-from shardwise.adapters.tensors import make_leaves_fillable
+from shardwise.adapters.bind import bind_state, torch_optimizers_in
 
-__all__ = [
-    "Binding",
-    "bind_state",
-    "make_leaves_fillable",
-    "names_to_fill",
-    "optimizer_names",
-    "torch_optimizers_in",
-]
+__all__ = ["bind_state", "torch_optimizers_in"]

@@ -1,69 +1,247 @@
-"""Bind DeepSpeed's engines: their weights and counters.
+"""Bind DeepSpeed's engines, which hold weights and counters, and DeepSpeed's optimizers.
 
-DeepSpeed is not imported: its classes are recognised by their names.
+The weights that an optimizer steps are flat ranges of parameters (ZeRO 1 to 3). All values are read
+from DeepSpeed's objects, without communication. DeepSpeed is not imported: its classes are
+recognised by their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.adapters.binding import Binding
-from shardwise.adapters.deepspeed_optimizer import (
-    adapter_of,
-    is_deepspeed_optimizer,
-    leaf_of_frozen_parameter,
-)
-from shardwise.adapters.modules import ModuleContents, ModuleWeights
-from shardwise.adapters.parameters import NameCleaner, Parameter
-from shardwise.adapters.tensors import tensor_leaf
+from shardwise.adapters.modules import ModuleBinding, modules_in
+from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
+from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
+from shardwise.state.tensors import tensor_leaf
 
 VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 LOSS_SCALER = "loss_scaler"
 LOSS_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
+NamesById = Mapping[int, str]
+"""Names of parameters, by the `id` of the parameter."""
 
-def is_deepspeed_engine(value: object) -> bool:
-    """Return whether a value is an engine of DeepSpeed."""
+
+def bind(name: str, value: object, context: Context) -> Binding | None:
+    """Return the binding of an engine, or of one of DeepSpeed's optimizers.
+
+    Raises:
+        StateError: an engine holds the weights of this module, or the engine or optimizer has a
+            feature that is not supported.
+    """
+    if _is_optimizer(value):
+        return DeepSpeedOptimizerBinding(name, value, context)
+    modules = modules_in(value)
+    if not any(map(_is_engine, modules)):
+        for module in modules:
+            _refuse_module_of_engine(name, module)
+        return None
+    problem = "a list has DeepSpeed engines" if len(modules) > 1 else ""
+    for each in context.bindings:
+        other = getattr(each, "module", each)  # the module of sw.trainable
+        if isinstance(other, EngineBinding) and other.prefix == context.prefix:
+            problem = f"{other.name} is another DeepSpeed engine in the same dict"
+    if problem:
+        raise StateError(
+            f"{name}: {problem}: put each engine into a separate dict, as in "
+            '{"actor": {"model": engine, "optimizer": engine.optimizer}, "critic": {…}}'
+        )
+    return EngineBinding(name, modules[0], context)
+
+
+class DeepSpeedOptimizerBinding(OptimizerBinding):
+    """One of DeepSpeed's optimizers, which wrap a torch optimizer."""
+
+    def __init__(self, name: str, optimizer: Any, context: Context) -> None:
+        torch_optimizer = _torch_optimizer_of(optimizer)
+        if torch_optimizer is None:
+            raise StateError(
+                f"{name}: {type(optimizer).__name__} wraps no torch optimizer, so its state cannot "
+                "be saved: save with engine.save_checkpoint(); shardwise can open such checkpoints"
+            )
+        super().__init__(name, [torch_optimizer], context)
+        self._optimizer = optimizer
+
+    def parameter_order(self) -> None:
+        """Return None: checkpoints of DeepSpeed do not identify parameters by position."""
+
+    def filled_groups(self) -> AbstractContextManager[None]:
+        """Return a context in which the param groups, which ZeRO 3 empties, are filled."""
+        return _fill_groups(self._optimizer)
+
+
+@contextmanager
+def _fill_groups(optimizer: Any) -> Iterator[None]:
+    fill_groups = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
+    if fill_groups is None:
+        yield
+        return
+    fill_groups()
+    try:
+        yield
+    finally:
+        optimizer._clear_fp32_optimizer_param_groups()
+
+
+class EngineBinding(ModuleBinding):
+    """An engine: its weights, counts of steps and samples, and loss scale.
+
+    Master weights of the optimizer replace the module's weights.
+
+    Args:
+        name: the name of the engine.
+        engine: the engine.
+        context: the state. The names of counters begin with its prefix.
+
+    Raises:
+        StateError: the engine has a feature that is not supported.
+    """
+
+    def __init__(self, name: str, engine: Any, context: Context) -> None:
+        super().__init__(name, [engine.module], context)
+        _refuse_unsupported_engine(name, engine)
+        self.prefix = context.prefix
+        self._engine = engine
+        self._bindings = context.bindings
+        torch_optimizer = _torch_optimizer_of(engine.optimizer)
+        self.optimizers = [] if torch_optimizer is None else [torch_optimizer]
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield parameters that an optimizer may hold: master weights, then the module's own."""
+        yield from self._master_weights()
+        yield from super().parameters()
+
+    def local_state(self) -> LocalState:
+        """Return the module's state, with master weights instead of its parameters, and counters.
+
+        Raises:
+            StateError: the state has the torch optimizer in place of the engine's optimizer.
+        """
+        self._refuse_emptied_optimizer()
+        local_state = super().local_state()
+        leaves = {
+            leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
+        }
+        engine_leaves: dict[str, TensorLeaf] = {}
+        names = self._parameter_names()
+        for path, parameter in self._modules[0].named_parameters(remove_duplicate=False):
+            leaf = leaves.get(names[id(parameter)])
+            if leaf is None and hasattr(parameter, "ds_tensor"):  # no optimizer steps it
+                part = _range_of_zero_3(parameter, path)
+                leaf = part.leaf(path, parameter.ds_tensor.detach())
+            if leaf is not None:
+                full_name = f"{self.name}.{self._cleaners[0](path)}"
+                engine_leaves[full_name] = replace(leaf, name=full_name, tie_key=id(parameter))
+        local_state.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in local_state.tensors]
+        local_state.objects |= {key: encode(value, key) for key, value in self._counters().items()}
+        return local_state
+
+    def all_targets(self, saved: SavedNames, selection: Selection) -> LocalState:
+        """Return the targets. Only checkpoints of engines have counters."""
+        local_state = super().all_targets(saved, selection)
+        for name in self._counters():
+            if not saved.has_object(name):
+                del local_state.objects[name]
+        return local_state
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Set extra state, the counters and the loss scale."""
+        super().restore(values)
+        for name in filter(values.__contains__, self._counters()):
+            value = decode(values[name], name)
+            key = name.removeprefix(f"{self.prefix}{VALUES_KEY}.")
+            if key == LOSS_SCALER:
+                _set_loss_scaler(name, _loss_scaler(self._engine.optimizer), value)
+            elif isinstance(value, int):
+                setattr(self._engine, key, value)
+            else:
+                raise StateError(
+                    f"{name}: expected an integer in the checkpoint, found {value!r}: leave it out "
+                    f"with skip=[{name!r}]"
+                )
+
+    def rebuild_weights(self) -> None:
+        """Compute the module's weights from the master weights. This is a collective."""
+        if (functions := _functions_for(self._engine.optimizer)) is not None:
+            with torch.no_grad():
+                functions[1](self._engine.optimizer)
+
+    def _master_weights(self) -> Iterator[Parameter]:
+        if (functions := _functions_for(self._engine.optimizer)) is not None:
+            yield from functions[0](self._engine.optimizer, self._parameter_names())
+
+    def _parameter_names(self) -> dict[int, str]:
+        clean = self._cleaners[0]
+        return {id(each): clean(path) for path, each in self._modules[0].named_parameters()}
+
+    def _refuse_emptied_optimizer(self) -> None:
+        """Refuse the torch optimizer without the one around it: ZeRO 3 empties its groups."""
+        for other in self._bindings:
+            for optimizer in self.optimizers:
+                is_inner = type(other) is OptimizerBinding and optimizer in other.optimizers
+                if is_inner and not any(group["params"] for group in optimizer.param_groups):
+                    raise StateError(
+                        f"{other.name}: this optimizer has no parameters, because the DeepSpeed "
+                        f"engine {self.name} holds them: put engine.optimizer into the state "
+                        "instead"
+                    )
+
+    def _counters(self) -> dict[str, object]:
+        counters: dict[str, object] = {key: getattr(self._engine, key) for key in COUNTERS}
+        scaler = _loss_scaler(self._engine.optimizer)
+        if scaler is not None:
+            counters[LOSS_SCALER] = {
+                key: getattr(scaler, key) for key in LOSS_SCALER_KEYS if hasattr(scaler, key)
+            }
+        return {f"{self.prefix}{VALUES_KEY}.{key}": value for key, value in counters.items()}
+
+
+def _master_leaves(master: Parameter) -> list[TensorLeaf]:
+    if not master.flat:
+        return [tensor_leaf(master.name, master.tensor)]
+    flat = master.tensor.detach()
+    return [part.leaf(part.name, flat) for part in master.flat]
+
+
+def _is_engine(value: object) -> bool:
     return any(
         (cls.__module__, cls.__name__) == ("deepspeed.runtime.engine", "DeepSpeedEngine")
         for cls in type(value).__mro__
     )
 
 
-def torch_optimizer_of(value: object) -> Optimizer | None:
-    """Return the torch optimizer inside an engine or one of DeepSpeed's optimizers, if any."""
-    optimizer: Any = value.optimizer if is_deepspeed_engine(value) else value  # type: ignore[attr-defined]
-    inner = optimizer.optimizer if is_deepspeed_optimizer(optimizer) else optimizer
+def _is_optimizer(value: object) -> bool:
+    """Return whether a value is one of DeepSpeed's optimizers, which wrap a torch optimizer."""
+    return any(
+        ancestor.__module__.startswith("deepspeed.runtime.")
+        and ancestor.__name__ == "DeepSpeedOptimizer"
+        for ancestor in type(value).__mro__
+    )
+
+
+def _torch_optimizer_of(optimizer: Any) -> Optimizer | None:
+    """Return the torch optimizer inside the optimizer of an engine, if any."""
+    inner = optimizer.optimizer if _is_optimizer(optimizer) else optimizer
     return inner if isinstance(inner, Optimizer) else None
 
 
-def require_torch_optimizer(name: str, optimizer: object) -> Optimizer:
-    """Return the torch optimizer inside one of DeepSpeed's optimizers.
-
-    Raises:
-        StateError: the optimizer wraps no torch optimizer.
-    """
-    inner = torch_optimizer_of(optimizer)
-    if inner is None:
-        raise StateError(
-            f"{name}: {type(optimizer).__name__} wraps no torch optimizer, so its state cannot be "
-            "saved: save with engine.save_checkpoint(); shardwise can open such checkpoints"
-        )
-    return inner
-
-
-def refuse_module_of_engine(name: str, module: nn.Module) -> None:
+def _refuse_module_of_engine(name: str, module: nn.Module) -> None:
     """Refuse a module whose weights, or master weights, DeepSpeed divides among ranks.
 
     Raises:
@@ -77,118 +255,6 @@ def refuse_module_of_engine(name: str, module: nn.Module) -> None:
             )
 
 
-class EngineWeights(ModuleWeights):
-    """The weights of an engine. Master weights of the optimizer replace the module's weights.
-
-    Raises:
-        StateError: the engine has a feature that is not supported.
-    """
-
-    def __init__(self, name: str, engine: Any) -> None:
-        super().__init__([engine.module])
-        _refuse_unsupported_engine(name, engine)
-        self._engine = engine
-        self._module: nn.Module = engine.module
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Yield parameters that an optimizer may hold: master weights, then the module's own."""
-        yield from self._master_weights()
-        yield from super().parameters()
-
-    def owns_optimizer(self, optimizer: Optimizer) -> bool:
-        """Return whether this is the engine's optimizer."""
-        return torch_optimizer_of(self._engine) is optimizer
-
-    def contents(self, module_name: str) -> ModuleContents:
-        """Return the module's contents, with master weights instead of its parameters."""
-        contents = super().contents(module_name)
-        names = self._parameter_names()
-        leaves = {
-            leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
-        }
-        engine_leaves: dict[str, TensorLeaf] = {}
-        clean = NameCleaner(self._module)
-        for path, parameter in self._module.named_parameters(remove_duplicate=False):
-            leaf = leaves.get(names[id(parameter)])
-            if leaf is None and hasattr(parameter, "ds_tensor"):
-                leaf = leaf_of_frozen_parameter(parameter, path)
-            if leaf is not None:
-                full_name = f"{module_name}.{clean(path)}"
-                engine_leaves[full_name] = replace(leaf, name=full_name, tie_key=id(parameter))
-        contents.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in contents.tensors]
-        return contents
-
-    def update_from_master_weights(self) -> None:
-        """Compute the module's weights from the master weights. This is a collective."""
-        adapter = adapter_of(self._engine.optimizer)
-        if adapter is not None:
-            adapter.rebuild_weights(self._engine.optimizer)
-
-    def _master_weights(self) -> Iterator[Parameter]:
-        adapter = adapter_of(self._engine.optimizer)
-        if adapter is not None:
-            yield from adapter.find_master_weights(self._engine.optimizer, self._parameter_names())
-
-    def _parameter_names(self) -> dict[int, str]:
-        clean = NameCleaner(self._module)
-        return {id(each): clean(path) for path, each in self._module.named_parameters()}
-
-
-class EngineCounters(Binding):
-    """An engine's counts of steps and samples, and its loss scale.
-
-    Args:
-        prefix: prefix of the names of the engine's values.
-    """
-
-    def __init__(self, prefix: str, engine: Any) -> None:
-        self.name = f"{prefix}{VALUES_KEY}"
-        self._engine = engine
-
-    def local_state(self) -> LocalState:
-        """Return the counters as plain values."""
-        counters = self._counters()
-        return LocalState(objects={name: encode(value, name) for name, value in counters.items()})
-
-    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
-        """Return the counters that the checkpoint has. Only checkpoints of engines have some."""
-        saved_counters = {name: None for name in self._counters() if saved.has_object(name)}
-        return selection.select_from(LocalState(objects=saved_counters))
-
-    def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set the counters and the loss scale."""
-        for name in self._counters():
-            if name not in values:
-                continue
-            value = decode(values[name], name)
-            key = name.removeprefix(f"{self.name}.")
-            if key == LOSS_SCALER:
-                _set_loss_scaler(name, _loss_scaler(self._engine.optimizer), value)
-            elif isinstance(value, int):
-                setattr(self._engine, key, value)
-            else:
-                raise StateError(
-                    f"{name}: expected an integer in the checkpoint, found {value!r}: leave it out "
-                    f"with skip=[{name!r}]"
-                )
-
-    def _counters(self) -> dict[str, object]:
-        counters: dict[str, object] = {key: getattr(self._engine, key) for key in COUNTERS}
-        scaler = _loss_scaler(self._engine.optimizer)
-        if scaler is not None:
-            counters[LOSS_SCALER] = {
-                key: getattr(scaler, key) for key in LOSS_SCALER_KEYS if hasattr(scaler, key)
-            }
-        return {f"{self.name}.{key}": value for key, value in counters.items()}
-
-
-def _master_leaves(master: Parameter) -> list[TensorLeaf]:
-    if not master.flat:
-        return [tensor_leaf(master.name, master.tensor)]
-    flat = master.tensor.detach()
-    return [part.leaf(part.name, flat) for part in master.flat]
-
-
 def _refuse_unsupported_engine(name: str, engine: Any) -> None:
     """Refuse an engine with features that this module cannot read.
 
@@ -197,7 +263,7 @@ def _refuse_unsupported_engine(name: str, engine: Any) -> None:
     """
     optimizer = engine.optimizer
     is_torch_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
-    if not is_torch_optimizer and adapter_of(optimizer) is None:
+    if not is_torch_optimizer and _functions_for(optimizer) is None:
         unsupported = f"its optimizer {type(optimizer).__name__}"
     elif engine.has_moe_layers:
         unsupported = "experts"
@@ -251,3 +317,139 @@ def _set_loss_scaler(name: str, scaler: object, value: object) -> None:
     for key in LOSS_SCALER_KEYS:
         if hasattr(scaler, key) and isinstance(value.get(key), (int, float)):
             setattr(scaler, key, value[key])
+
+
+def _masters_of_zero_1_and_2(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
+    columns = zip(
+        optimizer.single_partition_of_fp32_groups,
+        optimizer.round_robin_bit16_groups,
+        optimizer.real_dp_process_group,
+        _offsets_by_group(optimizer),
+        strict=True,
+    )
+    for flat, parameters, process_group, offsets in columns:
+        yield _partition_as_parameter(
+            flat, parameters, offsets, dist.get_rank(process_group), names
+        )
+
+
+def _offsets_by_group(optimizer: Any) -> Sequence[Sequence[int]]:
+    """Return, for each group, the offsets in elements of the parameters in its flat weights."""
+    stored_offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # since DeepSpeed 0.19.8
+    if stored_offsets is not None:
+        return list(stored_offsets)
+    return [_offsets_end_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
+
+
+def _masters_of_bf16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
+    columns = zip(
+        optimizer.fp32_groups_flat_partition,
+        optimizer.bf16_groups,
+        optimizer.real_dp_process_group,
+        strict=True,
+    )
+    for flat, parameters, process_group in columns:
+        rank = dist.get_rank(process_group)
+        yield _partition_as_parameter(
+            flat, parameters, _offsets_end_to_end(parameters), rank, names
+        )
+
+
+def _masters_of_fp16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
+    for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+        yield _partition_as_parameter(flat, parameters, _offsets_end_to_end(parameters), 0, names)
+
+
+def _masters_of_fp16_unfused(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
+    for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, parameter in zip(masters, parameters, strict=True):
+            yield Parameter(master, names[id(parameter)])
+
+
+def _masters_of_zero_3(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
+    groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+    for flat, parameters in groups:
+        ranges, start = [], 0
+        for parameter in parameters:
+            part = _range_of_zero_3(parameter, names[id(parameter)])
+            ranges.append(replace(part, start=start))
+            start += parameter.ds_tensor.ds_numel
+        yield Parameter(flat, "", tuple(ranges))
+
+
+def _partition_as_parameter(
+    flat: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    rank: int,
+    names: NamesById,
+) -> Parameter:
+    """Return a rank's partition as a parameter.
+
+    The parameters of a group lie in one flat tensor, at `offsets`. Each rank holds an equal
+    partition of the flat tensor.
+
+    Args:
+        flat: the partition of this rank.
+    """
+    partition_start = rank * flat.numel()
+    ranges = [
+        FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(
+            partition_start, partition_start + flat.numel()
+        )
+        for parameter, start in zip(parameters, offsets, strict=True)
+    ]
+    return Parameter(flat, "", tuple(ranges))
+
+
+def _range_of_zero_3(parameter: Any, name: str) -> FlatRange:
+    """Return this rank's range of a parameter. Ranges have equal sizes; the last one is padded."""
+    slice_size, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
+    return FlatRange.whole(name, parameter.ds_shape).cut(rank * slice_size, (rank + 1) * slice_size)
+
+
+def _offsets_end_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return list(accumulate((each.numel() for each in parameters), initial=0))[:-1]
+
+
+def _rebuild_by_gather(optimizer: Any) -> None:
+    optimizer.update_lp_params()
+
+
+def _rebuild_fp16(optimizer: Any) -> None:
+    for weight, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+        weight.data.copy_(master.data)
+
+
+def _rebuild_fp16_unfused(optimizer: Any) -> None:
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            weight.data.copy_(master.data)
+
+
+def _rebuild_zero_3(optimizer: Any) -> None:
+    # Free the gathered weights, which are old, and gather the persistent ones again.
+    optimizer.checkpoint_event_prologue()
+    for group_index in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group_index)
+    persistent = optimizer.persistent_parameters
+    if persistent:
+        persistent[0].partition(persistent)
+    optimizer.checkpoint_event_epilogue()
+
+
+_Masters = Callable[[Any, NamesById], Iterator[Parameter]]
+_Rebuild = Callable[[Any], None]
+_FUNCTIONS: Mapping[str, tuple[_Masters, _Rebuild]] = {
+    "DeepSpeedZeroOptimizer": (_masters_of_zero_1_and_2, _rebuild_by_gather),
+    "DeepSpeedZeroOptimizer_Stage3": (_masters_of_zero_3, _rebuild_zero_3),
+    "BF16_Optimizer": (_masters_of_bf16, _rebuild_by_gather),
+    "FP16_Optimizer": (_masters_of_fp16, _rebuild_fp16),
+    "FP16_UnfusedOptimizer": (_masters_of_fp16_unfused, _rebuild_fp16_unfused),
+}
+"""For each of DeepSpeed's optimizers: a function that yields the weights that it steps, and one
+that computes the module's weights from them, which is a collective."""
+
+
+def _functions_for(optimizer: object) -> tuple[_Masters, _Rebuild] | None:
+    return _FUNCTIONS.get(type(optimizer).__name__) if _is_optimizer(optimizer) else None

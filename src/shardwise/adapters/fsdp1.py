@@ -2,85 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from shardwise.adapters.parameters import FlatRange, NameCleaner, Parameter
-from shardwise.state.leaves import TensorLeaf
-from shardwise.state.tensor_memory import is_instance
+from shardwise.adapters.modules import ModuleBinding, modules_in
+from shardwise.plan.name_lookup import SavedNames
+from shardwise.ports.binding import Context
+from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.parameters import FlatRange, Parameter
+from shardwise.state.selection import Selection
+from shardwise.state.tensors import is_instance
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Return whether any part of a module is wrapped in FullyShardedDataParallel."""
+def bind(name: str, value: object, context: Context) -> ModuleBinding | None:
+    """Return the binding of modules of which some part is wrapped in FullyShardedDataParallel."""
+    modules = modules_in(value)
+    return FSDP1Binding(name, modules, context) if any(map(_is_fsdp1, modules)) else None
+
+
+class FSDP1Binding(ModuleBinding):
+    """A model with flat parameters, which have the names and shapes of the original ones."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield flat parameters, views of the original ones, and parameters outside of units."""
+        for index in range(len(self._modules)):
+            for flat, _, ranges in self._flat_parameters(index):
+                yield Parameter(flat, "", tuple(ranges))
+                for original, part in zip(flat._params or (), ranges, strict=False):
+                    yield Parameter(original, "", (replace(part, start=0),))
+        yield from super().parameters()
+
+    def all_targets(self, saved: SavedNames, selection: Selection) -> LocalState:
+        """Free the gathered parameters that an evaluation leaves behind, and return the shards.
+
+        Otherwise the next forward would use the old gathered values.
+        """
+        for module in self._modules:
+            for _, handle in _fsdp_units(module):
+                initialized = hasattr(handle.flat_param, "_local_shard")
+                if initialized and handle.uses_sharded_strategy and not handle.needs_unshard():
+                    handle.reshard(free_unsharded_flat_param=True)
+        return super().all_targets(saved, selection)
+
+    def _entries(self, index: int) -> Iterator[tuple[str, object]]:
+        if _is_fsdp1(self._modules[index]):
+            yield from self._fsdp1_entries(index)
+        yield from super()._entries(index)
+
+    def _fsdp1_entries(self, index: int) -> Iterator[tuple[str, object]]:
+        module, clean = self._modules[index], self._cleaners[index]
+        leaves: dict[str, TensorLeaf] = {}
+        tied: dict[str, TensorLeaf] = {}
+        flat_ids: set[int] = set()
+        for flat, prefix, ranges in self._flat_parameters(index):
+            flat_ids.add(id(flat))
+            flat_ids.update(id(original) for original in flat._params or ())
+            local = getattr(flat, "_local_shard", flat).detach()
+            for part in ranges:
+                name = f"{self.name}.{part.name}"
+                leaves[name] = part.leaf(name, local, tie_key=name)
+            for info in flat._shared_param_infos:
+                name = clean(f"{prefix}{info.module_name}.{info.param_name}")
+                first_name = clean(f"{prefix}{info.prim_module_name}.{info.prim_param_name}")
+                name = f"{self.name}.{name}"
+                tied[name] = replace(leaves[f"{self.name}.{first_name}"], name=name)
+        leaves |= tied
+        yield from leaves.items()
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            name = f"{self.name}.{clean(path)}"
+            if id(parameter) not in flat_ids and name not in leaves:
+                yield name, parameter
+        for path, part in module.named_modules(remove_duplicate=False):
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set:
+                    path_of_buffer = f"{path}.{key}" if path else key
+                    yield f"{self.name}.{clean(path_of_buffer)}", buffer
+
+    def _state_dict(self, module: nn.Module) -> Mapping[str, object]:
+        # The state_dict() of FSDP1 would gather the parameters.
+        return {} if _is_fsdp1(module) else super()._state_dict(module)
+
+    def _flat_parameters(self, index: int) -> Iterator[tuple[FlatParameter, str, list[FlatRange]]]:
+        """Yield each flat parameter, the path prefix of its unit, and its original parameters."""
+        clean = self._cleaners[index]
+        for path, handle in _fsdp_units(self._modules[index]):
+            flat = handle.flat_param
+            prefix = f"{path}." if path else ""
+            ranges = []
+            infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+            for fqn, shape, info in infos:
+                first, last = info.intra_param_start_idx, info.intra_param_end_idx
+                local_range = (0, 0) if first is None or last is None else (first, last + 1)
+                part = FlatRange.whole(clean(prefix + fqn), shape).cut(*local_range)
+                ranges.append(replace(part, start=info.offset_in_shard or 0))
+            yield flat, prefix, ranges
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
     return any(map(_is_fsdp_unit, module.modules()))
-
-
-def reshard_fsdp1(module: nn.Module) -> None:
-    """Free the gathered parameters that an evaluation leaves behind, before a load fills shards.
-
-    Otherwise the next forward would use the old gathered values.
-    """
-    for _, handle in _fsdp_units(module):
-        initialized = hasattr(handle.flat_param, "_local_shard")
-        if initialized and handle.uses_sharded_strategy and not handle.needs_unshard():
-            handle.reshard(free_unsharded_flat_param=True)
-
-
-def leaves_of_flat_parameters(
-    module: nn.Module, module_name: str
-) -> tuple[list[TensorLeaf], dict[str, str]]:
-    """Return all flattened parameters as leaves with their original names and shapes.
-
-    Args:
-        module_name: name of `module` in the state.
-
-    Returns:
-        The leaves, and the first name of each shared parameter by its other names.
-    """
-    leaves = []
-    first_names: dict[str, str] = {}
-    clean = NameCleaner(module)
-    for flat, prefix, ranges in _flat_parameters(module):
-        local = _local_shard(flat)
-        for part in ranges:
-            name = f"{module_name}.{part.name}"
-            leaves.append(part.leaf(name, local, tie_key=name))
-        for info in flat._shared_param_infos:
-            path = f"{prefix}{info.module_name}.{info.param_name}"
-            first_name = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
-            first_names[f"{module_name}.{clean(path)}"] = f"{module_name}.{clean(first_name)}"
-    return leaves, first_names
-
-
-def flat_parameters(module: nn.Module) -> Iterator[Parameter]:
-    """Yield the parameters that an optimizer may hold: flat ones, and views of original ones."""
-    for flat, _, ranges in _flat_parameters(module):
-        yield Parameter(flat, "", tuple(ranges))
-        for original, part in zip(flat._params or (), ranges, strict=False):
-            yield Parameter(original, "", (replace(part, start=0),))
-
-
-def _flat_parameters(module: nn.Module) -> Iterator[tuple[FlatParameter, str, list[FlatRange]]]:
-    """Yield each flat parameter, the path prefix of its FSDP unit, and its original parameters."""
-    clean = NameCleaner(module)
-    for path, handle in _fsdp_units(module):
-        flat = handle.flat_param
-        prefix = f"{path}." if path else ""
-        ranges = []
-        infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
-        for fqn, shape, info in infos:
-            first, last = info.intra_param_start_idx, info.intra_param_end_idx
-            local_range = (0, 0) if first is None or last is None else (first, last + 1)
-            part = FlatRange.whole(clean(prefix + fqn), shape).cut(*local_range)
-            ranges.append(replace(part, start=info.offset_in_shard or 0))
-        yield flat, prefix, ranges
 
 
 def _is_fsdp_unit(module: nn.Module) -> bool:
@@ -93,8 +118,3 @@ def _fsdp_units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
         handle = getattr(part, "_handle", None)
         if _is_fsdp_unit(part) and handle is not None:
             yield path, handle
-
-
-def _local_shard(flat: torch.Tensor) -> torch.Tensor:
-    shard: torch.Tensor = getattr(flat, "_local_shard", flat)
-    return shard.detach()

@@ -8,34 +8,34 @@ the model's weights. Megatron-Core is not imported: its classes are recognised b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.adapters.megatron_buckets import (
+from shardwise.adapters.megatron_model import ExtraState, ModelTensor, describe_model
+from shardwise.adapters.megatron_optimizer import (
     MASTER_KEY,
     BucketedState,
-    ParameterInBucket,
-    match_buckets,
-)
-from shardwise.adapters.megatron_model import ModelDescription, ModelTensor, describe_model
-from shardwise.adapters.megatron_optimizer import (
     MasterWeight,
     inner_optimizers,
+    is_megatron_optimizer,
     master_weights_of,
+    match_buckets,
     optimizers_in_chain,
     rebuild_weights,
     refuse_unknown_optimizer,
 )
-from shardwise.adapters.modules import ModuleContents
-from shardwise.adapters.optimizers import OptimizerBinding, ParametersById
-from shardwise.adapters.parameters import Parameter, join_leaves, unwrap_data_parallel
+from shardwise.adapters.modules import modules_in, unwrap_data_parallel
+from shardwise.adapters.optimizers import OptimizerBinding
+from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
+from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
@@ -44,25 +44,42 @@ SCALER_KEY = "grad_scaler"
 _WRAPPER_CLASSES = ("DistributedDataParallel", "Float16Module")
 
 
-def is_megatron_model(value: object) -> bool:
-    """Return whether a value is a module of Megatron-Core, also if it is wrapped."""
-    if not isinstance(value, nn.Module):
-        return False
-    return _has_class(unwrap_data_parallel(value), "transformer.module", "MegatronModule")
+def bind(name: str, value: object, context: Context) -> Binding | None:
+    """Return the binding of a model, an optimizer or a scheduler of Megatron-Core.
+
+    Raises:
+        StateError: a module contains modules of Megatron-Core, but does not describe how they are
+            divided, or a value has a feature that is not supported.
+    """
+    if is_megatron_optimizer(value):
+        return MegatronOptimizerBinding(name, value, context)
+    modules = modules_in(value)
+    if modules and all(map(_is_model, modules)):
+        return MegatronModelBinding(name, modules, context)
+    for module in modules:
+        _refuse_module_with_divided_parts(name, module)
+    scheduler: Any = value
+    if _has_class(scheduler, "optimizer_param_scheduler", "OptimizerParamScheduler"):
+        return ObjectBinding(
+            name,
+            scheduler.state_dict,
+            partial(_load_scheduler, scheduler),
+            allow_pickle=context.allow_pickle,
+        )
+    return None
 
 
-def is_megatron_scheduler(value: object) -> bool:
-    """Return whether a value is Megatron-Core's scheduler, which `load_scheduler` must load."""
-    return _has_class(value, "optimizer_param_scheduler", "OptimizerParamScheduler")
+def _is_model(module: nn.Module) -> bool:
+    """Return whether a module is one of Megatron-Core, also if it is wrapped."""
+    return _has_class(unwrap_data_parallel(module), "transformer.module", "MegatronModule")
 
 
-def load_scheduler(scheduler: Any, state: object) -> None:
-    """Set the state of Megatron-Core's scheduler."""
+def _load_scheduler(scheduler: Any, state: object) -> None:
     scheduler.num_steps = 0  # load_state_dict adds the loaded steps to num_steps
     scheduler.load_state_dict(state)
 
 
-def refuse_module_with_divided_parts(name: str, module: nn.Module) -> None:
+def _refuse_module_with_divided_parts(name: str, module: nn.Module) -> None:
     """Refuse a module with parts that Megatron-Core divides among ranks.
 
     Such a module is not a `MegatronModule`, so it does not describe how its parts are divided.
@@ -83,7 +100,7 @@ def refuse_module_with_divided_parts(name: str, module: nn.Module) -> None:
     has_tensor_parallelism = any(
         getattr(each, "tensor_model_parallel", False) for each in module.parameters()
     )
-    if has_tensor_parallelism or any(map(is_megatron_model, module.modules())):
+    if has_tensor_parallelism or any(map(_is_model, module.modules())):
         raise StateError(
             f"{name}: this module contains Megatron-Core modules that are divided among ranks, but "
             "does not describe how: put those modules into the state, or derive this one from "
@@ -96,41 +113,34 @@ def _has_class(value: object, module: str, name: str) -> bool:
     return any((cls.__module__, cls.__name__) == wanted_class for cls in type(value).__mro__)
 
 
-class MegatronWeights:
-    """The weights of a model, or of the chunks of a model that this rank holds.
+class MegatronModelBinding(Binding):
+    """A model, or the chunks of a model that this rank holds."""
 
-    Args:
-        name: name of the model in the state.
-        chunks: the model, or its chunks.
-        optimizers: Megatron-Core's optimizers in the state. More are added to this list while the
-            state is being bound.
-    """
+    kind = "module"
 
-    def __init__(
-        self, name: str, chunks: Sequence[nn.Module], optimizers: Sequence[object]
-    ) -> None:
-        self._name = name
+    def __init__(self, name: str, chunks: Sequence[nn.Module], context: Context) -> None:
+        self.name = name
         self._modules = [_unwrap(name, chunk) for chunk in chunks]
         configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
         self._gathers_late = any(getattr(each, "overlap_param_gather", False) for each in configs)
-        self._optimizers = optimizers
+        self._bindings = context.bindings
+        self._allow_pickle = context.allow_pickle
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all weights. A master weight replaces the weight that it belongs to."""
         for parameter, _ in self._weights():
             yield parameter
 
-    def contents(self, module_name: str) -> ModuleContents:
+    def local_state(self) -> LocalState:
         """Return this rank's part of the model, without tensors that another stage saves."""
-        contents = self._extra_state(module_name, with_copies=False)
-        leaves: list[TensorLeaf] = []
+        local_state = LocalState(objects=self._extra_state(with_copies=False))
         for parameter, tensor in self._weights():
             if not parameter.is_copy:
-                leaves += _parameter_leaves(module_name, parameter, tensor)
-        contents.tensors = join_leaves(leaves, to_fill=False)
-        return contents
+                local_state.tensors += self._leaves(parameter, tensor)
+        local_state.join_parts(to_fill=False)
+        return local_state
 
-    def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return this rank's part of the model.
 
         Tensors have Megatron-Core's names if the checkpoint has these names, and otherwise the
@@ -138,124 +148,113 @@ class MegatronWeights:
         """
 
         def has_tensor(name: str) -> bool:
-            return saved.tensor(f"{module_name}.{name}") is not None
+            return saved.tensor(f"{self.name}.{name}") is not None
 
-        self._descriptions = [each.match_names(has_tensor) for each in self._descriptions]
-        contents = self._extra_state(module_name, with_copies=True)
-        extras = {
-            f"{module_name}.{extra.name}" for each in self._descriptions for extra in each.extras
-        }
-        buckets = match_buckets(self._optimizers, saved)
-        parts: dict[int, ParameterInBucket] = {}
-        if all(selection.selects(f"{part.bucket}.{MASTER_KEY}") for part in buckets.parts.values()):
-            parts, contents.problems = buckets.parts, list(buckets.problems)
-        leaves: list[TensorLeaf] = []
+        for tensors, _ in self._described:
+            tensors[:] = [each.match_name(has_tensor) for each in tensors]
+        targets = LocalState(objects=self._extra_state(with_copies=True))
+        parts, problems = match_buckets(self._optimizers(), saved)
+        if not all(
+            selection.selects(f"{each.bucket.name}.{MASTER_KEY}") for each in parts.values()
+        ):
+            parts, problems = {}, []
+        targets.problems = problems
         for parameter, tensor in self._weights():
             part = parts.get(id(parameter.tensor))
             if part is None:
-                leaves += _parameter_leaves(module_name, parameter, tensor)
+                targets.tensors += self._leaves(parameter, tensor)
             else:
-                leaves.append(part.leaf(MASTER_KEY, parameter.tensor))
-                contents.unselected += [f"{module_name}.{each.name}" for each in parameter.flat]
-        contents.tensors = join_leaves(leaves, to_fill=True)
+                targets.tensors.append(part.leaf(MASTER_KEY, parameter.tensor))
+                targets.unselected += [f"{self.name}.{each.name}" for each in parameter.flat]
+        targets.join_parts(to_fill=True)
         # Extra state that the module does not have at present is not loaded.
-        contents.unselected += [
-            name for name in extras - contents.extra_state.keys() if saved.kind(name)
-        ]
-        return contents
+        extras = {f"{self.name}.{extra.name}" for _, each in self._described for extra in each}
+        targets.unselected += [name for name in extras - targets.objects.keys() if saved.kind(name)]
+        return selection.select_from(targets)
 
-    def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set extra state."""
-        for module, described in zip(self._modules, self._descriptions, strict=True):
+        for module, (_, extras) in zip(self._modules, self._described, strict=True):
             states: dict[str, Any] = {}
-            for extra in described.extras:
-                name = f"{module_name}.{extra.name}"
-                if name in extra_state:
-                    states[extra.path] = extra.restore_type(extra_state[name])
-            if not states:
-                continue
-            with user_code(module_name, "load_state_dict(), given its extra state,"):
-                module.load_state_dict(states, strict=False)
+            for extra in extras:
+                name = f"{self.name}.{extra.name}"
+                if name in values and extra.plain_value is not None:
+                    plain = decode(values[name], name, allow_pickle=self._allow_pickle)
+                    states[extra.path] = extra.restore_type(plain)
+            if states:
+                with user_code(self.name, "load_state_dict(), given its extra state,"):
+                    module.load_state_dict(states, strict=False)
 
-    def update_from_master_weights(self) -> None:
+    def rebuild_weights(self) -> None:
         """Compute the model's weights from the loaded master weights. This is a collective."""
-        tensor_ids = {
-            id(each.tensor) for described in self._descriptions for each in described.tensors
-        }
-        for optimizer in self._optimizers:
+        tensor_ids = {id(each.tensor) for tensors, _ in self._described for each in tensors}
+        for optimizer in self._optimizers():
             if any(id(each.parameter) in tensor_ids for each in master_weights_of(optimizer)):
-                rebuild_weights(optimizer)
+                with torch.no_grad():
+                    rebuild_weights(optimizer)
 
     @cached_property
-    def _descriptions(self) -> list[ModelDescription]:
-        return [describe_model(self._name, module) for module in self._modules]
+    def _described(self) -> list[tuple[list[ModelTensor], list[ExtraState]]]:
+        return [describe_model(self.name, module) for module in self._modules]
+
+    def _optimizers(self) -> list[object]:
+        """Return the optimizers of Megatron-Core in the state."""
+        return [
+            each.wrapper for each in self._bindings if isinstance(each, MegatronOptimizerBinding)
+        ]
 
     def _weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:
         """Yield each tensor as a parameter: itself, or this rank's part of its master."""
         masters = {
             id(each.parameter): each
-            for optimizer in self._optimizers
+            for optimizer in self._optimizers()
             for each in master_weights_of(optimizer)
         }
-        for described in self._descriptions:
-            for each in described.tensors:
-                tensor = each.tensor
-                master = masters.get(id(tensor), MasterWeight(tensor, tensor, 0, tensor.numel()))
-                if id(tensor) not in masters and self._needs_missing_optimizer(tensor):
-                    raise StateError(
-                        f"{self._name}: an optimizer that is not in the state has more exact or "
-                        "newer weights than the model: put the optimizer that "
-                        "get_megatron_optimizer() returned into the state too, as in "
-                        '{"model": model, "optimizer": optimizer}. To load without its moments, '
-                        'use only=["model.*"]'
-                    )
-                if master.tensor is not None:
-                    flat = each.cut(master.low, master.high)
-                    yield Parameter(master.tensor, "", flat, each.is_copy), each
+        for each in (tensor for tensors, _ in self._described for tensor in tensors):
+            tensor = each.tensor
+            master = masters.get(id(tensor), MasterWeight(tensor, tensor, 0, tensor.numel()))
+            if id(tensor) not in masters and self._needs_missing_optimizer(tensor):
+                raise StateError(
+                    f"{self.name}: an optimizer that is not in the state has more exact or newer "
+                    "weights than the model: put the optimizer that get_megatron_optimizer() "
+                    'returned into the state too, as in {"model": model, "optimizer": optimizer}. '
+                    'To load without its moments, use only=["model.*"]'
+                )
+            if master.tensor is not None:
+                flat = each.cut(master.low, master.high)
+                yield Parameter(master.tensor, "", flat, each.is_copy), each
 
     def _needs_missing_optimizer(self, tensor: torch.Tensor) -> bool:
         """Return whether an optimizer that is not in the state has a tensor's current values."""
         return hasattr(tensor, "main_param") or (tensor.requires_grad and self._gathers_late)
 
-    def _extra_state(self, module_name: str, *, with_copies: bool) -> ModuleContents:
-        contents = ModuleContents()
-        for described in self._descriptions:
-            for extra in described.extras:
-                plain = extra.plain_value
-                if plain is not None and (with_copies or not extra.is_copy):
-                    contents.extra_state[f"{module_name}.{extra.name}"] = plain
-        return contents
+    def _extra_state(self, *, with_copies: bool) -> dict[str, JsonValue]:
+        encoded: dict[str, JsonValue] = {}
+        for extra in (extra for _, extras in self._described for extra in extras):
+            plain, name = extra.plain_value, f"{self.name}.{extra.name}"
+            if plain is not None and (with_copies or not extra.is_copy):
+                encoded[name] = encode(plain, name, allow_pickle=self._allow_pickle)
+        return encoded
 
-
-def _parameter_leaves(
-    module_name: str, parameter: Parameter, tensor: ModelTensor
-) -> Iterator[TensorLeaf]:
-    flat = parameter.tensor.detach().view(-1)
-    for range_index, part in enumerate(parameter.flat):
-        tie_key = id(tensor.tensor), range_index  # equal for weights that are tied on this rank
-        yield part.leaf(f"{module_name}.{part.name}", flat, tie_key)
+    def _leaves(self, parameter: Parameter, tensor: ModelTensor) -> Iterator[TensorLeaf]:
+        flat = parameter.tensor.detach().view(-1)
+        for range_index, part in enumerate(parameter.flat):
+            tie_key = id(tensor.tensor), range_index  # equal for weights that are tied on this rank
+            yield part.leaf(f"{self.name}.{part.name}", flat, tie_key)
 
 
 class MegatronOptimizerBinding(OptimizerBinding):
     """An optimizer of Megatron-Core, whose state is saved under the names of the parameters.
 
-    Args:
-        prefix: prefix of the name of the loss scale.
+    Attributes:
+        wrapper: the optimizer. The attribute `optimizers` has the torch optimizers inside.
     """
 
-    def __init__(
-        self,
-        name: str,
-        prefix: str,
-        optimizer: object,
-        parameters: Callable[[], ParametersById],
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        refuse_unknown_optimizer(name, optimizer)
-        super().__init__(name, inner_optimizers(optimizer), parameters, allow_pickle=allow_pickle)
-        self._scaler_name = f"{prefix}{VALUES_KEY}.{SCALER_KEY}"
-        self._optimizer = optimizer
+    def __init__(self, name: str, wrapper: object, context: Context) -> None:
+        refuse_unknown_optimizer(name, wrapper)
+        super().__init__(name, inner_optimizers(wrapper), context)
+        self.wrapper = wrapper
+        self._scaler_name = f"{context.prefix}{VALUES_KEY}.{SCALER_KEY}"
         self._bucketed_state: BucketedState | None = None
 
     def local_state(self) -> LocalState:
@@ -269,8 +268,8 @@ class MegatronOptimizerBinding(OptimizerBinding):
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. The loss scale stays if the checkpoint lacks it."""
-        buckets = match_buckets([self._optimizer], saved)
-        self._bucketed_state = BucketedState(buckets, saved) if buckets.parts else None
+        parts, problems = match_buckets([self.wrapper], saved)
+        self._bucketed_state = BucketedState(parts, problems, saved) if parts else None
         if self._bucketed_state is not None:
             local_state = self._bucketed_state.targets()
             if self._dynamic_scalers():
@@ -303,7 +302,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
 
     def _dynamic_scalers(self) -> list[Any]:
         """Return the loss scalers with a dynamic scale."""
-        scalers = [getattr(each, SCALER_KEY, None) for each in optimizers_in_chain(self._optimizer)]
+        scalers = [getattr(each, SCALER_KEY, None) for each in optimizers_in_chain(self.wrapper)]
         return [each for each in scalers if type(each).__name__ == "DynamicGradScaler"]
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.adapters.parameters import FlatRange
 from shardwise.errors import StateError, user_code
 from shardwise.layout import Box
+from shardwise.state.parameters import FlatRange
 
 _EXTRA_STATE_PATH = re.compile(r"(?:.*\.)?_extra_state\d*")
 _LAYER_NUMBER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")
@@ -44,8 +44,17 @@ class ModelTensor:
     stacked_dims: int
     is_copy: bool
 
-    def with_module_name(self) -> ModelTensor:
-        """Return the tensor under the module's own name, as in older checkpoints of Megatron-LM."""
+    def match_name(self, has_tensor: Callable[[str], bool]) -> ModelTensor:
+        """Return the tensor under the name that a checkpoint has.
+
+        This is the module's own name, as in older checkpoints of Megatron-LM, if the checkpoint has
+        only this name.
+
+        Args:
+            has_tensor: returns whether the checkpoint has a tensor of a name.
+        """
+        if not has_tensor(self.module_name) or any(has_tensor(part.name) for part in self.ranges):
+            return self
         stacked_dims, first_part = self.stacked_dims, self.ranges[0]
         boxes = tuple(
             Box(box.offset[stacked_dims:], box.shape[stacked_dims:])
@@ -101,35 +110,8 @@ class ExtraState:
         return plain
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """The tensors and the extra state that a module describes."""
-
-    tensors: tuple[ModelTensor, ...]
-    extras: tuple[ExtraState, ...]
-
-    def match_names(self, has_tensor: Callable[[str], bool]) -> ModelDescription:
-        """Return the description with the names that a checkpoint has.
-
-        Tensors get the module's own names if the checkpoint has only these names.
-
-        Args:
-            has_tensor: returns whether the checkpoint has a tensor of a name.
-        """
-
-        def has_only_module_name(each: ModelTensor) -> bool:
-            return has_tensor(each.module_name) and not any(
-                has_tensor(part.name) for part in each.ranges
-            )
-
-        chosen = (
-            each.with_module_name() if has_only_module_name(each) else each for each in self.tensors
-        )
-        return replace(self, tensors=tuple(chosen))
-
-
-def describe_model(name: str, module: nn.Module) -> ModelDescription:
-    """Return what a module's `sharded_state_dict()` describes.
+def describe_model(name: str, module: nn.Module) -> tuple[list[ModelTensor], list[ExtraState]]:
+    """Return the tensors and the extra state that a module's `sharded_state_dict()` describes.
 
     Raises:
         StateError: the description lacks a parameter or has an unknown type of value.
@@ -159,7 +141,7 @@ def describe_model(name: str, module: nn.Module) -> ModelDescription:
             raise StateError(
                 f"{name}.{path}: sharded_state_dict() lacks this parameter: add it there"
             )
-    return ModelDescription(tuple(tensors), tuple(extras))
+    return tensors, extras
 
 
 def _model_tensor(model_name: str, path: str, described: Any) -> ModelTensor:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch.optim import Optimizer
+
+from shardwise.adapters.optimizer_state import STEP
 from shardwise.errors import StateError
-from shardwise.state.leaves import GroupedValue
 from shardwise.state.plain_values import JsonValue, differing_names
 
 GROUPS = "param_groups"
 # Keys of a param group that are not hyperparameters.
 NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
+_SCHEDULER_SUFFIXES = ("_lr", "_momentum")
+_DEEPSPEED_KEYS = {"bias_correction", STEP}
+"""Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks."""
 
 
 def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
@@ -39,10 +44,16 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
 
 
 def group_problems(
-    name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
-    """Yield the reasons why the param groups cannot take the saved hyperparameters."""
-    for members in [group.members for group in groups]:
+    """Yield the reasons why the param groups cannot take the saved hyperparameters.
+
+    Args:
+        name: name of the param groups.
+        groups: the names of the parameters of each group.
+        settings: the saved hyperparameters of each parameter.
+    """
+    for members in groups:
         missing = [member for member in members if member not in settings]
         if missing:
             yield (
@@ -62,10 +73,10 @@ def group_problems(
 
 
 def prefix_problems(
-    name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem that suggests a specification, if all saved names have one more prefix."""
-    members = [member for group in groups for member in group.members]
+    members = [member for group in groups for member in group]
     if not members or any(member in settings for member in members):
         return
     first = f".{members[0]}"
@@ -78,6 +89,31 @@ def prefix_problems(
                 f"rename= does not rename an optimizer's parameters: use spec=sw.spec({text!r})"
             )
             return
+
+
+def kind_problems(
+    name: str, optimizers: Sequence[Optimizer], settings: Mapping[str, JsonValue]
+) -> Iterator[str]:
+    """Yield a problem if the checkpoint was saved by another kind of optimizer.
+
+    Another version of the same optimizer has more settings or fewer. Another kind has both:
+    unexpected settings, and missing ones.
+    """
+    defaults = {key for each in optimizers for key in each.defaults}
+    saved_keys = {key for each in settings.values() if isinstance(each, dict) for key in each}
+    present_keys = {key for each in optimizers for group in each.param_groups for key in group}
+    unexpected = {
+        key
+        for key in saved_keys - present_keys - _DEEPSPEED_KEYS
+        if not key.endswith(_SCHEDULER_SUFFIXES)
+    }
+    missing = defaults - saved_keys - _DEEPSPEED_KEYS
+    if settings and unexpected and missing:
+        yield (
+            f"{name}: saved by another kind of optimizer, whose settings include "
+            f"{', '.join(sorted(unexpected))} and not {', '.join(sorted(missing))}: leave it "
+            f"out with skip=[{name.removesuffix(GROUPS) + '*'!r}]"
+        )
 
 
 def _join_first_names(names: Sequence[str]) -> str:

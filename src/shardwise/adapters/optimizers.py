@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from shardwise.adapters.binding import Binding
 from shardwise.adapters.optimizer_groups import (
     GROUPS,
     NOT_HYPERPARAMETERS,
     group_problems,
+    kind_problems,
     prefix_problems,
     settings_by_member,
 )
@@ -26,65 +27,42 @@ from shardwise.adapters.optimizer_state import (
     remove_step_count,
     write_state,
 )
-from shardwise.adapters.optimizer_values import (
-    add_value,
-    add_value_to_load,
-    names_inside_values,
-)
-from shardwise.adapters.parameters import Parameter, join_leaves
-from shardwise.adapters.values import tensors_inside
+from shardwise.adapters.values import missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
+from shardwise.ports.binding import Binding, Context
+from shardwise.state.leaves import LocalState, ParameterOrder
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
+from shardwise.state.tensors import tensor_of_array
 
 ParametersById = Mapping[int, Parameter]
-SCHEDULER_KEY_SUFFIXES = ("_lr", "_momentum")
-# Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks.
-DEEPSPEED_KEYS = ("bias_correction", STEP)
 
 
 class OptimizerBinding(Binding):
-    """One optimizer, or several that share the parameters of a model.
-
-    Args:
-        parameters: returns the parameters, keyed by the `id` of their tensors. The function is
-            called late, because a load may allocate meta tensors first.
-        fill_param_groups: returns a context in which the param groups have their parameters. ZeRO 3
-            needs it, because it empties the groups between steps.
-    """
+    """One optimizer, or several that share the parameters of a model."""
 
     kind = "optimizer"
 
-    def __init__(
-        self,
-        name: str,
-        optimizers: Sequence[Optimizer],
-        parameters: Callable[[], ParametersById],
-        *,
-        allow_pickle: bool,
-        fill_param_groups: Callable[[], AbstractContextManager[None]] | None = None,
-    ) -> None:
+    def __init__(self, name: str, optimizers: Sequence[Optimizer], context: Context) -> None:
         self.name = name
-        self._fill_param_groups = fill_param_groups or nullcontext
-        self._has_parameter_order = fill_param_groups is None and len(optimizers) == 1
-        self._optimizers = optimizers
-        self._parameters = parameters
-        self._allow_pickle = allow_pickle
+        self.optimizers = optimizers
+        self._bindings = context.bindings
+        self._allow_pickle = context.allow_pickle
         self._fitted_states: dict[int, dict[str, object]] = {}
         self._tensors_in_values: dict[str, torch.Tensor] = {}
 
     def local_state(self) -> LocalState:
         """Return the state, sharded like the parameters, and the hyperparameters."""
-        with self._fill_param_groups():
+        with self.filled_groups():
             return self._local_state()
 
     def _local_state(self) -> LocalState:
         local_state = LocalState()
-        parameters = self._parameters()
-        for optimizer in self._optimizers:
+        parameters = self._find_parameters()
+        for optimizer in self.optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 if parameter.is_copy:
                     continue
@@ -92,7 +70,7 @@ class OptimizerBinding(Binding):
                     # A rank without elements may count its steps from another number.
                     if not parameter.is_empty or _has_several_elements(value):
                         self._add_value(local_state, parameter, key, value)
-        local_state.tensors = join_leaves(local_state.tensors, to_fill=False)
+        local_state.join_parts(to_fill=False)
         local_state.grouped[f"{self.name}.{GROUPS}"] = self._grouped_hyperparameters(parameters)
         return local_state
 
@@ -101,58 +79,52 @@ class OptimizerBinding(Binding):
 
         The optimizer does not change until `restore` gives it the created state.
         """
-        with self._fill_param_groups():
+        with self.filled_groups():
             return self._targets(saved, selection)
 
     def _targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         local_state, values = LocalState(), LocalState()
-        parameters = self._parameters()
+        parameters = self._find_parameters()
         self._fitted_states = {}
         self._tensors_in_values = {}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 state = read_state(optimizer, group, parameter.tensor)
                 fitted = self._fit_to_checkpoint(group, parameter, state, saved, selection)
                 if fitted is not state or not counts_steps_like_torch(optimizer):
                     self._fitted_states[id(parameter.tensor)] = fitted
                 prefix = f"{self.name}.{parameter.representative_name}"
-                allocate = partial(_allocate_state, parameter, group)
                 for key, value in fitted.items():
                     if isinstance(value, torch.Tensor) or not saved.has_object(f"{prefix}.{key}"):
                         self._add_value(local_state, parameter, key, value)
-                        continue
-                    self._tensors_in_values |= add_value_to_load(
-                        values, self.name, parameter, key, saved, selection, allocate
-                    )
-        local_state.tensors = join_leaves(local_state.tensors, to_fill=True)
-        values.tensors = join_leaves(values.tensors, to_fill=True)
+                    else:
+                        self._add_saved_value(values, group, parameter, key, saved, selection)
+        local_state.join_parts(to_fill=True)
+        values.join_parts(to_fill=True)
         groups_name = f"{self.name}.{GROUPS}"
         local_state.grouped[groups_name] = self._grouped_hyperparameters(parameters)
         if selection.selects(groups_name) and saved.has_object(groups_name):
             settings = settings_by_member(groups_name, saved.object(groups_name))
-            local_state.problems += group_problems(
-                groups_name, local_state.grouped[groups_name], settings
-            )
-            local_state.problems += prefix_problems(
-                saved.saved_name(groups_name), local_state.grouped[groups_name], settings
-            )
-            local_state.problems += self._kind_problems(groups_name, settings)
+            groups = [members for members, _ in local_state.grouped[groups_name]]
+            local_state.problems += group_problems(groups_name, groups, settings)
+            local_state.problems += prefix_problems(saved.saved_name(groups_name), groups, settings)
+            local_state.problems += kind_problems(groups_name, self.optimizers, settings)
         selected = selection.select_from(local_state)
         selected.add(values)
         return selected
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
-        with self._fill_param_groups():
+        with self.filled_groups():
             self._restore(values)
 
     def _restore(self, values: Mapping[str, JsonValue]) -> None:
-        parameters = self._parameters()
+        parameters = self._find_parameters()
         groups_name = f"{self.name}.{GROUPS}"
         settings: dict[str, JsonValue] = {}
         if groups_name in values:
             settings = settings_by_member(groups_name, values[groups_name])
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group, parameter in self._groups_and_parameters(optimizer, parameters):
                 self._restore_state(optimizer, group, parameter, values)
             for group in optimizer.param_groups:
@@ -168,30 +140,114 @@ class OptimizerBinding(Binding):
 
         Return None if there are several optimizers or flattened parameters: their order is unknown.
         """
-        if not self._has_parameter_order:
+        if len(self.optimizers) != 1:
             return None
-        parameters = self._parameters()
+        parameters = self._find_parameters()
         groups: list[list[tuple[str, tuple[int, ...]]]] = []
-        for group in self._optimizers[0].param_groups:
+        for group in self.optimizers[0].param_groups:
             members = [_parameter_of(parameters, tensor, self.name) for tensor in group["params"]]
             if any(len(member.flat) > 1 for member in members):
                 return None
             groups.append([member.name_and_shape for member in members])
         return groups
 
+    def filled_groups(self) -> AbstractContextManager[None]:
+        """Return a context in which the param groups have their parameters."""
+        return nullcontext()
+
+    def _find_parameters(self) -> ParametersById:
+        """Find the parameters of the optimizers in the state's modules, by the `id` of the tensors.
+
+        Names are relative to the module if one module has all parameters, and to the state
+        otherwise.
+        """
+        optimized_ids = {
+            id(tensor)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+        parameters_by_module: list[tuple[str, dict[int, Parameter]]] = []
+        for binding in self._bindings:
+            found: dict[int, Parameter] = {}
+            for parameter in binding.parameters():
+                if id(parameter.tensor) in optimized_ids:
+                    found.setdefault(id(parameter.tensor), parameter)
+            if found:
+                parameters_by_module.append((binding.name, found))
+        if len(parameters_by_module) == 1:
+            return parameters_by_module[0][1]
+        return {
+            key: parameter.add_prefix(name)
+            for name, found in reversed(parameters_by_module)
+            for key, parameter in found.items()
+        }
+
     def _add_value(
         self, local_state: LocalState, parameter: Parameter, key: str, value: object
     ) -> None:
+        """Add a value of a parameter's state: a tensor, or a plain value and the tensors inside it.
+
+        The tensors inside a value, such as the history of LBFGS, are saved like all others. Their
+        names have the indices and keys of the value: `optimizer.weight.old_dirs.3`.
+
+        Raises:
+            StateError: the value cannot be saved.
+        """
         if isinstance(value, torch.Tensor):
             local_state.tensors += parameter.leaves(self.name, key, value)
-        else:
-            add_value(
-                local_state, self.name, parameter, key, value, allow_pickle=self._allow_pickle
+            return
+        found: dict[str, Any] = {}
+        for name in parameter.names:
+            full_name = f"{self.name}.{name}.{key}"
+            found = {}
+            local_state.objects[full_name] = encode(
+                value, full_name, found.__setitem__, allow_pickle=self._allow_pickle
             )
+        prefix = f"{self.name}.{parameter.names[-1]}."
+        for name, each in found.items():
+            tensor = tensor_of_array(name, each) if isinstance(each, np.ndarray) else each
+            if not isinstance(tensor, torch.Tensor):
+                raise StateError(
+                    f"{name}: a {type(tensor).__name__} cannot be part of an optimizer's state: "
+                    "keep a tensor or a DTensor"
+                )
+            local_state.tensors += parameter.leaves(self.name, name.removeprefix(prefix), tensor)
 
-    def _grouped_hyperparameters(self, parameters: ParametersById) -> list[GroupedValue]:
+    def _add_saved_value(
+        self,
+        local_state: LocalState,
+        group: ParamGroup,
+        parameter: Parameter,
+        key: str,
+        saved: SavedNames,
+        selection: Selection,
+    ) -> None:
+        """Add a saved value of a parameter's state, and new tensors for those inside it.
+
+        A value and its tensors are selected together.
+        """
+        prefix = f"{self.name}.{parameter.representative_name}."
+        inside = tensors_inside(prefix + key, saved)
+        if not selection.selects(prefix + key, *inside):
+            local_state.unselected += [prefix + key, *inside]
+            return
+        local_state.objects |= {f"{self.name}.{name}.{key}": None for name in parameter.names}
+        for name, saved_name in inside.items():
+            entry = saved.tensor(name)
+            if entry is None:
+                local_state.problems.append(missing_inside(name, prefix + key))
+                continue
+            inner_key = name.removeprefix(prefix)
+            tensor = _allocate_state(parameter, group, inner_key, entry)
+            self._tensors_in_values[saved_name] = tensor
+            local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
+
+    def _grouped_hyperparameters(
+        self, parameters: ParametersById
+    ) -> list[tuple[tuple[str, ...], JsonValue]]:
         grouped_values = []
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 hyperparameters = hyperparameters_of(optimizer, group)
                 settings = {
@@ -199,9 +255,8 @@ class OptimizerBinding(Binding):
                     for key, value in hyperparameters.items()
                     if key not in NOT_HYPERPARAMETERS
                 }
-                name = f"{self.name}.{GROUPS}"
-                value = encode(settings, name, allow_pickle=self._allow_pickle)
-                grouped_values.append(GroupedValue(tuple(self._names_in(group, parameters)), value))
+                value = encode(settings, f"{self.name}.{GROUPS}", allow_pickle=self._allow_pickle)
+                grouped_values.append((tuple(self._names_in(group, parameters)), value))
         return grouped_values
 
     def _fit_to_checkpoint(
@@ -222,7 +277,10 @@ class OptimizerBinding(Binding):
             return unselected if len(unselected) < len(state) else state
         created: dict[str, object] = {}
         keys = () if parameter.is_empty else saved.names_below(name)
-        inside = names_inside_values([f"{name}.{key}" for key in keys], saved)
+        names = [f"{name}.{key}" for key in keys]
+        inside = {
+            part for each in names if saved.has_object(each) for part in tensors_inside(each, saved)
+        }
         for key in keys:
             full_name = f"{name}.{key}"
             entry = saved.tensor(full_name)
@@ -236,27 +294,6 @@ class OptimizerBinding(Binding):
                     None if entry is None else _allocate_state(parameter, group, key, entry)
                 )
         return {**state, **created} if created else state
-
-    def _kind_problems(self, name: str, settings: Mapping[str, JsonValue]) -> Iterator[str]:
-        """Yield a problem if the checkpoint was saved by another kind of optimizer.
-
-        Another version of the same optimizer has more settings or fewer. Another kind has both:
-        unexpected settings, and missing ones.
-        """
-        defaults = {key for each in self._optimizers for key in each.defaults}
-        saved_keys = {key for each in settings.values() if isinstance(each, dict) for key in each}
-        present_keys = {key for each in self._optimizers for g in each.param_groups for key in g}
-        unexpected = {
-            key for key in saved_keys - present_keys if not key.endswith(SCHEDULER_KEY_SUFFIXES)
-        }
-        unexpected.difference_update(DEEPSPEED_KEYS)
-        missing = defaults - saved_keys - {*DEEPSPEED_KEYS}
-        if settings and unexpected and missing:
-            yield (
-                f"{name}: saved by another kind of optimizer, whose settings include "
-                f"{', '.join(sorted(unexpected))} and not {', '.join(sorted(missing))}: leave it "
-                f"out with skip=[{f'{self.name}.*'!r}]"
-            )
 
     def _restore_state(
         self,

@@ -10,13 +10,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from shardwise.adapters.modules import ModuleContents, ModuleWeights, Weights
-from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.modules import ModuleBinding
 from shardwise.errors import StateError
 from shardwise.manifest.names import FROZEN
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.leaves import TensorLeaf, view_for_numpy
-from shardwise.state.plain_values import decode
+from shardwise.ports.binding import Binding, Context
+from shardwise.state.leaves import LocalState, TensorLeaf, view_for_numpy
+from shardwise.state.parameters import Parameter
+from shardwise.state.plain_values import JsonValue, decode
 from shardwise.state.selection import Selection, is_below
 
 _ELEMENTS = 4
@@ -72,80 +73,104 @@ def trainable(
     return Trainable(module, tuple(also), buffers, base)
 
 
-class TrainableWeights:
-    """The weights of a module whose frozen tensors are not saved.
+def bind(name: str, value: object, context: Context) -> TrainableBinding | None:
+    """Return the binding of what `trainable` returned.
+
+    Raises:
+        StateError: it has no module, or one that describes its own sharding; or the value is a
+            list of such parts.
+    """
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Trainable) for part in value):
+        raise StateError(
+            f"{name}: a list of sw.trainable(…): pass sw.trainable([…]) with the parts of one "
+            "model, or put several models into a dict, each under a separate key"
+        )
+    if not isinstance(value, Trainable):
+        return None
+    module = context.bind(name, value.module)
+    if isinstance(module, ModuleBinding):
+        return TrainableBinding(module, value)
+    if module is None or module.kind != "module":
+        raise StateError(
+            f"{name}: sw.trainable got a {type(value.module).__name__}: pass a module, a list "
+            "of the parts of a model, or a DeepSpeed engine"
+        )
+    raise StateError(
+        f"{name}: sw.trainable does not support models of Megatron-Core: put the model "
+        "itself into the state, which saves all of it"
+    )
+
+
+class TrainableBinding(Binding):
+    """A module whose frozen tensors are not saved, but described by a fingerprint.
+
+    The fingerprint has the dtype, the shape, and a few elements of each frozen tensor. The shape of
+    a tensor alone determines which elements these are. A rank describes those that it holds, so
+    that the whole fingerprint does not depend on the sharding.
 
     Args:
-        weights: all weights of the module.
+        module: the binding of the whole module.
         spec: what counts as frozen.
     """
 
-    def __init__(self, weights: ModuleWeights, spec: Trainable) -> None:
-        self._weights = weights
+    kind = "module"
+
+    def __init__(self, module: ModuleBinding, spec: Trainable) -> None:
+        self.name = module.name
+        self.optimizers = module.optimizers
+        self.module = module
         self._spec = spec
+        self._elements = f"{module.name}.{FROZEN}.elements"
+        self._base_key = f"{module.name}.{FROZEN}.base"
 
-    @classmethod
-    def of(cls, name: str, weights: Weights, spec: Trainable) -> TrainableWeights:
-        """Return the weights of the module `name`.
+    def parameters(self) -> Iterable[Parameter]:
+        """Return all parameters by their clean names."""
+        return self.module.parameters()
 
-        Raises:
-            StateError: the module is a model of Megatron-Core.
-        """
-        if not isinstance(weights, ModuleWeights):
-            raise StateError(
-                f"{name}: sw.trainable does not support models of Megatron-Core: put the model "
-                "itself into the state, which saves all of it"
-            )
-        return cls(weights, spec)
+    def local_state(self) -> LocalState:
+        """Return the trained tensors, and the fingerprint of the frozen ones as plain values."""
+        local_state = self.module.local_state()
+        frozen = self._take_frozen(local_state)
+        local_state.objects |= self._fingerprint_of(frozen)
+        return local_state
 
-    def parameters(self) -> Iterator[Parameter]:
-        """Yield all parameters by their clean names."""
-        return self._weights.parameters()
-
-    def contents(self, module_name: str) -> ModuleContents:
-        """Return the trained tensors, and the fingerprint of the frozen ones as extra state."""
-        contents = self._weights.contents(module_name)
-        frozen = self._take_frozen(contents, module_name)
-        contents.extra_state |= _Fingerprint(module_name, self._spec.base).values_of(frozen)
-        return contents
-
-    def targets(self, module_name: str, saved: SavedNames, selection: Selection) -> ModuleContents:
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return what to load, after comparing the frozen tensors that the checkpoint lacks."""
-        contents = self._weights.targets(module_name, saved, selection)
-        fingerprint = _Fingerprint(module_name, self._spec.base)
-        saved_values = fingerprint.saved_values(saved)
-        for leaf in contents.tensors:
-            contents.unselected += saved_values.get(leaf.name, ())
+        local_state = self.module.all_targets(saved, selection)
+        saved_values = self._saved_fingerprint(saved)
+        for leaf in local_state.tensors:
+            local_state.unselected += saved_values.get(leaf.name, ())
         described = []
-        for leaf in self._take_frozen(contents, module_name):
+        for leaf in self._take_frozen(local_state):
             if saved.tensor(leaf.name) is None and leaf.name in saved_values:
                 described.append(leaf)
             else:
-                contents.tensors.append(leaf)
-        contents.unselected += fingerprint.base_keys(saved)
-        contents.problems += fingerprint.differences(described, saved, selection)
-        return contents
+                local_state.tensors.append(leaf)
+        if saved.has_object(self._base_key):
+            local_state.unselected.append(self._base_key)
+        local_state.problems += self._differences(described, saved, selection)
+        return selection.select_from(local_state)
 
-    def restore(self, module_name: str, extra_state: Mapping[str, object]) -> None:
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set extra state, after the tensors are filled."""
-        self._weights.restore(module_name, extra_state)
+        self.module.restore(values)
 
-    def update_from_master_weights(self) -> None:
+    def rebuild_weights(self) -> None:
         """Compute the module's weights from the loaded master weights. This is a collective."""
-        self._weights.update_from_master_weights()
+        self.module.rebuild_weights()
 
-    def _take_frozen(self, contents: ModuleContents, module_name: str) -> list[TensorLeaf]:
-        """Remove the frozen tensors from the contents, and return them."""
-        prefix = f"{module_name}."
+    def _take_frozen(self, local_state: LocalState) -> list[TensorLeaf]:
+        """Remove the frozen tensors, and return them."""
+        prefix = f"{self.name}."
         is_trained = {
             name: parameter.tensor.requires_grad
-            for parameter in self._weights.parameters()
+            for parameter in self.parameters()
             for name in parameter.names
         }
-        leaves = {leaf.name.removeprefix(prefix): leaf for leaf in contents.tensors}
+        leaves = {leaf.name.removeprefix(prefix): leaf for leaf in local_state.tensors}
         shared = {leaf.tie_key: is_trained[n] for n, leaf in leaves.items() if n in is_trained}
         frozen_names = {name for name, trained in is_trained.items() if not trained}
-        made = {name.removeprefix(prefix) for name in self._weights.made_names()}
+        made = {name.removeprefix(prefix) for name in self.module.made_names()}
         trained_owners = {name.rpartition(".")[0] for name in is_trained.keys() - frozen_names}
         frozen_owners = {name.rpartition(".")[0] for name in frozen_names} - trained_owners
 
@@ -165,26 +190,10 @@ class TrainableWeights:
             for name, leaf in leaves.items()
             if 0 not in leaf.shape and is_frozen(name, leaf)
         }
-        contents.tensors = [leaf for leaf in contents.tensors if leaf.name not in frozen]
+        local_state.tensors = [leaf for leaf in local_state.tensors if leaf.name not in frozen]
         return [*frozen.values()]
 
-
-@dataclass(frozen=True, slots=True)
-class _Fingerprint:
-    """What identifies the frozen tensors of a module: dtypes, shapes, and a few of their elements.
-
-    The shape of a tensor alone determines which elements these are. A rank describes those that it
-    holds, so that the whole fingerprint does not depend on the sharding.
-
-    Attributes:
-        module_name: the name of the module in the state.
-        base: the user's name of the frozen part.
-    """
-
-    module_name: str
-    base: str
-
-    def values_of(self, leaves: Sequence[TensorLeaf]) -> dict[str, str]:
+    def _fingerprint_of(self, leaves: Sequence[TensorLeaf]) -> dict[str, str]:
         """Return plain values that describe tensors, by their names in a checkpoint.
 
         Raises:
@@ -197,39 +206,36 @@ class _Fingerprint:
             for position in _positions_of(math.prod(leaf.shape)):
                 element = _element_of(leaf, position)
                 if element is not None:
-                    key = f"{self._elements}.{self._short(leaf.name)}[{position}]"
+                    name = leaf.name.removeprefix(f"{self.name}.")
+                    key = f"{self._elements}.{name}[{position}]"
                     values[key], elements[key] = kind, element
         for key, content in _contents_of(elements):
             values[key] += f"{_SEPARATOR}{content}"
-        if leaves and self.base:
-            values[self._base_key] = self.base
+        if leaves and self._spec.base:
+            values[self._base_key] = self._spec.base
         return values
 
-    def saved_values(self, saved: SavedNames) -> dict[str, dict[str, str]]:
+    def _saved_fingerprint(self, saved: SavedNames) -> dict[str, dict[str, str]]:
         """Return the fingerprint in a checkpoint: for each tensor, values by their names."""
         found: dict[str, dict[str, str]] = {}
         for below in saved.names_below(self._elements):
             name, key = below.rpartition("[")[0], f"{self._elements}.{below}"
             value = decode(saved.object(key), key) if saved.has_object(key) else None
-            found.setdefault(f"{self.module_name}.{name}", {})[key] = str(value)
+            found.setdefault(f"{self.name}.{name}", {})[key] = str(value)
         return found
 
-    def base_keys(self, saved: SavedNames) -> list[str]:
-        """Return the key of the base's name in the checkpoint, if there is one."""
-        return [self._base_key] if saved.has_object(self._base_key) else []
-
-    def differences(
+    def _differences(
         self, leaves: Sequence[TensorLeaf], saved: SavedNames, selection: Selection
     ) -> list[str]:
-        """Compare tensors with the checkpoint.
+        """Compare frozen tensors with the fingerprint in the checkpoint.
 
         Returns:
             A summary, and a line for each tensor that differs; nothing if none does.
         """
-        values, expected = self.values_of(leaves), self.saved_values(saved)
+        values, expected = self._fingerprint_of(leaves), self._saved_fingerprint(saved)
         problems: dict[str, str] = {}
         for key, value in values.items():
-            name = f"{self.module_name}.{key.removeprefix(self._elements)[1:].rpartition('[')[0]}"
+            name = f"{self.name}.{key.removeprefix(self._elements)[1:].rpartition('[')[0]}"
             if key == self._base_key or not selection.selects(key):
                 continue
             kind, saved_kind = (
@@ -242,30 +248,16 @@ class _Fingerprint:
                 problems[name] = "other values than at the save"
         if not problems:
             return []
-        lines = [f"{name}: frozen, {problem}" for name, problem in problems.items()]
-        return [self._summary(saved), *lines]
-
-    def _summary(self, saved: SavedNames) -> str:
         bases = ""
-        if saved.has_object(self._base_key) and self.base:
+        if saved.has_object(self._base_key) and self._spec.base:
             saved_base = decode(saved.object(self._base_key), self._base_key)
-            bases = f" ({saved_base} at the save, {self.base} now)"
-        return (
-            f"{self.module_name}: its frozen parameters are not those with which the checkpoint "
+            bases = f" ({saved_base} at the save, {self._spec.base} now)"
+        summary = (
+            f"{self.name}: its frozen parameters are not those with which the checkpoint "
             f"was trained{bases}: load the same base model first. To accept another one, pass "
-            f"skip=['{self.module_name}.{FROZEN}.*']"
+            f"skip=['{self.name}.{FROZEN}.*']"
         )
-
-    @property
-    def _elements(self) -> str:
-        return f"{self.module_name}.{FROZEN}.elements"
-
-    @property
-    def _base_key(self) -> str:
-        return f"{self.module_name}.{FROZEN}.base"
-
-    def _short(self, name: str) -> str:
-        return name.removeprefix(f"{self.module_name}.")
+        return [summary, *(f"{name}: frozen, {problem}" for name, problem in problems.items())]
 
 
 def _positions_of(size: int) -> list[int]:

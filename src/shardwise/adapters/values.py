@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.adapters.binding import Binding
-from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.leaves import LocalState, Shards, TensorLeaf
+from shardwise.ports.binding import Binding
+from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-
-TensorsByName = dict[str, "TensorLike | np.ndarray"]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`, for example an LR scheduler."""
-
-    def state_dict(self) -> object:
-        """Return the object's state: plain values, tensors and `Shards`."""
-        ...
-
-    def load_state_dict(self, state_dict: object, /) -> object:
-        """Set the object's state."""
-        ...
+from shardwise.state.tensors import tensor_leaf, tensor_of_array
 
 
 class TensorBinding(Binding):
     """A tensor, array or `Shards` in the state."""
 
-    def __init__(self, name: str, value: TensorLike | np.ndarray) -> None:
+    def __init__(self, name: str, value: torch.Tensor | np.ndarray | Shards) -> None:
         self.name = name
         self._value = value
 
     def local_state(self) -> LocalState:
         """Return the tensor."""
-        return LocalState(tensors=[_make_leaf(self.name, self._value)])
+        return LocalState(tensors=[tensor_leaf(self.name, self._value)])
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensor."""
@@ -74,7 +59,7 @@ class ObjectBinding(Binding):
         self._get_value = get_value
         self._set_value = set_value
         self._allow_pickle = allow_pickle
-        self._tensors: TensorsByName = {}
+        self._tensors: dict[str, Any] = {}
 
     def local_state(self) -> LocalState:
         """Return the encoded value, and the tensors in it."""
@@ -84,7 +69,7 @@ class ObjectBinding(Binding):
         encoded = encode(
             value, self.name, self._tensors.__setitem__, allow_pickle=self._allow_pickle
         )
-        leaves = [_make_leaf(name, value) for name, value in self._tensors.items()]
+        leaves = [tensor_leaf(name, value) for name, value in self._tensors.items()]
         return LocalState(tensors=leaves, objects={self.name: encoded})
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
@@ -110,7 +95,7 @@ class ObjectBinding(Binding):
                 dtype: torch.dtype = getattr(torch, entry.dtype)
                 tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
             self._tensors[saved_name] = tensor
-            leaves.append(_make_leaf(name, tensor))
+            leaves.append(tensor_leaf(name, tensor))
         local_state.tensors = leaves
         return local_state
 
@@ -163,7 +148,7 @@ class PerRankBinding(Binding):
             self.value.restore(value)
 
 
-def _can_be_filled(value: TensorLike | np.ndarray) -> bool:
+def _can_be_filled(value: torch.Tensor | np.ndarray | Shards) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.flags.writeable)
     return not (isinstance(value, torch.Tensor) and value.is_meta)
@@ -211,9 +196,3 @@ def tensor_names_in_value(encoded: object) -> list[str]:
                 names.append(name)
             stack.extend(reversed(list(value.values())))
     return names
-
-
-def _make_leaf(name: str, value: TensorLike | np.ndarray) -> TensorLeaf:
-    if isinstance(value, np.ndarray):
-        return tensor_leaf(name, tensor_of_array(name, value))
-    return tensor_leaf(name, value)

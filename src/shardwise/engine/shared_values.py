@@ -29,11 +29,7 @@ class SharedValues(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, state: LocalState) -> SharedValues:
         """Return the shared values of a local state."""
-        grouped = {
-            name: [(group.members, group.value) for group in groups]
-            for name, groups in state.grouped.items()
-        }
-        return cls(state.objects, grouped)
+        return cls(state.objects, state.grouped)
 
     def encode(self) -> bytes:
         """Return the values as bytes, for rank 0."""

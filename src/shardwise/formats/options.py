@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.errors import StateError
-from shardwise.state.tensor_memory import is_instance
+from shardwise.state.tensors import is_instance
 
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, StateError
 from shardwise.layout import Box, Sharding
 from shardwise.state.json_fields import JsonValue
 
@@ -73,19 +73,6 @@ class TensorLeaf:
         return replace(self, shape=shape, fragments=tuple(fragments))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedValue:
-    """A value that several members share, for example the hyperparameters of a parameter group.
-
-    Attributes:
-        members: the names of the parameters in the group.
-        value: the encoded value.
-    """
-
-    members: tuple[str, ...]
-    value: JsonValue
-
-
 @dataclass(slots=True)
 class LocalState:
     """The part of a state that this rank holds.
@@ -93,8 +80,8 @@ class LocalState:
     Attributes:
         tensors: this rank's fragments of tensors.
         objects: plain values that are the same on all ranks, encoded.
-        grouped: values that several parameters share, such as hyperparameters, by name. A rank
-            lists only its own parameters.
+        grouped: for each name, such as `optimizer.param_groups`, pairs of the names of parameters
+            and the encoded value that these share. A rank lists only its own parameters.
         per_rank: values that differ between ranks, encoded.
         problems: reasons why the state cannot be loaded.
         unselected: names that a load does not change, because they are not selected.
@@ -102,7 +89,7 @@ class LocalState:
 
     tensors: list[TensorLeaf] = field(default_factory=list)
     objects: dict[str, JsonValue] = field(default_factory=dict)
-    grouped: dict[str, list[GroupedValue]] = field(default_factory=dict)
+    grouped: dict[str, list[tuple[tuple[str, ...], JsonValue]]] = field(default_factory=dict)
     per_rank: dict[str, JsonValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unselected: list[str] = field(default_factory=list)
@@ -115,6 +102,31 @@ class LocalState:
         self.per_rank |= other.per_rank
         self.problems += other.problems
         self.unselected += other.unselected
+
+    def join_parts(self, *, to_fill: bool) -> None:
+        """Join leaves of the same name: they are parts of one tensor, for example stacked experts.
+
+        Args:
+            to_fill: whether a load fills the leaves. If so, all copies of a scalar, such as a step
+                count, are kept, because the load fills each copy.
+
+        Raises:
+            StateError: two leaves are the same part of a tensor.
+        """
+        joined: dict[str, TensorLeaf] = {}
+        for leaf in self.tensors:
+            first = joined.setdefault(leaf.name, leaf)
+            if first is leaf or (leaf.shape == () and not to_fill):
+                continue
+            boxes = {fragment.box for fragment in first.fragments}
+            if leaf.shape != () and any(fragment.box in boxes for fragment in leaf.fragments):
+                raise StateError(
+                    f"{leaf.name}: two values of the state have this name and hold the same part "
+                    "of the tensor: put each model and optimizer under a separate key of a dict"
+                )
+            fragments = first.fragments + leaf.fragments
+            joined[leaf.name] = replace(first, fragments=fragments, tie_key=None)
+        self.tensors = [*joined.values()]
 
     def names(self) -> Iterator[str]:
         """Yield the names of all tensors and values."""

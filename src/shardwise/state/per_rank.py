@@ -11,6 +11,19 @@ Resize = Callable[[list[Any], int, int], Any]
 
 
 @runtime_checkable
+class Stateful(Protocol):
+    """An object with `state_dict` and `load_state_dict`, for example an LR scheduler."""
+
+    def state_dict(self) -> object:
+        """Return the object's state: plain values, tensors and `Shards`."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Set the object's state."""
+        ...
+
+
+@runtime_checkable
 class PerRankValue(Protocol):
     """A value in the state that differs between ranks."""
 
@@ -66,11 +79,11 @@ class PerRank:
 
     def capture(self) -> Any:
         """Return the value, or its state_dict()."""
-        return self.value.state_dict() if _is_stateful(self.value) else self.value
+        return self.value.state_dict() if isinstance(self.value, Stateful) else self.value
 
     def restore(self, value: Any) -> None:
         """Set the value, or call its load_state_dict()."""
-        if _is_stateful(self.value):
+        if isinstance(self.value, Stateful):
             self.value.load_state_dict(value)
         else:
             self.value = value
@@ -90,8 +103,3 @@ class PerRank:
                 "value of each rank with sw.PerRank(value, resize=lambda values, rank, world: …)"
             )
         return self._resize(list(values), rank, world)
-
-
-def _is_stateful(value: object) -> bool:
-    methods = ("state_dict", "load_state_dict")
-    return all(callable(getattr(value, method, None)) for method in methods)

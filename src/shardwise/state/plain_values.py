@@ -11,8 +11,8 @@ import math
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from shardwise.state.json_fields import (
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
 from shardwise.state.leaves import Shards
-from shardwise.state.tensor_memory import with_memory
+from shardwise.state.tensors import with_memory
 
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
@@ -70,7 +70,6 @@ def encode(
     Raises:
         StateError: a value has no plain form, or two tensors have the same name.
     """
-    on_tensor = None if on_tensor is None else _refuse_same_names(on_tensor)
     try:
         return _encode(value, _Cursor(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
@@ -127,20 +126,29 @@ def differing_names(a: JsonValue, b: JsonValue, name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Cursor:
-    """The position of the encoder or decoder in a value, and the options."""
+    """The position of the encoder or decoder in a value, and the options.
+
+    Attributes:
+        tensors: the names of the tensors that the encoder has found so far.
+        is_key: whether the position is in the key of a dict.
+    """
 
     name: str
     depth: int = 0
     on_tensor: OnTensor | None = None
     get_tensor: GetTensor | None = None
     allow_pickle: bool = False
+    tensors: set[str] = field(default_factory=set)
+    is_key: bool = False
 
-    def within(self, part: object) -> _Cursor:
-        return replace(self, name=f"{self.name}.{part}", depth=self.depth + 1)
-
-    def within_key(self) -> _Cursor:
-        inside = self.within("<key>")
-        return replace(inside, on_tensor=_refuse_key, allow_pickle=False)
+    def within(self, part: object, *, is_key: bool = False) -> _Cursor:
+        return replace(
+            self,
+            name=f"{self.name}.{part}",
+            depth=self.depth + 1,
+            allow_pickle=self.allow_pickle and not is_key,
+            is_key=self.is_key or is_key,
+        )
 
 
 def _encode(value: Any, cursor: _Cursor) -> JsonValue:
@@ -163,13 +171,14 @@ def _encode(value: Any, cursor: _Cursor) -> JsonValue:
             _check_text(key, cursor): _encode(item, cursor.within(key))
             for key, item in value.items()
         }
-    tag = _tag_of(value)
-    fields = _KINDS[tag].encode(value, cursor) if tag else None
-    if fields is not None:
-        return {TAG: tag, **fields}
-    if cursor.allow_pickle:
-        return {TAG: "pickle", **_encode_pickle(value, cursor)}
-    raise StateError(f"{cursor.name}: {why_unsavable(value)}")
+    inherited = (tag for tag in _WITH_SUBCLASSES if isinstance(value, _KINDS[tag].value_type))
+    tag = _TAG_BY_TYPE.get(value_type) or next(inherited, "pickle")
+    fields = _KINDS[tag].encode(value, cursor)
+    if fields is None and tag != "pickle":
+        tag, fields = "pickle", _encode_pickle(value, cursor)
+    if fields is None:
+        raise StateError(f"{cursor.name}: {why_unsavable(value)}")
+    return {TAG: tag, **fields}
 
 
 def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
@@ -198,11 +207,6 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
         raise StateError(f"{cursor.name}: the saved {tag} is invalid: {error}; {advice}") from error
 
 
-def _tag_of(value: object) -> str | None:
-    inherited = (tag for value_type, tag in _BASE_TYPES if isinstance(value, value_type))
-    return _TAG_BY_TYPE.get(type(value)) or next(inherited, None)
-
-
 def _check_text(text: str, cursor: _Cursor) -> str:
     try:
         text.encode()
@@ -222,7 +226,8 @@ def _decode_items(encoded: object, cursor: _Cursor) -> list[Any]:
 def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
     pairs = []
     for key, item in value.items():
-        pairs.append([_encode(key, cursor.within_key()), _encode(item, cursor.within(key))])
+        encoded_key = _encode(key, cursor.within("<key>", is_key=True))
+        pairs.append([encoded_key, _encode(item, cursor.within(key))])
     return {"v": pairs}
 
 
@@ -253,9 +258,8 @@ def _make_size(items: list[Any]) -> torch.Size:
 
 
 def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
-    if cursor.on_tensor is not None:
-        cursor.on_tensor(cursor.name, value)
-        return {"name": cursor.name}
+    if cursor.on_tensor is not None or cursor.is_key:
+        return _name_tensor(value, cursor)
     if isinstance(value, Shards) or hasattr(value, "placements"):
         raise StateError(
             f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
@@ -269,10 +273,8 @@ def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
 
 
 def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
-    if cursor.on_tensor is None or not is_numeric(value.dtype):
-        return array_fields(value)
-    cursor.on_tensor(cursor.name, value)
-    return {"name": cursor.name}
+    is_named = is_numeric(value.dtype) and (cursor.on_tensor is not None or cursor.is_key)
+    return _name_tensor(value, cursor) if is_named else array_fields(value)
 
 
 def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
@@ -286,23 +288,21 @@ def _get_named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards
     return cursor.get_tensor(require_text(encoded["name"]))
 
 
-def _refuse_same_names(on_tensor: OnTensor) -> OnTensor:
-    names: set[str] = set()
-
-    def on_new_tensor(name: str, value: object) -> None:
-        if name in names:
-            raise StateError(f"{name}: two tensors have this name: rename a key of one of them")
-        names.add(name)
-        on_tensor(name, value)
-
-    return on_new_tensor
-
-
-def _refuse_key(name: str, value: object) -> None:
-    raise StateError(f"{name}: a tensor cannot be a key: use text or a number as the key")
+def _name_tensor(value: object, cursor: _Cursor) -> Fields:
+    if cursor.is_key or cursor.on_tensor is None:
+        raise StateError(
+            f"{cursor.name}: a tensor cannot be a key: use text or a number as the key"
+        )
+    if cursor.name in cursor.tensors:
+        raise StateError(f"{cursor.name}: two tensors have this name: rename a key of one of them")
+    cursor.tensors.add(cursor.name)
+    cursor.on_tensor(cursor.name, value)
+    return {"name": cursor.name}
 
 
-def _encode_pickle(value: object, cursor: _Cursor) -> Fields:
+def _encode_pickle(value: object, cursor: _Cursor) -> Fields | None:
+    if not cursor.allow_pickle:
+        return None
     try:
         return {"v": bytes_text(pickle.dumps(value))}
     except Exception as error:  # pickling runs code of the value
@@ -328,65 +328,57 @@ def _decode_pickle(encoded: Fields, cursor: _Cursor) -> object:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """How values of one type are encoded and decoded.
 
     Attributes:
         value_type: the type.
         encode: returns the fields next to the tag; None if the value cannot be encoded.
         decode: returns the value.
-        with_subclasses: whether instances of subclasses are encoded too.
     """
 
     value_type: type
     encode: Callable[[Any, _Cursor], Fields | None]
     decode: Callable[[Fields, _Cursor], object]
-    with_subclasses: bool = False
-
-
-def _fields_kind(
-    value_type: type, encode: Callable[[Any], Fields | None], decode: Callable[[Fields], object]
-) -> _Kind:
-    return _Kind(
-        value_type,
-        lambda value, cursor: encode(value),
-        lambda fields, cursor: decode(fields),
-        with_subclasses=True,
-    )
 
 
 def _text_kind(
     value_type: type, to_text: Callable[[Any], str], from_text: Callable[[str], object]
 ) -> _Kind:
-    def decode_text(encoded: Fields, cursor: _Cursor) -> object:
-        return from_text(require_text(encoded["v"]))
-
-    return _Kind(value_type, lambda value, cursor: {"v": to_text(value)}, decode_text)
+    return _Kind(
+        value_type,
+        lambda value, cursor: {"v": to_text(value)},
+        lambda fields, cursor: from_text(require_text(fields["v"])),
+    )
 
 
 def _items_kind(value_type: type, make: Callable[[list[Any]], object]) -> _Kind:
-    def encode_list(value: Any, cursor: _Cursor) -> Fields:
-        return {"v": _encode_items(value, cursor)}
-
-    return _Kind(value_type, encode_list, lambda data, cur: make(_decode_items(data["v"], cur)))
+    return _Kind(
+        value_type,
+        lambda value, cursor: {"v": _encode_items(value, cursor)},
+        lambda fields, cursor: make(_decode_items(fields["v"], cursor)),
+    )
 
 
 def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
-    return _Kind(value_type, _encode_pairs, lambda data, cur: value_type(_decode_pairs(data, cur)))
+    return _Kind(
+        value_type,
+        _encode_pairs,
+        lambda fields, cursor: value_type(_decode_pairs(fields, cursor)),
+    )
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "enum": _fields_kind(enum.Enum, enum_fields, enum_of),
-    "numpy": _fields_kind(np.generic, scalar_fields, scalar_of),
-    "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor, with_subclasses=True),
+    "enum": _Kind(enum.Enum, lambda v, cursor: enum_fields(v), lambda f, cursor: enum_of(f)),
+    "numpy": _Kind(np.generic, lambda v, cursor: scalar_fields(v), lambda f, cursor: scalar_of(f)),
+    "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor),
     "array": _Kind(np.ndarray, _encode_array, _decode_array),
     "tuple": _items_kind(tuple, tuple),
     "size": _items_kind(torch.Size, _make_size),
     "dict": _pairs_kind(dict),
     "ordered": _pairs_kind(OrderedDict),
     "counter": _pairs_kind(Counter),
-    "int": _Kind(int, _encode_int, lambda encoded, cursor: int(require_text(encoded["v"]))),
+    "int": _Kind(int, _encode_int, lambda fields, cursor: int(require_text(fields["v"]))),
     "float": _text_kind(float, repr, float),
     "complex": _text_kind(complex, repr, complex),
     "bytes": _text_kind(bytes, bytes_text, bytes_of),
@@ -395,6 +387,6 @@ _KINDS: Mapping[str, _Kind] = {
     "device": _text_kind(torch.device, str, torch.device),
     "pickle": _Kind(object, _encode_pickle, _decode_pickle),
 }
+_WITH_SUBCLASSES = ("enum", "numpy", "tensor")
 _TAG_BY_TYPE = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
 _TAG_BY_TYPE[Shards] = "tensor"
-_BASE_TYPES = [(kind.value_type, tag) for tag, kind in _KINDS.items() if kind.with_subclasses]

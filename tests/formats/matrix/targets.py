@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise as sw
 from shardwise.adapters.optimizers import NOT_HYPERPARAMETERS
 from shardwise.api import local_state_of
-from shardwise.state.plain_values import decode
+from shardwise.ports.binding import decode
 from tests.formats.comparing import assert_same
 from tests.formats.matrix.wanted import Wanted
 from tests.multirank.models import CPU, GRIDS, WORLDS
@@ -56,9 +56,9 @@ def _load(kind: str, mesh: DeviceMesh | None, place: str, wanted: Wanted) -> Hel
             box = fragment.box
             assert_same(fragment.data, tensors[leaf.name][box.slices()])
             found.setdefault(leaf.name, []).append((box.offset, box.shape))
-    for group in held.grouped.get("optimizer.param_groups", ()):
-        for member in group.members:
-            has: Any = decode(group.value, "group")
+    for members, value in held.grouped.get("optimizer.param_groups", ()):
+        for member in members:
+            has: Any = decode(value, "group")
             wanted_here = {
                 k: v for k, v in settings[member].items() if k not in NOT_HYPERPARAMETERS
             }

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardwise.adapters.dtensor import fragments_of_local_tensor, is_dtensor
-from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.state.tensor_memory import with_memory
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+from shardwise.state.tensors import fragments_like, is_dtensor, tensor_leaf, with_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +52,16 @@ class FlatRange:
             start_of_box += box.size
         return replace(self, start=max(self.start - low, 0), boxes=tuple(boxes))
 
-    def fragments(self, flat: torch.Tensor) -> tuple[Fragment, ...]:
-        """Return the boxes, each with its memory in the flat tensor."""
-        fragments = []
-        start_of_box = self.start
-        for box in self.boxes:
-            fragments.append(
-                Fragment(box, flat[start_of_box : start_of_box + box.size].view(box.shape))
-            )
-            start_of_box += box.size
-        return tuple(fragments)
-
     def leaf(self, name: str, flat: torch.Tensor, tie_key: object = None) -> TensorLeaf:
         """Return the range of a flat tensor as a leaf of the global tensor."""
-        fragments = self.fragments(with_memory(name, flat))
-        return TensorLeaf(name, flat.dtype, self.shape, fragments, tie_key, padded=self.padded)
+        memory, start = with_memory(name, flat), self.start
+        fragments = []
+        for box in self.boxes:
+            fragments.append(Fragment(box, memory[start : start + box.size].view(box.shape)))
+            start += box.size
+        return TensorLeaf(
+            name, flat.dtype, self.shape, tuple(fragments), tie_key, padded=self.padded
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +126,8 @@ class Parameter:
             if is_dtensor(value) or not is_dtensor(self.tensor):
                 return [tensor_leaf(name, value)]
             if value.shape == _local_tensor(self.tensor).shape != self.tensor.shape:
-                return [_leaf_like(name, value, self.tensor)]
+                fragments = fragments_like(name, value, self.tensor)
+                return [TensorLeaf(name, value.dtype, tuple(self.tensor.shape), fragments)]
             _refuse_unless_scalar(name, value)
             return [tensor_leaf(name, value)]
         local = _local_tensor(self.tensor)
@@ -183,51 +169,9 @@ class Parameter:
         )
 
 
-def join_leaves(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
-    """Join leaves of the same name: they are parts of one tensor, for example stacked experts.
-
-    Args:
-        to_fill: whether a load fills the leaves. If so, all copies of a scalar, such as a step
-            count, are kept, because the load fills each copy.
-
-    Raises:
-        StateError: two leaves are the same part of a tensor.
-    """
-    leaves_by_name: dict[str, list[TensorLeaf]] = {}
-    for leaf in leaves:
-        leaves_by_name.setdefault(leaf.name, []).append(leaf)
-    return [
-        leaves_of_name[0] if len(leaves_of_name) == 1 else _join_fragments(leaves_of_name, to_fill)
-        for leaves_of_name in leaves_by_name.values()
-    ]
-
-
-def _join_fragments(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
-    first_leaf = leaves[0]
-    fragments = [fragment for leaf in leaves for fragment in leaf.fragments]
-    if first_leaf.shape == ():
-        return (
-            first_leaf
-            if not to_fill
-            else replace(first_leaf, fragments=tuple(fragments), tie_key=None)
-        )
-    if len({fragment.box for fragment in fragments}) < len(fragments):
-        raise StateError(
-            f"{first_leaf.name}: two values of the state have this name and hold the same part of "
-            "the tensor: put each model and optimizer under a separate key of a dict"
-        )
-    return replace(first_leaf, fragments=tuple(fragments), tie_key=None)
-
-
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     # to_local() would make an autograd node.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
-
-
-def _leaf_like(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
-    shape = tuple(like.shape)
-    fragments = fragments_of_local_tensor(name, value, shape, like.device_mesh, like.placements)
-    return TensorLeaf(name, value.dtype, shape, fragments)
 
 
 def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
@@ -236,44 +180,3 @@ def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
             f"{name}: the optimizer keeps a plain tensor of shape {list(value.shape)} for a "
             "sharded parameter, so its sharding is unknown: let the optimizer keep it as a DTensor"
         )
-
-
-def unwrap_data_parallel(module: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel or DataParallel."""
-    while isinstance(module, (DataParallel, DistributedDataParallel)):
-        module = module.module
-    return module
-
-
-class NameCleaner:
-    """Removes the parts of names that wrappers of modules add.
-
-    Wrappers are torch.compile, activation checkpointing, FSDP and data parallelism.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._cache: dict[str, tuple[object, str]] = {"": (root, "")}
-
-    def __call__(self, path: str) -> str:
-        """Return the clean name of a path below the root."""
-        parent_path, _, last_part = path.rpartition(".")
-        module, prefix = self._module_at(parent_path)
-        return prefix[:-1] if _is_wrapper_part(module, last_part) else prefix + last_part
-
-    def _module_at(self, path: str) -> tuple[object, str]:
-        """Return the module at a path, and the clean prefix of all names below the module."""
-        cached = self._cache.get(path)
-        if cached is None:
-            parent_path, _, last_part = path.rpartition(".")
-            module, prefix = self._module_at(parent_path)
-            clean_prefix = (
-                prefix if _is_wrapper_part(module, last_part) else f"{prefix}{last_part}."
-            )
-            cached = self._cache[path] = getattr(module, last_part, None), clean_prefix
-        return cached
-
-
-def _is_wrapper_part(module: object, part: str) -> bool:
-    if part == "module":
-        return isinstance(module, (DataParallel, DistributedDataParallel))
-    return part in _WRAPPER_PARTS

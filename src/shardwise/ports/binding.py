@@ -1,0 +1,144 @@
+"""The port of bindings: how saves and loads access the values of a state.
+
+A `Binding` gives access to one value, for example a model. A package that binds values of its own
+types registers a function `bind(name, value, context)` by an entry point of the group
+`shardwise.bindings`. docs/ports/binding.md shows a complete package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch.optim import Optimizer
+
+from shardwise.layout import Box
+from shardwise.plan.name_lookup import SavedNames
+from shardwise.state.leaves import (
+    Fragment,
+    LocalState,
+    ParameterOrder,
+    Shards,
+    TensorLeaf,
+)
+from shardwise.state.parameters import FlatRange, Parameter
+from shardwise.state.plain_values import JsonValue, decode, encode
+from shardwise.state.selection import Selection
+from shardwise.state.tensors import tensor_leaf
+
+__all__ = [
+    "Bind",
+    "Binding",
+    "Box",
+    "Context",
+    "FlatRange",
+    "Fragment",
+    "JsonValue",
+    "LocalState",
+    "Parameter",
+    "ParameterOrder",
+    "SavedNames",
+    "Selection",
+    "Shards",
+    "TensorLeaf",
+    "decode",
+    "encode",
+    "tensor_leaf",
+]
+
+
+class Binding:
+    """Saves and loads one value of the state.
+
+    A subclass must define `local_state`, and `restore` if it saves plain values. All other methods
+    have a default.
+
+    Attributes:
+        name: the name under which the value is saved. All its tensors and values have this name, or
+            names below it, such as `model.weight` for `model`.
+        kind: the kind of value. Modules are saved and loaded before optimizers, and other values
+            last.
+        optimizers: the torch optimizers that change the value. Their next step waits until a
+            snapshot has copied the state.
+    """
+
+    name: str
+    kind: ClassVar[Literal["module", "optimizer", "value"]] = "value"
+    optimizers: Sequence[Optimizer] = ()
+
+    def local_state(self) -> LocalState:
+        """Return the tensors and values to save: the part of this rank."""
+        raise NotImplementedError
+
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
+        """Return the tensors and values to load. The default is what `local_state` returns.
+
+        Nothing of the value may change yet, because the load fails if names or shapes do not match.
+        If the value lacks tensors that the checkpoint has, such as the moments of an optimizer
+        before its first step, this method allocates them, and `restore` sets them.
+
+        Args:
+            saved: the contents of the checkpoint.
+            selection: the names to load.
+        """
+        return selection.select_from(self.local_state())
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Set plain values, after all tensors are filled.
+
+        Args:
+            values: the encoded values of the whole state, by their names in the target.
+        """
+
+    def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
+        """Set the value of `LocalState.per_rank` that has the name of this binding.
+
+        Args:
+            encoded: the values of all ranks that saved, encoded.
+            rank: this rank.
+            world: the number of ranks that load.
+        """
+
+    def rebuild_weights(self) -> None:
+        """Compute a module's weights from the loaded master weights. This is a collective.
+
+        It is called after the load has succeeded on all ranks.
+        """
+
+    def parameters(self) -> Iterable[Parameter]:
+        """Return the parameters that an optimizer may hold, with their names in the module.
+
+        From them, an optimizer in the same state learns the names and the sharding of its state.
+        """
+        return ()
+
+    def parameter_order(self) -> ParameterOrder | None:
+        """Return the order in which an optimizer numbers its parameters; None if it is unknown."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The state to which a value belongs.
+
+    Attributes:
+        bindings: the bindings of the state. More of them are added while the state is being bound,
+            so use them in the methods of a binding only.
+        prefix: the prefix of the names in the dict that holds the value, for example `"actor."`.
+        allow_pickle: whether the user allows pickled values.
+        bind: returns the binding of another object under this name; None if its type is unknown.
+            Wrappers use it.
+    """
+
+    bindings: Sequence[Binding]
+    prefix: str
+    allow_pickle: bool
+    bind: Callable[[str, object], Binding | None]
+
+
+Bind = Callable[[str, object, Context], Binding | None]
+"""Returns the binding of a value of this name; None if the value is of another type.
+
+Raises StateError if the value cannot be saved.
+"""

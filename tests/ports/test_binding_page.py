@@ -1,0 +1,74 @@
+"""The package that docs/ports/binding.md shows, as a stranger would install it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from tests.docs.blocks import blocks_of, check_syntax
+
+SOURCE = Path(sw.__file__).parents[1]
+SCRIPT = """
+import sys
+import shardwise as sw
+
+sw.save("early", {"step": 3})
+print("rowtables" in sys.modules)
+import rowtables
+
+table, other = rowtables.RowTable(5, 2), rowtables.RowTable(5, 2)
+table.local.fill_(3.0)
+table.updates = 4
+sw.save("c", {"table": table, "step": 3})
+sw.load("c", {"table": other})
+print(other.local.sum().item(), other.updates, sorted(sw.open("c")))
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with the package, and the metadata that an installation makes of its entry point."""
+    blocks = {block.title: block for block in blocks_of("ports/binding.md")}
+    for title, block in blocks.items():
+        check_syntax(block)
+        if title.endswith(".py"):
+            (tmp_path / title).parent.mkdir(exist_ok=True)
+            (tmp_path / title).write_text(block.text)
+    metadata = tmp_path / "rowtables-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rowtables\nVersion: 1.0\n")
+    entry = blocks["pyproject.toml"].text.splitlines()[1].replace('"', "")
+    (metadata / "entry_points.txt").write_text(f"[shardwise.bindings]\n{entry}\n")
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True
+    )
+
+
+def test_the_package_binds_its_type_once_it_is_imported(package: Path) -> None:
+    done = run(package, "-c", SCRIPT)
+    assert done.stdout.splitlines() == [
+        "False",
+        "30.0 4 ['step', 'table.rows', 'table.updates']",
+    ], done.stderr
+
+
+def test_the_package_passes_the_suite(package: Path) -> None:
+    done = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_rowtables.py")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_package_that_cannot_be_imported_is_named(package: Path) -> None:
+    (package / "rowtables" / "checkpoints.py").write_text("import nowhere\n")
+    done = run(package, "-c", SCRIPT)
+    assert "StateError: the package rowtables provides shardwise.bindings" in done.stderr
+    assert "No module named 'nowhere'" in done.stderr
