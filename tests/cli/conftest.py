@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from shardwise.cli.app import app
 from shardwise.testing import Gang
 from tests.cli.states import save_sharded, save_steps
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """The output of a command, and its exit status."""
-
-    out: str
-    err: str
-    status: int
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.out, parse_constant=pytest.fail)
-
-
-Run = Callable[..., Ran]
+from tests.commands import Ran as Ran
+from tests.commands import Run as Run
+from tests.commands import run_command
 
 
 @pytest.fixture
@@ -37,13 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*args: str | Path, typed: str | None = None) -> Ran:
-        result = CliRunner().invoke(app, [str(arg) for arg in args], input=typed)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Ran(result.stdout, result.stderr, result.exit_code)
-
-    return run
+    return run_command
 
 
 @pytest.fixture

@@ -20,10 +20,9 @@ from tests.cli.states import save_steps
 
 COMMANDS = ("ls", "inspect", "verify", "diff", "export", "rm")
 PROBE = """
-import sys
-from shardwise.cli import main
+import runpy, sys
 try:
-    main()
+    runpy.run_module("shardwise", run_name="__main__")
 finally:
     sys.stderr.write(f"torch: {'torch' in sys.modules}")
 """

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from tests.cli.conftest import Run
 
 
@@ -165,14 +164,10 @@ def test_a_name_that_is_not_there_has_a_hint(run: Run, step: Path, name: str, me
 
 
 def test_a_manifest_that_cannot_be_trusted_is_refused(run: Run, step: Path) -> None:
-    manifest = decode_manifest((step / "manifest.json").read_bytes())
-    tensor, *others = manifest.tensors
-    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    strange = type(tensor)(tensor.name, "float7", tensor.shape, None, tensor.pieces)
-    altered = type(manifest)(**{**fields, "tensors": (strange, *others)})
-    (step / "manifest.json").write_bytes(encode_manifest(altered))
+    manifest = step / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"float32"', b'"float7"', 1))
     ran = run("inspect", step)
-    assert "unknown dtype 'float7'" in ran.err
+    assert "the manifest was altered" in ran.err
     assert str(step) in ran.err
     assert (ran.out, ran.status) == ("", 1)
 

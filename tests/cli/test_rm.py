@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import datetime, tzinfo
 from pathlib import Path
 
-import msgspec
 import pytest
+import torch
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest, encode_manifest
-from shardwise.manifest.names import MANIFEST, lock_file
-from shardwise.store import LocalStore
 from tests.cli.conftest import Run
+
+MANIFEST = "manifest.json"
+
+
+class Past(datetime):
+    """A clock that is years slow."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Past:
+        return cls(2020, 1, 1, tzinfo=tz)
 
 
 def steps(root: Path) -> list[int]:
@@ -84,12 +92,16 @@ def test_what_is_being_read_stays_and_the_others_go(run: Run, root: Path) -> Non
         ([], None),
     ],
 )
-def test_ranges_and_ages(run: Run, root: Path, options: list[str], left: list[int] | None) -> None:
-    place = root / "step-00000100" / MANIFEST
-    manifest = decode_manifest(place.read_bytes())
-    place.write_bytes(
-        encode_manifest(msgspec.structs.replace(manifest, created="2020-01-01T00:00:00+00:00"))
-    )
+def test_ranges_and_ages(
+    run: Run,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    left: list[int] | None,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.engine.planning.datetime", Past)
+        sw.save(root / "step-00000100", {"x": 1}, step=100, overwrite=True)
     for flag in ("--dry-run", "--yes"):
         assert steps(root) == [100, 200, 300]
         ran = run("rm", root, *options, flag, "--json")
@@ -113,14 +125,15 @@ def test_a_dry_run_needs_no_answer(run: Run, root: Path) -> None:
 
 
 def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path) -> None:
-    checkpoint = root / "step-00000100"
-    (checkpoint / MANIFEST).unlink()
-    with LocalStore(checkpoint).lock(lock_file("0" * 16)) as held:
-        assert held
-        ran = run("rm", root, "--step", "100", "--yes")
+    checkpoint = root / "step-00000400"
+    save = sw.PartialSave(checkpoint)
+    save.begin(world_size=1)
+    save.write({"x": torch.ones(3)}, rank=0)
+    ran = run("rm", root, "--step", "400", "--yes")
     assert (ran.status, "a save is writing to it" in ran.err) == (2, True)
     assert list(checkpoint.glob("*.safetensors"))
-    assert run("rm", root, "--step", "100", "--yes").status == 0
+    save.close()
+    assert run("rm", root, "--step", "400", "--yes").status == 0
     assert not checkpoint.exists()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from typer.testing import CliRunner
 
-from shardwise.cli.app import app
+from tests.commands import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import shardwise as sw
-from shardwise.cli.app import app
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,8 +52,8 @@ def test_the_page_of_formats_runs(
     commands = re.findall(r"^shardwise (.*)$", shell, re.M)
     assert len(commands) >= 4
     for command in commands:
-        result = CliRunner().invoke(app, command.split())
-        assert result.exit_code == 0, f"{command}: {result.stderr}"
+        ran = run_command(*command.split())
+        assert ran.status == 0, f"{command}: {ran.err}"
 
 
 def test_the_page_of_tiers_runs(

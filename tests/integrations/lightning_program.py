@@ -122,3 +122,9 @@ def run(options: dict[str, Any]) -> None:
     trainer.fit(model, train, validate)
     if rank == 0 and not fsdp:
         torch.save(model.state_dict(), options["log"] + ".weights")
+
+
+def steps_in(root: str | Path) -> list[int | None]:
+    """Return the committed steps of a root."""
+    listed = sw.list_checkpoints(root).checkpoints
+    return [each.step for each in listed if each.state == "committed"]

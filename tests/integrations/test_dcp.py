@@ -30,14 +30,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.torch_version import TorchVersion
-from typer.testing import CliRunner
 
 import shardwise as sw
-from shardwise.cli.app import app as cli
 from shardwise.integrations import dcp
 from shardwise.integrations.dcp.names import DCP_METADATA
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
+from tests.commands import run_command
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, module_of, train
 from tests.multirank.test_matrix import contents
@@ -320,8 +319,8 @@ def test_commands_take_the_checkpoint(tmp_path: Path) -> None:
         ["inspect", root / "step-00000003", "model.weight"],
         ["export", root / "step-00000003", tmp_path / "hf", "--to", "hf"],
     ):
-        result = CliRunner().invoke(cli, [str(each) for each in command])
-        assert result.exit_code == 0, result.output
+        ran = run_command(*command)
+        assert ran.status == 0, ran.err
     assert sw.Checkpointer(root).steps() == [3]
     assert torch.equal(sw.open(tmp_path / "hf")["model.weight"][...], app.model.weight)
 

@@ -20,11 +20,9 @@ from torch.utils.data import DataLoader
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler
 from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
-from shardwise.retention import committed_steps
-from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import signal_agents
-from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, run
+from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, run, steps_in
 
 TIMEOUT = 120.0
 
@@ -95,7 +93,7 @@ def test_a_killed_training_continues_bit_for_bit(program: Program) -> None:
     assert program.losses("killed") == whole[:14]
     assert program.losses("resumed") == whole[12:]
     assert equal(program.weights("resumed"), program.weights("whole"))
-    assert committed_steps(LocalStore(program.directory / "killed")) == [30]
+    assert steps_in(program.directory / "killed") == [30]
 
 
 def test_another_number_of_ranks_continues(program: Program) -> None:
@@ -265,7 +263,7 @@ def test_no_step_is_saved_within_an_accumulation_of_gradients(tmp_path: Path) ->
         )[0]  # fmt: skip
 
     whole = train("whole")
-    assert committed_steps(LocalStore(tmp_path / "whole")) == [1, 2, 3]
+    assert steps_in(tmp_path / "whole") == [1, 2, 3]
     with pytest.raises(InterruptionError):
         train("parts", Interrupt(3))
     assert equal(train("parts").state_dict(), whole.state_dict())
@@ -311,7 +309,7 @@ def test_a_run_that_goes_back_replaces_later_checkpoints(tmp_path: Path) -> None
     whole, _ = train_with_callback(tmp_path, None, 1, **options)
     before = sw.open(tmp_path, step=9).layout.save_id
     again, _ = train_with_callback(tmp_path, None, 1, resume=3, **options)
-    assert committed_steps(LocalStore(tmp_path)) == [3, 6, 9]
+    assert steps_in(tmp_path) == [3, 6, 9]
     assert sw.open(tmp_path, step=9).layout.save_id != before
     assert equal(again.state_dict(), whole.state_dict())
 
@@ -359,7 +357,7 @@ def test_files_of_lightning_in_the_root_are_not_passed_over(tmp_path: Path) -> N
     assert f"start_from={first.best_model_path!r}" in str(caught.value)
     after = trainer(9, ShardwiseCheckpoint(tmp_path / "a", every_n_train_steps=1, memory=None))
     after.fit(Net(), data, data, ckpt_path=first.best_model_path)
-    assert committed_steps(LocalStore(tmp_path / "a")) == [9]
+    assert steps_in(tmp_path / "a") == [9]
 
 
 class FrozenNet(Net):

@@ -20,9 +20,7 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
-from shardwise.retention import committed_steps
-from shardwise.store import LocalStore
-from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset
+from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, steps_in
 from tests.integrations.test_lightning import (
     Interrupt,
     InterruptionError,
@@ -35,7 +33,7 @@ STEPS_AND_EPOCHS: dict[str, Any] = {"every_n_train_steps": 3, "every_n_epochs": 
 
 
 def metrics_of(root: Path) -> dict[int, float | None]:
-    steps = committed_steps(LocalStore(root))
+    steps = steps_in(root)
     return {step: sw.open(root, step=step).metrics["val_loss"] for step in steps}
 
 
@@ -59,7 +57,7 @@ def test_a_training_ends_at_max_steps_and_can_be_extended(
         tmp_path / "whole", None, -1, limits={"max_steps": 25}, **options
     )
     assert trainer.global_step == 25
-    assert committed_steps(LocalStore(tmp_path / "whole"))[-1] == 25 or not options
+    assert steps_in(tmp_path / "whole")[-1] == 25 or not options
     for first in (10, 13, 20):
         root = tmp_path / str(first)
         train_with_callback(root, None, -1, limits={"max_steps": first}, **options)
@@ -172,7 +170,7 @@ def test_a_signal_saves_the_step_before_lightning_ends_the_training(
             train_with_callback(
                 root, None, 2, [SendSignal(step)], limits=HALVES, **options, **signals
             )
-        assert committed_steps(LocalStore(root)) == [step]
+        assert steps_in(root) == [step]
         parts, _ = train_with_callback(root, None, 2, limits=HALVES, **options)
         if step != 10:  # the validation at the end of the epoch is not repeated
             assert equal(parts.state_dict(), whole.state_dict())

@@ -1,0 +1,32 @@
+"""Boxes and batches of a comparison are bounded, and cover everything once."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.engine.compare import batch_boxes
+from shardwise.layout import boxes_of
+from shardwise.manifest.manifest import TensorEntry
+
+
+@given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 50))
+def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
+    seen = torch.zeros(shape, dtype=torch.int32)
+    for box in boxes_of(tuple(shape), most):
+        assert 0 < box.size <= most
+        seen[box.slices()] += 1
+    assert bool((seen == 1).all())
+
+
+@given(st.lists(st.integers(0, 40 << 20), max_size=8))
+def test_batches_are_bounded_and_hold_everything(lengths: list[int]) -> None:
+    tensors = [TensorEntry(str(i), "bfloat16", (n,)) for i, n in enumerate(lengths)]
+    found = list(batch_boxes(tensors))
+    assert all(0 < sum(2 * box.size for _, box in batch) <= 16 << 20 for batch in found)
+    sizes = dict.fromkeys(map(str, range(len(lengths))), 0)
+    for batch in found:
+        for entry, box in batch:
+            sizes[entry.name] += box.size
+    assert list(sizes.values()) == lengths
