@@ -36,8 +36,6 @@ from shardwise.store import (
     ReadableFile,
     Store,
     StoreTraits,
-    exists,
-    is_file,
     name_of,
     open_store,
     parent_of,
@@ -122,9 +120,10 @@ class FileTree:
         Raises:
             CheckpointNotFoundError: the place does not exist.
         """
-        if is_file(self.store):
+        status = self.store.stat("")
+        if status is not None and not status.is_directory:
             return name_of(self.store)
-        if not exists(self.store):
+        if status is None and not self.store.list():
             raise CheckpointNotFoundError(f"{self}: no such file or directory: check the path")
         return None
 
@@ -200,11 +199,8 @@ class FileTree:
         """
         missing = [name[:200] for name in names if name not in self.sizes]
         if missing:
-            more = (
-                f" and {len(missing) - MOST_NAMES_SHOWN} more"
-                if len(missing) > MOST_NAMES_SHOWN
-                else ""
-            )
+            extra = len(missing) - MOST_NAMES_SHOWN
+            more = f" and {extra} more" if extra > 0 else ""
             shown = ", ".join(missing[:MOST_NAMES_SHOWN])
             raise FormatError(
                 f"{self}: of the files that {needed_by}, {len(missing)} "

@@ -1,0 +1,49 @@
+"""Write a store for another kind of storage: everything that it needs.
+
+A store is a class with the ten verbs of `Store`. An entry point of the group `shardwise.stores`
+names a function that opens the store at a URL; see docs/ports/store.md.
+"""
+
+from __future__ import annotations
+
+from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.leases import LeasesIn, hold, is_lease, remove_expired
+from shardwise.store.names import check_name, check_name_to_write, check_path
+from shardwise.store.sequential import SequentialWriter, Stream
+from shardwise.store.store import (
+    REMOTE_TRANSFER,
+    Buffer,
+    FileStatus,
+    ReadableFile,
+    Store,
+    StoreTraits,
+    TransferOptions,
+    ViewableFile,
+    WritableFile,
+)
+from shardwise.store.store_url import StoreUrl, parse_url
+
+__all__ = [
+    "REMOTE_TRANSFER",
+    "Buffer",
+    "FileStatus",
+    "LeasesIn",
+    "ReadableFile",
+    "SequentialWriter",
+    "Store",
+    "StoreError",
+    "StoreTraits",
+    "StoreUnavailableError",
+    "StoreUrl",
+    "Stream",
+    "TransferOptions",
+    "ViewableFile",
+    "WritableFile",
+    "check_name",
+    "check_name_to_write",
+    "check_path",
+    "hold",
+    "is_lease",
+    "parse_url",
+    "remove_expired",
+]
