@@ -11,12 +11,11 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.formats.containers.pickle_values import UnknownObject, allow_as_instances
 from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.ranges import BytesFile, FileRange
+from shardwise.formats.containers.ranges import BufferedEnds, BytesFile, FileRange
 from shardwise.formats.containers.safetensors import is_safetensors
 from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
@@ -459,42 +458,3 @@ class ForeignFiles:
         """
         content = self._contents.get(key)
         return self.tree.open(key) if content is None else BytesFile(content)
-
-
-class BufferedEnds:
-    """A file whose first and last bytes are read in one request each, and kept.
-
-    Headers, pickles and directories are at the start or at the end of files.
-
-    Args:
-        file: the file.
-        end_size: the number of bytes to keep of each end.
-        kept: the bytes that are kept, by their offset. Several readers of a file can share them.
-    """
-
-    def __init__(self, file: ReadableFile, end_size: int, kept: dict[int, Buffer]) -> None:
-        self._file = file
-        self.size = file.size
-        self._ends = (
-            ((0, file.size),)
-            if file.size <= 2 * end_size
-            else ((0, end_size), (file.size - end_size, file.size))
-        )
-        self._kept_ends = kept
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        """Read bytes from `offset` into `out`; return the number of bytes."""
-        stop = min(offset + len(out), self.size)
-        for low, high in self._ends:
-            if low <= offset and stop <= high:
-                if low not in self._kept_ends:
-                    buffer = np.empty(high - low, np.uint8)
-                    self._kept_ends[low] = buffer[: self._file.read_at(low, buffer)]
-                part = self._kept_ends[low][offset - low : stop - low]
-                out[: len(part)] = part
-                return len(part)
-        return self._file.read_at(offset, out)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()

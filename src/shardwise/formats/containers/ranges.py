@@ -39,6 +39,45 @@ class BytesFile:
         """Do nothing."""
 
 
+class BufferedEnds:
+    """A file whose first and last bytes are read in one request each, and kept.
+
+    Headers, pickles and directories are at the start or at the end of files.
+
+    Args:
+        file: the file.
+        end_size: the number of bytes to keep of each end.
+        kept: the bytes that are kept, by their offset. Several readers of a file can share them.
+    """
+
+    def __init__(self, file: ReadableFile, end_size: int, kept: dict[int, Buffer]) -> None:
+        self._file = file
+        self.size = file.size
+        self._ends = (
+            ((0, file.size),)
+            if file.size <= 2 * end_size
+            else ((0, end_size), (file.size - end_size, file.size))
+        )
+        self._kept_ends = kept
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        """Read bytes from `offset` into `out`; return the number of bytes."""
+        stop = min(offset + len(out), self.size)
+        for low, high in self._ends:
+            if low <= offset and stop <= high:
+                if low not in self._kept_ends:
+                    buffer = np.empty(high - low, np.uint8)
+                    self._kept_ends[low] = buffer[: self._file.read_at(low, buffer)]
+                part = self._kept_ends[low][offset - low : stop - low]
+                out[: len(part)] = part
+                return len(part)
+        return self._file.read_at(offset, out)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """A range of bytes of a file. Offsets in methods are relative to the start of the range.
