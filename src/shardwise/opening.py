@@ -21,11 +21,11 @@ from shardwise.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.formats.foreign import INDEX_MAGIC
 from shardwise.formats.options import DEFAULT_OPTIONS, OpenOptions
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import (
+    INDEX_MAGIC,
     MANIFEST,
     REMOVED,
     is_file_of_save,

@@ -17,9 +17,6 @@ from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import check_table_size
 
-INDEX_MAGIC = b"shardwise-index-2\n"
-"""The first bytes of an encoded description, see `index.py`."""
-
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:

@@ -16,11 +16,11 @@ import numpy as np
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StateError, StoreError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import INDEX_MAGIC
 from shardwise.layout.columns import Int
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
+from shardwise.manifest.names import INDEX_MAGIC
 from shardwise.manifest.pieces import check_table_size
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.store import resolve_links, store_below
