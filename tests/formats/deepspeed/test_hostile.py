@@ -76,8 +76,11 @@ def test_as_it_should_be(tmp_path: Path) -> None:
             "2 are missing: mp_rank_01_model_states.pt",
         ),
         (lambda m, s: s.update(partition_count=[2]), "1 is missing: zero_pp_rank_1_mp_rank_00_opt"),
-        (lambda m, s: s.update(partition_count=[-1]), r"`int` >= 0 - at `\$.partition_c"),
-        (lambda m, s: s.update(param_alignment_paddings=[[HUGE]]), r"at `\$.param_align"),
+        (lambda m, s: s.update(partition_count=[-1]), "valid partition_count of an optimizer: "),
+        (
+            lambda m, s: s.update(param_alignment_paddings=[[HUGE]]),
+            "valid param_alignment_paddings of",
+        ),
         (lambda m, s: s.update(param_alignment_paddings=[[]]), "0 paddings of 1 parameters"),
         (lambda m, s: s.update(single_partition_of_fp32_groups=[None]), "NVMe"),
         (
@@ -85,10 +88,13 @@ def test_as_it_should_be(tmp_path: Path) -> None:
             "not a flat tensor",
         ),
         (lambda m, s: s.update(param_slice_mappings=[{"w": 3}]), "param_slice_mappings"),
-        (lambda m, s: s.update(base_optimizer_state=3), r"got `int` - at `\$.base_opt"),
+        (
+            lambda m, s: s.update(base_optimizer_state=3),
+            "valid base_optimizer_state of an .*got `int`",
+        ),
         (
             lambda m, s: s["base_optimizer_state"].update(param_groups=[{}]),
-            "required field `params`",
+            "not a valid params of an optimizer",
         ),
         (
             lambda m, s: s["base_optimizer_state"]["state"].update({0: {"exp_avg": "x"}}),

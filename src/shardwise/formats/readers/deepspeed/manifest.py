@@ -1,13 +1,10 @@
-"""Adds tensors to the manifest: tensor-parallel shards, ZeRO's flat groups, steps, param groups."""
+"""Adds tensors to the builder: tensor-parallel shards, ZeRO's flat groups, steps, param groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
@@ -22,16 +19,10 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
 )
 from shardwise.formats.readers.deepspeed.zero import (
     MASTER,
-    FlatArray,
-    FlatBoxes,
     FlatGroup,
-    boxes_of_flat_ranges,
+    FlatRange,
     ranges_of_slices,
 )
-from shardwise.layout import find_overlaps, row_major
-from shardwise.layout.columns import Int, padded_rows
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Pieces
 
 
 def tensor_name(parameter: str, key: str) -> str:
@@ -107,7 +98,7 @@ def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: Placeme
 def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
     first = shards[0]
     for group in shards:
-        if group.names != first.names or set(group.flat) != set(first.flat):
+        if group.names != first.names or set(group.arrays) != set(first.arrays):
             example = [*sorted({*group.names} ^ {*first.names}), *first.names, "the weights"][0]
             raise FormatError(
                 "tensor-parallel ranks have different parameters or optimizer state in a group, "
@@ -117,87 +108,28 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
     placements = [
         place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
     ]
-    tensors = {key: _ensure_tensors(builder, first, key, placements) for key in first.flat}
-    dims = max((len(shape) for group in shards for shape in group.shapes), default=0)
-    for rank, group in enumerate(shards):
-        shapes = padded_rows(group.shapes, dims, 1)
-        boxes = boxes_of_flat_ranges(group.ranges, shapes)
-        offset = boxes.offset
-        if len(shards) > 1:
-            boxes, offset = _place_in_parameters(boxes, shapes, placements, rank)
-        stride = row_major(shapes)[boxes.parameter]
-        for key, (indices, replicated) in tensors.items():
-            flat = group.flat[key]
-            file = np.array([builder.add_file(name) for name in flat.file], np.int64)
-            start = flat.start[boxes.rank] + boxes.flat_start * DTYPES[flat.dtype].itemsize
-            is_replica = replicated[rank][boxes.parameter]
-            for rows, replica in ((~is_replica, False), (is_replica, True)):
-                if rows.any():
-                    pieces = Pieces(
-                        indices[rank][boxes.parameter][rows],
-                        file[boxes.rank][rows],
-                        start[rows],
-                        offset[rows],
-                        boxes.shape[rows],
-                        np.where(boxes.shape > 1, stride, 0)[rows],
-                    )
-                    builder.add_pieces(pieces, replica=replica)
-
-
-def _ensure_tensors(
-    builder: Builder, group: FlatGroup, key: str, placements: Sequence[Placement]
-) -> tuple[Int, npt.NDArray[np.bool_]]:
-    """Add the tensors of a group unless the builder has them.
-
-    Returns:
-        `(ranks, parameters)` each: the indices of the tensors, and whether the pieces are replicas.
-    """
-    ranks = len(placements[0].parts) if placements else 1
-    indices = np.zeros((ranks, len(placements)), np.int64)
-    replicated = np.zeros((ranks, len(placements)), np.bool_)
-    for i, (parameter, placement) in enumerate(zip(group.names, placements, strict=True)):
-        name = tensor_name(parameter, key)
-        replicated[:, i] = name in builder
-        if placement.replicated:
-            replicated[1:, i] = True
-        names = ensure_tensor(builder, name, group.flat[key].dtype, placement)
-        indices[:, i] = [builder.index_of(each) for each in names]
-        if builder.entry(name).shape != placement.shape:
-            raise FormatError(
-                f"{name}: pipeline stages have it in different shapes, "
-                f"{list(builder.entry(name).shape)} and {list(placement.shape)}: their files are "
-                "from different saves: copy all files of one save"
-            )
-    return indices, replicated
-
-
-def _place_in_parameters(
-    boxes: FlatBoxes, shapes: Int, placements: Sequence[Placement], rank: int
-) -> tuple[FlatBoxes, Int]:
-    """Return the boxes of a tensor-parallel shard, and their offsets in the whole parameters.
-
-    A box is cut where the parts of the shard are not adjacent in the parameter.
-    """
-    parts = [(i, *part) for i, placement in enumerate(placements) for part in placement.parts[rank]]
-    dims = shapes.shape[1]
-    parameter = np.array([i for i, _, _ in parts], np.int64)
-    local = padded_rows([box.offset for _, box, _ in parts], dims, 0)
-    target = padded_rows([offset for _, _, offset in parts], dims, 0)
-    extent = padded_rows([box.shape for _, box, _ in parts], dims, 1)
-    overlaps = find_overlaps(
-        (boxes.parameter, boxes.offset, boxes.shape), (parameter, local, extent)
-    )
-    row = overlaps.left
-    strides = row_major(shapes)[boxes.parameter[row]]
-    skipped = ((overlaps.offset - boxes.offset[row]) * strides).sum(axis=1)
-    cut = FlatBoxes(
-        boxes.parameter[row],
-        boxes.rank[row],
-        boxes.flat_start[row] + skipped,
-        overlaps.offset,
-        overlaps.shape,
-    )
-    return cut, overlaps.offset + (target - local)[overlaps.right]
+    for key, dtype in first.dtypes.items():
+        tensors = []
+        for parameter, placement in zip(first.names, placements, strict=True):
+            name = tensor_name(parameter, key)
+            tensors.append((name in builder, ensure_tensor(builder, name, dtype, placement)))
+            if builder.entry(name).shape != placement.shape:
+                raise FormatError(
+                    f"{name}: pipeline stages have it in different shapes, "
+                    f"{list(builder.entry(name).shape)} and {list(placement.shape)}: their files "
+                    "are from different saves: copy all files of one save"
+                )
+        for rank, group in enumerate(shards):
+            for each, array in group.arrays[key]:
+                placement, (replica, names) = placements[each.parameter], tensors[each.parameter]
+                builder.add_flat_range(
+                    names[rank],
+                    each.start,
+                    array,
+                    shape=group.shapes[each.parameter],
+                    parts=placement.parts[rank],
+                    replica=replica or (placement.replicated and rank > 0),
+                )
 
 
 def add_scalars(
@@ -275,21 +207,21 @@ def add_frozen_slices(
                 f"model.{name}: frozen, and divided by ZeRO 3 within tensor-parallel shards"
             )
             continue
-        ranges = ranges_of_slices(np.array([math.prod(shape)], np.int64), len(states))
-        flat = {MASTER: _join_frozen_slices(name, shape, states)}
-        group = FlatGroup((name,), (shape,), ranges, flat, {}, {}, 0, ())
+        slices = _frozen_slices(name, math.prod(shape), states)
+        group = FlatGroup(
+            (name,), (shape,), {MASTER: slices[0][1].dtype}, {MASTER: slices}, {}, {}, 0, ()
+        )
         _add_flat_arrays(builder, [group], place_whole)
 
 
-def _join_frozen_slices(
-    name: str, shape: tuple[int, ...], states: Sequence[ModelState]
-) -> FlatArray:
-    """Return the array that consists of all ranks' slices of a frozen parameter."""
-    slice_length = -(-math.prod(shape) // len(states))
+def _frozen_slices(
+    name: str, size: int, states: Sequence[ModelState]
+) -> list[tuple[FlatRange, StoredArray]]:
+    """Return the slices of all ranks of a frozen parameter."""
     slices: list[StoredArray] = []
     for state in states:
         array = state.frozen.get(name)
-        if array is None or len(array.shape) != 1 or array.shape[0] < slice_length:
+        if array is None or len(array.shape) != 1 or array.shape[0] < -(-size // len(states)):
             raise FormatError(
                 f"{state.path}: {name}: the file lacks the rank's slice of this frozen parameter: "
                 "the files are damaged, or from different saves: copy all files of one save"
@@ -301,6 +233,5 @@ def _join_frozen_slices(
                 "all files of one save"
             )
         slices.append(array)
-    file = tuple(array.file for array in slices)
-    start: Int = np.array([array.start for array in slices], np.int64)
-    return FlatArray(slices[0].dtype, file, start)
+    ranges = ranges_of_slices([size], len(states))
+    return [(each, slices[each.rank].part((0,), (each.stop - each.start,))) for each in ranges]

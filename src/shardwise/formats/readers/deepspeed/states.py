@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -87,23 +87,23 @@ class ModelState:
         return replace(self, path=path, module=None, optimizer=None, frozen=frozen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The contents of a file of optimizer states: one rank's part of each flat group.
+    """The state of an optimizer in one rank's file.
 
-    A flat group contains parameters that ZeRO flattened together: a param group, or under ZeRO 3 a
-    sub-group of one.
+    ZeRO and some optimizers without it flatten parameters together. Such a flat group is a param
+    group, or under ZeRO 3 a sub-group of one. ZeRO divides each among ranks.
 
     Attributes:
         path: the path of the file, for messages.
+        states: arrays and plain numbers of each parameter or flat group, by key.
+        hyperparameters: the hyperparameters of each param group; None if the file lacks them.
+        param_groups: for each parameter or flat group, the index of its param group.
+        masters: the master weights of each parameter or flat group; empty if there are none.
         zero_3: whether parameters are cut into slices (ZeRO 3); else groups are cut into
             partitions.
-        masters: the flat master weights of each group.
-        states: flat arrays and plain numbers of each group, by key.
-        hyperparameters: the hyperparameters of each param group; None if the file lacks them.
-        param_groups: for each flat group, the index of its param group.
-        partition_counts: for each group, the number of ranks that divide it; 0 if the file lacks
-            it.
+        partition_counts: for each flat group, the number of ranks that divide it; 0 if the file
+            lacks it. Empty if the state is not flat.
         paddings: for each group, elements of padding after each parameter.
         slices: for each group, by parameter, start and length of the rank's slice in elements; None
             if the file lacks them.
@@ -112,31 +112,16 @@ class OptimizerState:
     """
 
     path: str
-    zero_3: bool
-    masters: tuple[StoredArray, ...]
     states: tuple[ParameterState, ...]
     hyperparameters: tuple[Mapping[str, Any], ...] | None
     param_groups: tuple[int, ...]
-    partition_counts: tuple[int, ...]
+    masters: tuple[StoredArray, ...] = ()
+    zero_3: bool = False
+    partition_counts: Sequence[int] = ()
     paddings: Sequence[tuple[int, ...]] | None = None
     slices: Sequence[Mapping[str, tuple[int, int]]] | None = None
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
     optimizer_type: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TorchOptimizer:
-    """A `state_dict` of a torch optimizer.
-
-    Attributes:
-        states: the state of each parameter.
-        hyperparameters: the hyperparameters of each param group.
-        param_groups: for each parameter, the index of its param group.
-    """
-
-    states: tuple[ParameterState, ...]
-    hyperparameters: tuple[Mapping[str, Any], ...]
-    param_groups: tuple[int, ...]
 
 
 @prepare_decoding
@@ -148,39 +133,6 @@ class _ModelFile(msgspec.Struct):
     frozen_param_fragments: dict[str, Any] | None = None
     shared_params: dict[str, str] | list[tuple[str, str]] | None = None  # a list in old versions
     optimizer: dict[Any, Any] | None = None
-
-
-@prepare_decoding
-class _OptimizerFile(msgspec.Struct):
-    optimizer_state_dict: dict[str, Any]
-
-
-@prepare_decoding
-class _Zero12State(msgspec.Struct):
-    single_partition_of_fp32_groups: list[Any]
-    base_optimizer_state: dict[str, Any] | list[Any]
-    base_optimizer_state_step: Any = None
-    partition_count: list[_Count] | None = None
-    param_alignment_paddings: list[tuple[_Count, ...]] | None = None
-    param_slice_mappings: list[dict[str, Any]] | None = None
-
-
-@prepare_decoding
-class _Zero3State(msgspec.Struct):
-    fp32_flat_groups: list[Any]
-    optimizer_state_dict: dict[str, Any]
-    partition_count: Any = None
-
-
-@prepare_decoding
-class _TorchOptimizerFile(msgspec.Struct):
-    state: dict[int, Any]
-    param_groups: list[dict[str, Any]]
-
-
-@prepare_decoding
-class _ParamGroup(msgspec.Struct):
-    params: list[int]
 
 
 def parse_model_state(value: object, path: str) -> ModelState:
@@ -205,17 +157,72 @@ def parse_model_state(value: object, path: str) -> ModelState:
 
 
 def parse_optimizer_state(value: object, path: str) -> OptimizerState:
-    """Parse a file of optimizer states.
+    """Parse a file of ZeRO's optimizer states.
 
     Raises:
         FormatError: the file is malformed.
     """
-    file = _convert(value, _OptimizerFile, path, "file of ZeRO's optimizer states")
-    config = value.get("ds_config") if isinstance(value, Mapping) else None
-    optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
-    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
-    parse = _parse_zero_3 if "fp32_flat_groups" in file.optimizer_state_dict else _parse_zero_1_2
-    return parse(file.optimizer_state_dict, path, name if isinstance(name, str) else None)
+    file = _convert(value, dict[str, Any], path, "file of ZeRO's optimizer states")
+    saved = _convert_entry(file, "optimizer_state_dict", dict[str, Any], path)
+    if saved.get("ds_zero_partition_groups"):
+        raise FormatError(
+            f"{path}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
+            "checkpoint with DeepSpeed's ds_to_universal, and open the result"
+        )
+    zero_3 = "fp32_flat_groups" in saved
+    weights_key = "fp32_flat_groups" if zero_3 else "single_partition_of_fp32_groups"
+    masters = _parse_masters(_convert_entry(saved, weights_key, list[Any], path), path)
+    base_key = "optimizer_state_dict" if zero_3 else "base_optimizer_state"
+    base = _convert_entry(saved, base_key, dict[str, Any] | list[Any], path)
+    if isinstance(base, dict):
+        optimizer = parse_torch_optimizer(base, path)
+    else:
+        step = saved.get("base_optimizer_state_step")
+        steps = {} if step is None else {"step": _require_number("step", step, path)}
+        states = tuple({**steps, **_flatten_state(each, path)} for each in base)
+        optimizer = OptimizerState(path, states, None, tuple(range(len(masters))))
+    counts = _convert_entry(saved, "partition_count", list[_Count] | int | None, path) or 0
+    counts = [max(counts, 0)] * len(masters) if isinstance(counts, int) else counts
+    _require_count(optimizer.states, masters, "states", path)
+    _require_count(counts, masters, "partition counts", path)
+    if not zero_3 and optimizer.hyperparameters is not None:
+        _require_count(optimizer.hyperparameters, masters, "hyperparameters", path)
+    slices = _convert_entry(saved, "param_slice_mappings", list[dict[str, Any]] | None, path)
+    paddings_key, paddings_type = "param_alignment_paddings", list[tuple[_Count, ...]] | None
+    config = file.get("ds_config")
+    settings = config.get("optimizer") if isinstance(config, Mapping) else None
+    name = settings.get("type") if isinstance(settings, Mapping) else None
+    return replace(
+        optimizer,
+        masters=masters,
+        zero_3=zero_3,
+        partition_counts=counts,
+        paddings=_convert_entry(saved, paddings_key, paddings_type, path),
+        slices=None if slices is None else [_parse_slices(each, path) for each in slices],
+        values=select_loss_scaling_values(saved),
+        optimizer_type=name if isinstance(name, str) else None,
+    )
+
+
+def parse_undivided_optimizer(state: Mapping[Any, Any], path: str) -> OptimizerState:
+    """Parse the state of an optimizer without ZeRO: torch's own, or DeepSpeed's wrapper around it.
+
+    Raises:
+        FormatError: the state is malformed.
+    """
+    optimizer = parse_torch_optimizer(state.get("optimizer_state_dict", state), path)
+    is_flat = "fp32_groups_flat" in state
+    masters = state.get("fp32_groups_flat" if is_flat else "fp32_groups") or ()
+    if not is_flat and isinstance(masters, (list, tuple)):
+        masters = [master for group in masters for master in group]
+    masters = tuple(master for master in masters if isinstance(master, StoredArray))
+    if len(masters) not in (0, len(optimizer.states)):
+        raise FormatError(
+            f"{path}: the optimizer has {len(masters)} weights and {len(optimizer.states)} "
+            "states: the file is damaged, or of an unsupported version of DeepSpeed: copy it "
+            "again from an intact source, or save again with a supported version"
+        )
+    return replace(optimizer, masters=masters, partition_counts=(1,) * len(masters) * is_flat)
 
 
 def require_arrays(value: object, path: str) -> dict[str, StoredArray]:
@@ -234,83 +241,24 @@ def require_arrays(value: object, path: str) -> dict[str, StoredArray]:
     return arrays
 
 
-def _parse_zero_1_2(
-    value: Mapping[str, Any], path: str, optimizer_type: str | None
-) -> OptimizerState:
-    state = _convert(value, _Zero12State, path, "optimizer state of ZeRO 1 or 2")
-    masters = _parse_masters(state.single_partition_of_fp32_groups, path)
-    base = state.base_optimizer_state
-    hyperparameters: tuple[Mapping[str, Any], ...] | None = None
-    states: tuple[ParameterState, ...]
-    if isinstance(base, dict):
-        optimizer = parse_torch_optimizer(base, path)
-        states = optimizer.states
-        hyperparameters = _require_count(
-            optimizer.hyperparameters, masters, "hyperparameters", path
-        )
-    else:
-        states = tuple(_flatten_state(each, path) for each in base)
-        if (step := state.base_optimizer_state_step) is not None:
-            states = tuple({"step": _require_number("step", step, path), **each} for each in states)
-    slices = state.param_slice_mappings
-    return OptimizerState(
-        path=path,
-        optimizer_type=optimizer_type,
-        zero_3=False,
-        masters=masters,
-        states=_require_count(states, masters, "states", path),
-        hyperparameters=hyperparameters,
-        param_groups=tuple(range(len(masters))),
-        partition_counts=_require_count(
-            state.partition_count or [0] * len(masters), masters, "partition counts", path
-        ),
-        paddings=state.param_alignment_paddings,
-        slices=None if slices is None else [_parse_slices(each, path) for each in slices],
-        values=select_loss_scaling_values(value),
-    )
-
-
-def _parse_zero_3(
-    value: Mapping[str, Any], path: str, optimizer_type: str | None
-) -> OptimizerState:
-    if value.get("ds_zero_partition_groups"):
-        raise FormatError(
-            f"{path}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
-            "checkpoint with DeepSpeed's ds_to_universal, and open the result"
-        )
-    state = _convert(value, _Zero3State, path, "optimizer state of ZeRO 3")
-    masters = _parse_masters(state.fp32_flat_groups, path)
-    optimizer = parse_torch_optimizer(state.optimizer_state_dict, path)
-    count = state.partition_count
-    return OptimizerState(
-        path=path,
-        optimizer_type=optimizer_type,
-        zero_3=True,
-        masters=masters,
-        states=_require_count(optimizer.states, masters, "states", path),
-        hyperparameters=optimizer.hyperparameters,
-        param_groups=optimizer.param_groups,
-        partition_counts=(count if type(count) is int and count > 0 else 0,) * len(masters),
-        values=select_loss_scaling_values(value),
-    )
-
-
-def parse_torch_optimizer(value: object, path: str) -> TorchOptimizer:
-    """Parse an optimizer's `state_dict`.
+def parse_torch_optimizer(value: object, path: str) -> OptimizerState:
+    """Parse the `state_dict` of a torch optimizer.
 
     Raises:
         FormatError: it is malformed.
     """
-    optimizer = _convert(value, _TorchOptimizerFile, path, "state of an optimizer")
+    optimizer = _convert(value, dict[str, Any], path, "state of an optimizer")
+    state = _convert_entry(optimizer, "state", dict[int, Any], path)
     states, hyperparameters, param_groups = [], [], []
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index in _convert(group, _ParamGroup, path, "param group of an optimizer").params:
-            states.append(_flatten_state(optimizer.state.get(index, {}), path))
+    groups = _convert_entry(optimizer, "param_groups", list[dict[str, Any]], path)
+    for group_index, group in enumerate(groups):
+        for index in _convert_entry(group, "params", list[int], path):
+            states.append(_flatten_state(state.get(index, {}), path))
             param_groups.append(group_index)
         hyperparameters.append(
             {key: each for key, each in group.items() if key not in ("params", "param_names")}
         )
-    return TorchOptimizer(tuple(states), tuple(hyperparameters), tuple(param_groups))
+    return OptimizerState(path, tuple(states), tuple(hyperparameters), tuple(param_groups))
 
 
 def select_loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, Any]:
@@ -388,14 +336,17 @@ def _require_number(key: str, value: object, path: str) -> Number:
 
 
 def _require_count(
-    items: Sequence[T], masters: Sequence[object], contents: str, path: str
-) -> tuple[T, ...]:
+    items: Sequence[object], masters: Sequence[object], contents: str, path: str
+) -> None:
     if len(items) != len(masters):
         raise FormatError(
             f"{path}: it has {contents} of {len(items)} groups, but weights of {len(masters)}: "
             "copy the file again from an intact source, or save with a supported DeepSpeed"
         )
-    return tuple(items)
+
+
+def _convert_entry(values: Mapping[str, Any], key: str, target_type: Any, path: str) -> Any:
+    return _convert(values.get(key), target_type, path, f"{key} of an optimizer")
 
 
 def _convert(value: object, target_type: type[T], path: str, contents: str) -> T:

@@ -222,7 +222,7 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
                 add_scalars(builder, list(group), STEP, [step])
             elif isinstance(step, (int, float)):
                 add_number(builder, list(group), STEP, step)
-            param_groups.append(ParamGroup(tuple(group), optimizer.hyperparameters[index]))
+            param_groups.append(ParamGroup(tuple(group), (optimizer.hyperparameters or ())[index]))
     add_param_groups(builder, param_groups)
     for key, item in select_loss_scaling_values(settings).items():
         if item is not None:

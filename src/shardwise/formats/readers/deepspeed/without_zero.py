@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
@@ -23,10 +22,10 @@ from shardwise.formats.readers.deepspeed.states import (
     ModelState,
     OptimizerState,
     Shape,
-    parse_torch_optimizer,
+    parse_undivided_optimizer,
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule
-from shardwise.formats.readers.deepspeed.zero import MASTER, FlatGroup, find_flat_groups
+from shardwise.formats.readers.deepspeed.zero import MASTER, find_flat_groups
 
 MOST_PREFIXES = 10_000
 """The limit of what `assign_by_shape` remembers for each parameter."""
@@ -53,102 +52,55 @@ def add_undivided_optimizer(
     """
     if any(state.optimizer is None for state in states):
         return
-    ranks = [_UndividedOptimizer(state.optimizer or {}, state.path) for state in states]
+    ranks = [parse_undivided_optimizer(each.optimizer or {}, each.path) for each in states]
     first = ranks[0]
-    group_names = first.infer_group_names(parameters)
+    group_names = _infer_group_names(first, parameters)
     if group_names is None:
         builder.left_out.append(
             "optimizer.*: the checkpoint does not name the optimizer's parameters, and their "
             "shapes are ambiguous: load it with DeepSpeed, and save it with sw.save"
         )
         return
-    names = [name for group in group_names for name in group]
-    if first.is_flat:
-        shards = [list(rank.to_flat_groups(group_names, parameters)) for rank in ranks]
+    if first.partition_counts:  # flat, as under ZeRO 1 with a single data-parallel rank
+        shapes = [{name: parameters[name] for name in group} for group in group_names]
+        shards = [find_flat_groups(shapes, [each], data_before_experts=False) for each in ranks]
         for groups in zip(*shards, strict=True):
             add_flat_group(builder, groups, place)
     else:
-        _add_parameters(builder, ranks, names, place)
+        _add_parameters(builder, ranks, [name for group in group_names for name in group], place)
     add_param_groups(
         builder,
         [
             ParamGroup(tuple(group), hyperparameters)
-            for group, hyperparameters in zip(group_names, first.hyperparameters, strict=True)
+            for group, hyperparameters in zip(group_names, first.hyperparameters or (), strict=True)
         ],
     )
 
 
-class _UndividedOptimizer:
-    """The state of an optimizer on one rank: torch's own, or DeepSpeed's wrapper around it.
-
-    Attributes:
-        path: the path of the file, for messages.
-        states: the state of each parameter, or of each flat group.
-        hyperparameters: the hyperparameters of each param group.
-        param_groups: for each parameter, the index of its param group.
-        is_flat: whether DeepSpeed flattened the parameters of each group together.
-        masters: the master weights, as `states`; empty if there are none.
-    """
-
-    def __init__(self, state: Mapping[Any, Any], path: str) -> None:
-        self.path = path
-        optimizer = parse_torch_optimizer(state.get("optimizer_state_dict", state), path)
-        self.states = optimizer.states
-        self.hyperparameters = optimizer.hyperparameters
-        self.param_groups = optimizer.param_groups
-        self.is_flat = "fp32_groups_flat" in state
-        masters = state.get("fp32_groups_flat" if self.is_flat else "fp32_groups") or ()
-        if not self.is_flat and isinstance(masters, (list, tuple)):
-            masters = [master for group in masters for master in group]
-        self.masters = tuple(master for master in masters if isinstance(master, StoredArray))
-        if len(self.masters) not in (0, len(self.states)):
-            raise FormatError(
-                f"{path}: the optimizer has {len(self.masters)} weights and {len(self.states)} "
-                "states: the file is damaged, or of an unsupported version of DeepSpeed: copy it "
-                "again from an intact source, or save again with a supported version"
-            )
-
-    def infer_group_names(self, parameters: Mapping[str, Shape]) -> list[list[str]] | None:
-        """Return the names in each param group, if the shapes determine them."""
-        if self.is_flat:
-            size = sum(math.prod(shape) for shape in parameters.values())
-            has_all = len(self.masters) == 1 and self.masters[0].shape == (size,)
-            return [list(parameters)] if has_all and len(self.hyperparameters) == 1 else None
-        groups: list[list[Shape]] = [[] for _ in self.hyperparameters]
-        for index, group in enumerate(self.param_groups):
-            shape = self._shape_of(index)
-            if shape is None:
-                return None
-            groups[group].append(shape)
-        return assign_by_shape(list(parameters.items()), groups)
-
-    def _shape_of(self, index: int) -> Shape | None:
-        if self.masters:
-            return self.masters[index].shape
-        shapes = [a.shape for a in self.states[index].values() if isinstance(a, StoredArray)]
-        return max(shapes, key=len, default=None)
-
-    def to_flat_groups(
-        self, group_names: Sequence[Sequence[str]], parameters: Mapping[str, Shape]
-    ) -> Iterator[FlatGroup]:
-        """Return the flat groups in the form of ZeRO 1 on a single data-parallel rank."""
-        state = OptimizerState(
-            path=self.path,
-            zero_3=False,
-            masters=self.masters,
-            states=self.states,
-            hyperparameters=self.hyperparameters,
-            param_groups=self.param_groups,
-            partition_counts=(1,) * len(self.masters),
-            values={},
-        )
-        shapes = [{name: parameters[name] for name in group} for group in group_names]
-        return find_flat_groups(shapes, [state], data_before_experts=False)
+def _infer_group_names(
+    optimizer: OptimizerState, parameters: Mapping[str, Shape]
+) -> list[list[str]] | None:
+    """Return the names in each param group, if the shapes determine them."""
+    groups: list[list[Shape]] = [[] for _ in optimizer.hyperparameters or ()]
+    if optimizer.partition_counts:
+        size = sum(math.prod(shape) for shape in parameters.values())
+        has_all = [master.shape for master in optimizer.masters] == [(size,)]
+        return [list(parameters)] if has_all and len(groups) == 1 else None
+    for index, (group, state) in enumerate(
+        zip(optimizer.param_groups, optimizer.states, strict=True)
+    ):
+        shapes = [array.shape for array in state.values() if isinstance(array, StoredArray)]
+        if optimizer.masters:
+            shapes = [optimizer.masters[index].shape]
+        if not shapes:
+            return None
+        groups[group].append(max(shapes, key=len))
+    return assign_by_shape(list(parameters.items()), groups)
 
 
 def _add_parameters(
     builder: Builder,
-    ranks: Sequence[_UndividedOptimizer],
+    ranks: Sequence[OptimizerState],
     names: Sequence[str],
     place: PlacementRule,
 ) -> None:

@@ -1,9 +1,8 @@
-"""How ZeRO divides parameters among ranks: flat groups, their ranges, and the boxes of these.
+"""How ZeRO divides parameters among ranks: flat groups, and the ranges that each rank holds.
 
 ZeRO 1 and 2 put the parameters of a group end to end and cut the result into equal partitions
 (`ranges_of_partitions`). ZeRO 3 cuts every parameter into equal slices (`ranges_of_slices`).
-`find_flat_groups` computes these ranges from the files of all ranks. `boxes_of_flat_ranges` turns
-them into boxes.
+`find_flat_groups` computes these ranges from the files of all ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import NamedTuple
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
-from shardwise.layout import boxes_of_ranges
-from shardwise.layout.columns import Int
 
 MASTER = ""
 """The key of the master weights among the keys of the optimizer's state."""
@@ -27,48 +23,21 @@ MOMENTUM = "momentum_buffer"
 _EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)")
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRanges:
-    """Ranges of flattened parameters, in columns of n rows.
-
-    Elements `start:stop` of the parameter with index `parameter` lie in the flat array of rank
-    `rank`, from its element `flat_start`.
-    """
-
-    parameter: Int
-    rank: Int
-    start: Int
-    stop: Int
-    flat_start: Int
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBoxes:
-    """Boxes of parameters, in columns of n rows.
-
-    A box lies in the flat array of rank `rank`, from its element `flat_start`.
-    """
-
-    parameter: Int
-    rank: Int
-    flat_start: Int
-    offset: Int
-    shape: Int
-
-
-@dataclass(frozen=True, slots=True)
-class FlatArray:
-    """A flat array that is divided among ranks.
+class FlatRange(NamedTuple):
+    """Elements `start:stop` of a flattened parameter, in the flat array of a rank.
 
     Attributes:
-        dtype: torch's name.
-        file: for each rank, the name of its file.
-        start: for each rank, the offset of its part in the file, in bytes.
+        parameter: the index of the parameter.
+        rank: the rank.
+        start, stop: elements of the parameter.
+        position: the first of them in the flat array of the rank.
     """
 
-    dtype: str
-    file: tuple[str, ...]
-    start: Int
+    parameter: int
+    rank: int
+    start: int
+    stop: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +46,8 @@ class FlatGroup:
 
     Attributes:
         names, shapes: the parameters, in the order in which they were flattened.
-        ranges: the division of the parameters among the ranks.
-        flat: for each key of the optimizer's state, the flat arrays. The key `MASTER` has the
-            weights.
+        dtypes: the dtype of each key of the optimizer's state. The key `MASTER` has the weights.
+        arrays: for each key, the ranges of the parameters that ranks hold, and their arrays.
         scalars: for each key, the 0-d tensors of all ranks.
         numbers: for each key, the plain number of the first rank.
         param_group: the index of the param group that has the hyperparameters.
@@ -88,15 +56,17 @@ class FlatGroup:
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    ranges: FlatRanges
-    flat: Mapping[str, FlatArray]
+    dtypes: Mapping[str, str]
+    arrays: Mapping[str, Sequence[tuple[FlatRange, StoredArray]]]
     scalars: Mapping[str, tuple[StoredArray, ...]]
     numbers: Mapping[str, Number]
     param_group: int
     left_out: tuple[str, ...]
 
 
-def ranges_of_partitions(sizes: Int, paddings: Int, ranks: int, partition: int) -> FlatRanges:
+def ranges_of_partitions(
+    sizes: Sequence[int], paddings: Sequence[int], ranks: int, partition: int
+) -> list[FlatRange]:
     """Return the ranges of ZeRO 1 and 2, which cut a group into partitions of equal length.
 
     Args:
@@ -108,26 +78,26 @@ def ranges_of_partitions(sizes: Int, paddings: Int, ranks: int, partition: int) 
     Raises:
         FormatError: the partitions are too short for the parameters.
     """
-    begin = np.cumsum(sizes + paddings) - sizes - paddings
-    end = begin + sizes
-    if len(sizes) and end[-1] > ranks * partition:
-        raise FormatError(
-            f"{ranks} partitions of {partition} elements are too short for parameters of {end[-1]} "
-            "elements: the files are from different saves: copy all files of one save"
-        )
-    parameter = np.flatnonzero(sizes)
-    begin, end = begin[parameter], end[parameter]
-    first = begin // max(partition, 1)
-    count = (end - 1) // max(partition, 1) - first + 1
-    row = np.repeat(np.arange(len(parameter)), count)
-    rank = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    low = np.maximum(begin[row], rank * partition)
-    high = np.minimum(end[row], (rank + 1) * partition)
-    start = low - begin[row]
-    return FlatRanges(parameter[row], rank, start, start + high - low, low - rank * partition)
+    ranges = []
+    begin = 0
+    for parameter, (size, padding) in enumerate(zip(sizes, paddings, strict=True)):
+        if begin + size > ranks * partition:
+            raise FormatError(
+                f"{ranks} partitions of {partition} elements are too short for parameters of "
+                f"{sum(sizes) + sum(paddings[:-1])} elements: the files are from different saves: "
+                "copy all files of one save"
+            )
+        start = 0
+        while start < size:
+            rank, position = divmod(begin + start, partition)
+            stop = min(size, start + partition - position)
+            ranges.append(FlatRange(parameter, rank, start, stop, position))
+            start = stop
+        begin += size + padding
+    return ranges
 
 
-def ranges_of_slices(sizes: Int, ranks: int) -> FlatRanges:
+def ranges_of_slices(sizes: Sequence[int], ranks: int) -> list[FlatRange]:
     """Return the ranges of ZeRO 3, which cuts each parameter into slices of equal length.
 
     A rank has its slices of all parameters end to end.
@@ -136,33 +106,32 @@ def ranges_of_slices(sizes: Int, ranks: int) -> FlatRanges:
         sizes: elements of each parameter.
         ranks: the number of ranks.
     """
-    lengths = -(-sizes // ranks)
-    slice_starts = np.cumsum(lengths) - lengths
-    parameter = np.repeat(np.arange(len(sizes)), ranks)
-    rank = np.tile(np.arange(ranks), len(sizes))
-    start = np.minimum(rank * lengths[parameter], sizes[parameter])
-    stop = np.minimum(start + lengths[parameter], sizes[parameter])
-    columns = (parameter, rank, start, stop, slice_starts[parameter])
-    return FlatRanges(*(column[start < stop] for column in columns))
+    ranges = []
+    position = 0
+    for parameter, size in enumerate(sizes):
+        length = -(-size // ranks)
+        for rank, start in zip(range(ranks), range(0, size, length or 1), strict=False):
+            stop = min(start + length, size)
+            ranges.append(FlatRange(parameter, rank, start, stop, position))
+        position += length
+    return ranges
 
 
-def boxes_of_flat_ranges(ranges: FlatRanges, shapes: Int) -> FlatBoxes:
-    """Return the boxes that ranges consist of.
+def ranges_in_whole_parameters(
+    ranges: Sequence[FlatRange], sizes: Sequence[int]
+) -> list[FlatRange]:
+    """Return the ranges of DeepSpeed's own Muon under ZeRO 1 and 2, which needs whole matrices.
 
-    Args:
-        shapes: `(parameters, D)`, the shapes of the parameters, padded on the right with 1.
+    A rank has the momentum of all parameters of which it has a part, one after the other. Of
+    these, a rank's own range of each parameter is read.
     """
-    boxes = boxes_of_ranges(shapes[ranges.parameter], ranges.start, ranges.stop)
-    row = boxes.range_index
-    flat_start = ranges.flat_start[row] + boxes.first - ranges.start[row]
-    return FlatBoxes(ranges.parameter[row], ranges.rank[row], flat_start, boxes.offset, boxes.shape)
-
-
-def compute_minimum_lengths(ranges: FlatRanges, ranks: int) -> Int:
-    """Return, for each rank, the least number of elements that its flat array must have."""
-    minimum_lengths = np.zeros(ranks, np.int64)
-    np.maximum.at(minimum_lengths, ranges.rank, ranges.flat_start + ranges.stop - ranges.start)
-    return minimum_lengths
+    ends: dict[int, int] = {}
+    moved = []
+    for each in ranges:
+        begin = ends.get(each.rank, 0)
+        ends[each.rank] = begin + sizes[each.parameter]
+        moved.append(each._replace(position=begin + each.start))
+    return moved
 
 
 def find_flat_groups(
@@ -241,24 +210,32 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
         }
         for state in states
     ]
+    sizes = [math.prod(shape) for shape in shapes.values()]
     ranges = _find_ranges(index, shapes, states)
-    minimum_lengths = compute_minimum_lengths(ranges, len(states)).tolist()
-    flat, scalars, left_out = {}, {}, []
-    momentum = _join_momentum_of_parameters(ranges, shapes, arrays_of_ranks)
+    moved = ranges_in_whole_parameters(ranges, sizes)
+    totals = [sum(sizes[r.parameter] for r in ranges if r.rank == i) for i in range(len(states))]
+    dtypes, flat, scalars, left_out = {}, {}, {}, []
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
-        parts = [arrays[key] for arrays in arrays_of_ranks if key in arrays]
-        complete = len(parts) == len(states)
-        if key == MOMENTUM and momentum is not None:
-            flat[key] = momentum
-        elif complete and all(len(part.shape) == 0 for part in parts):
-            scalars[key] = tuple(parts)
-        elif (
-            complete
-            and all(map(_is_flat_array, parts, minimum_lengths))
-            and (key != MOMENTUM or _are_partitions(parts, states, index))
+        arrays = [each.get(key) for each in arrays_of_ranks]
+        held = [array for array in arrays if array is not None]
+        lengths = [(0,) if array is None else array.shape for array in arrays]
+        is_moved = key == MOMENTUM and lengths == [(total,) for total in totals]
+        is_whole = len(held) == len(states)
+        if is_whole and all(length == () for length in lengths):
+            scalars[key] = tuple(held)
+        elif is_moved or (
+            is_whole
+            and _are_flat(held, ranges)
+            and (key != MOMENTUM or _are_partitions(held, states, index))
         ):
-            label = f"{key or 'weights'} of parameter group {index}"
-            flat[key] = _join_flat_parts(parts, f"{first.path}: {label}")
+            dtypes[key] = _require_one_dtype(
+                held, f"{first.path}: {key or 'weights'} of parameter group {index}"
+            )
+            flat[key] = [
+                (each, array.part((each.position,), (each.stop - each.start,)))
+                for each in (moved if is_moved else ranges)
+                if (array := arrays[each.rank]) is not None
+            ]
         elif key == MASTER:
             raise FormatError(
                 f"{first.path}: the weights of parameter group {index} have fewer elements than "
@@ -266,15 +243,20 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
                 "one save"
             )
         else:
-            left_out.append(f"optimizer.*.{key} of group {index}: {_reason_for_shape(key)}")
-    numbers = {k: v for k, v in first.states[index].items() if not isinstance(v, StoredArray)}
+            reason = "its shape is not that of the parameters"
+            if key == MOMENTUM:
+                reason += (
+                    ": with elastic_checkpoint, DeepSpeed cuts off a part of Muon's momentum: save "
+                    "without this option"
+                )
+            left_out.append(f"optimizer.*.{key} of group {index}: {reason}")
     return FlatGroup(
         tuple(shapes),
         tuple(shapes.values()),
-        ranges,
+        dtypes,
         flat,
         scalars,
-        numbers,
+        {k: v for k, v in first.states[index].items() if not isinstance(v, StoredArray)},
         first.param_groups[index],
         tuple(left_out),
     )
@@ -284,8 +266,8 @@ def _find_ranges(
     index: int,
     shapes: Shapes,
     states: Sequence[OptimizerState],
-) -> FlatRanges:
-    sizes = np.array([math.prod(shape) for shape in shapes.values()], np.int64)
+) -> list[FlatRange]:
+    sizes = [math.prod(shape) for shape in shapes.values()]
     first = states[0]
     if first.zero_3:
         return ranges_of_slices(sizes, len(states))
@@ -301,15 +283,18 @@ def _find_ranges(
     # rank have the full length, unless the whole group lies in the first partition.
     longest = max(state.masters[index].shape[0] for state in states)
     try:
-        ranges = ranges_of_partitions(sizes, np.array(paddings, np.int64), len(states), longest)
+        ranges = ranges_of_partitions(sizes, paddings, len(states), longest)
     except FormatError as error:
         raise FormatError(f"{first.path}: parameter group {index}: {error}") from error
     _check_recorded_slices(list(shapes), ranges, index, states)
     return ranges
 
 
-def _is_flat_array(array: StoredArray, minimum_length: int) -> bool:
-    return len(array.shape) == 1 and array.stride == (1,) and array.shape[0] >= minimum_length
+def _are_flat(arrays: Sequence[StoredArray], ranges: Sequence[FlatRange]) -> bool:
+    """Return whether arrays have one dimension, and the elements of all ranges."""
+    return all(len(array.shape) == 1 and array.stride == (1,) for array in arrays) and all(
+        arrays[each.rank].shape[0] >= each.position + each.stop - each.start for each in ranges
+    )
 
 
 def _are_partitions(
@@ -320,76 +305,33 @@ def _are_partitions(
     return len({*lengths}) == 1 or lengths == [state.masters[index].shape for state in states]
 
 
-def _reason_for_shape(key: str) -> str:
-    if key != MOMENTUM:
-        return "its shape is not that of the parameters"
-    return (
-        "its shape is not that of the parameters: with elastic_checkpoint, DeepSpeed cuts off a "
-        "part of Muon's momentum, and with parameter_alignment, it is not supported: save without "
-        "these options"
-    )
-
-
-def _join_momentum_of_parameters(
-    ranges: FlatRanges, shapes: Shapes, arrays_of_ranks: Sequence[Mapping[str, StoredArray]]
-) -> FlatArray | None:
-    """Return the momentum of DeepSpeed's own Muon under ZeRO 1 and 2; None if there is none.
-
-    Muon needs whole matrices, so a rank has the momentum of all parameters of which it has a part,
-    one after the other. Of these, a rank's own range of each parameter is read.
-    """
-    rank = ranges.rank
-    arrays = [each.get(MOMENTUM) for each in arrays_of_ranks]
-    sizes = np.array([math.prod(shape) for shape in shapes.values()], np.int64)[ranges.parameter]
-    lengths = np.bincount(rank, sizes, len(arrays)).astype(np.int64).tolist()
-    if [(0,) if each is None else each.shape for each in arrays] != [(n,) for n in lengths]:
-        return None
-    order = np.lexsort((ranges.parameter, rank))
-    first_element = np.cumsum(sizes[order]) - sizes[order]
-    first_element -= (np.cumsum(lengths) - lengths)[rank[order]]
-    shift = first_element + ranges.start[order] - ranges.flat_start[order]
-    shifts = np.zeros(len(arrays), np.int64)
-    shifts[rank[order]] = shift
-    held = [each for each in arrays if each is not None]
-    if any(each.stride != (1,) for each in held):
-        return None
-    if (shifts[rank[order]] != shift).any() or len({each.dtype for each in held}) != 1:
-        return None
-    itemsize = held[0].itemsize
-    start = [0 if each is None else each.start for each in arrays]
-    file = tuple((each or held[0]).file for each in arrays)
-    return FlatArray(held[0].dtype, file, np.array(start) + shifts * itemsize)
-
-
-def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
-    dtypes = {part.dtype for part in parts}
+def _require_one_dtype(arrays: Sequence[StoredArray], label: str) -> str:
+    dtypes = {array.dtype for array in arrays}
     if len(dtypes) != 1:
         raise FormatError(
             f"{label}: the ranks have different dtypes, {', '.join(sorted(dtypes))}: the files are "
             "from different saves: copy all files of one save"
         )
-    file = tuple(part.file for part in parts)
-    return FlatArray(dtypes.pop(), file, np.array([part.start for part in parts], np.int64))
+    return dtypes.pop()
 
 
 def _check_recorded_slices(
-    names: Sequence[str], ranges: FlatRanges, index: int, states: Sequence[OptimizerState]
+    names: Sequence[str],
+    ranges: Sequence[FlatRange],
+    index: int,
+    states: Sequence[OptimizerState],
 ) -> None:
     """Compare the computed ranges with the recorded ranges, if all ranks recorded them."""
     if any(state.slices is None for state in states):
         return
-    indices = {name: i for i, name in enumerate(names)}
     recorded = [
-        (indices.get(name, -1), rank, start, length)
+        (name, rank, start, length)
         for rank, state in enumerate(states)
         for slices in (state.slices or ())[index : index + 1]
         for name, (start, length) in slices.items()
     ]
-    length = ranges.stop - ranges.start
-    computed = np.column_stack([ranges.parameter, ranges.rank, ranges.flat_start, length])
-    order = np.lexsort((computed[:, 1], computed[:, 0]))
-    expected = np.array(sorted(recorded), np.int64).reshape(len(recorded), 4)
-    if not np.array_equal(computed[order], expected):
+    computed = [(names[r.parameter], r.rank, r.position, r.stop - r.start) for r in ranges]
+    if sorted(computed) != sorted(recorded):
         raise FormatError(
             f"{states[0].path}: its param_slice_mappings of group {index} contradict its "
             "param_shapes: files of ranks were renamed, or are from different saves: copy all "
