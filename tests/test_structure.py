@@ -15,11 +15,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 LIMITS = Figures(
     modules=375,
     statements=35100,
-    modules_of_api=125,
-    statements_of_api=10900,
+    modules_of_api=105,
+    statements_of_api=8500,
     record_types=392,
-    names_across_packages=430,
-    names_of_readers=100,
+    names_across_packages=445,  # the ports are used from everywhere
+    names_of_readers=64,
     test_files_with_inner_imports=165,
 )
 """Lower a limit when its figure has fallen."""
