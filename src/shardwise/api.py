@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -24,13 +25,13 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.options import OpenOptions
 from shardwise.loading import LoadOptions, State, load_state, unite_local_states
-from shardwise.manifest.names import MANIFEST, check_name
-from shardwise.opening import find_step_directory, open_any, refuse_as_destination
+from shardwise.manifest.names import check_name
+from shardwise.opening import open_any, refuse_as_destination
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
-from shardwise.store import LocalStore, Store, lock_for_reading, open_store
+from shardwise.store import LocalStore, Store, open_store
 from shardwise.tiers.record import open_with_mirror
 
 if TYPE_CHECKING:
@@ -162,10 +163,10 @@ def load(
     options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
         resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
         staging_bytes=staging_bytes)  # fmt: skip
-    reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-    recorder = Recorder(on_event)
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step)
+    get_store, recorder = partial(open_place, place), Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
-        return load_state(find_store(place, step, ranks), state, options, reading, ranks, recorder)
+        return load_state(get_store, state, options, how, ranks, recorder)
 
 
 @skip_compile
@@ -206,39 +207,25 @@ def open(  # noqa: A001 - shardwise.open
         StateError: an option is invalid, or `step` is given and the place is not a root.
         MismatchError: the specification does not fit the checkpoint.
     """
+    options = OpenOptions(
+        spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step
+    )
+
+    def get_store() -> Store:
+        store = open_place(place)
+        # The same checkpoint is often opened again.
+        return store.with_cached_reads() if isinstance(store, LocalStore) else store
+
     with ExitStack() as cleanup, pause_gc():
-        options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-        choose = find_store(place, step, SoloGroup())
-
-        def get_and_lock_store() -> Store:
-            store = choose()
-            if isinstance(store, LocalStore):  # the same checkpoint is often opened again
-                store = store.with_cached_reads()
-            cleanup.enter_context(lock_for_reading(store, MANIFEST))
-            return store
-
-        store, layout = open_any(get_and_lock_store, SoloGroup(), options=options)
+        store, layout = open_any(get_store, SoloGroup(), cleanup, options)
         lock = cleanup.pop_all()
         return Checkpoint(store, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
 
 
-def find_store(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
-    """Find the checkpoint at a place, on all ranks together.
-
-    Returns:
-        A function that opens the store of the checkpoint: the place itself, or, if the place is the
-        root of a run, the directory of the selected step.
-
-    Raises:
-        ShardwiseError: as for `find_step_directory`.
-    """
-
-    def get_store() -> Store:
-        store = open_store(place)
-        return open_with_mirror(store) if isinstance(place, (str, os.PathLike)) else store
-
-    step_directory = find_step_directory(get_store, step, group)
-    return (lambda: get_store().at(step_directory)) if step_directory else get_store
+def open_place(place: Place) -> Store:
+    """Open the store of a place: a path or URL, with its mirror if it has one, or a store."""
+    store = open_store(place)
+    return open_with_mirror(store) if isinstance(place, (str, os.PathLike)) else store
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from shardwise.api import Index, Place, find_store, resolved_group
+from shardwise.api import Index, Place, open_place, resolved_group
 from shardwise.convert.export import (
     MAX_FILE,
     MAX_MEMORY,
@@ -21,10 +21,9 @@ from shardwise.engine.group import Group
 from shardwise.events import Recorder, Sink
 from shardwise.formats.options import OpenOptions
 from shardwise.formats.specification import Specification
-from shardwise.manifest.names import MANIFEST
 from shardwise.opening import open_any
 from shardwise.retention import Choice
-from shardwise.store import Store, lock_for_reading
+from shardwise.store import Store
 
 
 def export(
@@ -72,41 +71,16 @@ def export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    options = ExportOptions(
-        target=target,
-        to=to,
-        only=only,
-        skip=skip,
-        root=root,
-        dtype=dtype,
-        config=config,
-        verify=verify,
-        max_memory=max_memory,
-        max_file=max_file,
-    )
-    with pause_gc(), resolved_group(group) as ranks:
-        open_options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-        return _export(place, step, options, open_options, ranks, Recorder(on_event))
+    options = ExportOptions(target=target, to=to, only=only, skip=skip, root=root, dtype=dtype,
+        config=config, verify=verify, max_memory=max_memory, max_file=max_file)  # fmt: skip
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step)
+    recorder = Recorder(on_event)
 
+    def get_store() -> Store:
+        options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
+        return open_place(place)
 
-def _export(
-    place: Place,
-    step: Choice,
-    options: ExportOptions,
-    open_options: OpenOptions,
-    group: Group,
-    recorder: Recorder,
-) -> ConversionReport:
-    with ExitStack() as cleanup:
-        choose = find_store(place, step, group)
-
-        def open_and_hold() -> Store:
-            options.check()
-            store = choose()
-            if group.rank == 0:  # rank 0 leaves the export last
-                cleanup.enter_context(lock_for_reading(store, MANIFEST))
-            return store
-
+    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):
-            source, layout = open_any(open_and_hold, group, options.resume_key, open_options)
-        return write_export(options, source, layout, group, recorder)
+            source, layout = open_any(get_store, ranks, cleanup, how, options.resume_key)
+        return write_export(options, source, layout, ranks, recorder)

@@ -14,7 +14,7 @@ from shardwise.adapters import (
 from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.load import LoadReport, largest_reads, plan_reads
+from shardwise.engine.load import LoadReport, plan_reads
 from shardwise.engine.match import Matched, agree_on_match, match_targets
 from shardwise.engine.name_parameters import GROUPS, name_parameters
 from shardwise.engine.per_rank import read_per_rank
@@ -22,9 +22,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.options import OpenOptions
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.names import MANIFEST
 from shardwise.opening import open_any
-from shardwise.plan.load import LoadPlan
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.plugins import find_plugins, load_plugin
 from shardwise.ports.binding import Binding
@@ -41,7 +39,7 @@ from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.overlaps import make_leaves_fillable
 from shardwise.state.selection import Selection
-from shardwise.store import Files, Store, lock_for_reading
+from shardwise.store import Files, Store
 
 State = MutableMapping[str, Any]
 
@@ -94,50 +92,55 @@ def load_state(
     """Load a checkpoint into a state. All ranks call this function together.
 
     Args:
-        get_store: returns the store of the checkpoint. A failure on a rank is raised on all ranks.
-        state: the state to fill.
-        options, open_options: how to load, and how to read the checkpoint.
+        get_store: returns the store of the place. A failure on a rank is raised on all ranks.
+        state, options, open_options: what to fill, how, and how to read the checkpoint.
         group: the ranks.
         recorder: gets an event for each stage.
 
     Raises:
         ShardwiseError: as for `shardwise.load`.
     """
-    verify = options.verify
+    bindings: list[Binding] = []
+
+    def describe() -> Store:
+        options.check()
+        bindings.extend(bind_state(state, allow_pickle=options.allow_pickle))
+        return get_store()
+
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-            store, layout = _open(get_store, options, open_options, group, cleanup)
-        rename = rename_function(options.rename)
-        selection = Selection.from_patterns(options.only, options.skip)
-        layout = _fit_to_target(layout, state, options, rename, selection, group)
-        saved = SavedNames(layout, rename)
-        arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
+            store, layout = open_any(describe, group, cleanup, open_options, options.settings_text)
         with recorder.stage("match"):
-            match = partial(_match_state, state, saved, selection, options)
-            bindings, matched, unexpected = agree_on_match(
-                match, saved, selection, state, group, strict=options.strict
-            )
+            saved, matched, unexpected = _match(layout, bindings, state, options, group)
+        arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("plan"):
-            largest_read = largest_reads(store, layout, arena)
-            planned = run_on_all(
-                group,
-                "planning a load",
-                lambda: plan_reads(matched.leaves, saved, largest_read, arena),
-            )
-            reads = RankReads(planned=planned, store=store, arena=arena, verify=verify)
+            plan = partial(plan_reads, matched.leaves, saved, store, arena)
+            planned = run_on_all(group, "planning a load", plan)
+            reads = RankReads(planned=planned, store=store, arena=arena, verify=options.verify)
             fill = _choose_strategy(group, options.read_once).agree(reads, group, cleanup)
 
-        def read() -> BytesMoved:
+        def read_and_restore() -> BytesMoved:
             with recorder.stage("read"):
                 moved = fill()
             with recorder.stage("restore"):
-                _restore_values(bindings, matched, saved, store, group, verify=verify)
+                _restore_values(bindings, matched, saved, store, group, verify=options.verify)
             return moved
 
-        moved = run_on_all(group, "loading", read)
+        moved = run_on_all(group, "loading", read_and_restore)
         for binding in bindings:
             binding.rebuild_weights()
-    return _report(store, layout, planned.plan, moved, matched, unexpected, bindings, recorder)
+    return LoadReport(
+        path=str(store),
+        step=layout.step,
+        bytes_needed=planned.plan.bytes_needed,
+        bytes_read=moved.read,
+        bytes_received=moved.received,
+        files=len(set(planned.plan.spans.file.tolist())),
+        missing=tuple(matched.missing),
+        unexpected=unexpected,
+        optimizers=_filled_optimizers(bindings, matched),
+        seconds=recorder.seconds(),
+    )
 
 
 def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
@@ -153,86 +156,55 @@ def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
     return ReadTogether(read_once)
 
 
-def _report(
-    store: Files,
+def _filled_optimizers(bindings: Sequence[Binding], matched: Matched) -> tuple[str, ...]:
+    names = (each.name for each in bindings if each.kind == "optimizer")
+    return tuple(name for name in names if matched.counts[name][1] > 0)
+
+
+def _match(
     layout: Layout,
-    plan: LoadPlan,
-    moved: BytesMoved,
-    matched: Matched,
-    unexpected: tuple[str, ...],
     bindings: Sequence[Binding],
-    recorder: Recorder,
-) -> LoadReport:
-    return LoadReport(
-        path=str(store),
-        step=layout.step,
-        bytes_needed=plan.bytes_needed,
-        bytes_read=moved.read,
-        bytes_received=moved.received,
-        files=len(set(plan.spans.file.tolist())),
-        missing=tuple(matched.missing),
-        unexpected=unexpected,
-        optimizers=tuple(
-            each.name
-            for each in bindings
-            if each.kind == "optimizer" and matched.counts[each.name][1] > 0
-        ),
-        seconds=recorder.seconds(),
-    )
-
-
-def _open(
-    get_store: Callable[[], Store],
-    options: LoadOptions,
-    open_options: OpenOptions,
-    group: Group,
-    cleanup: ExitStack,
-) -> tuple[Files, Layout]:
-    """Open the checkpoint, and lock it against removal until `cleanup` closes.
-
-    Rank 0 holds the lock for all ranks: it leaves the load last, once all ranks have read.
-    """
-
-    def get_and_lock_store() -> Store:
-        options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
-        store = get_store()
-        if group.rank == 0:
-            cleanup.enter_context(lock_for_reading(store, MANIFEST))
-        return store
-
-    return open_any(get_and_lock_store, group, options.settings_text, open_options)
-
-
-def _fit_to_target(
-    layout: Layout,
     state: State,
     options: LoadOptions,
-    rename: Callable[[str], str],
-    selection: Selection,
     group: Group,
-) -> Layout:
-    """Name the parameters of optimizers that are saved by position, and apply `resize`."""
-    resizing = Resizing.from_patterns(options.resize, state, group)
+) -> tuple[SavedNames, Matched, tuple[str, ...]]:
+    """Match the state with the checkpoint on all ranks, before any tensor is written.
 
-    def parameter_orders() -> dict[str, ParameterOrder]:
-        saved = SavedNames(layout, rename)
-        found: dict[str, ParameterOrder] = {}
-        for binding in bind_state(state, allow_pickle=options.allow_pickle):
-            order = binding.parameter_order()
-            if order is not None:
-                name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
-                found[name] = resizing.order_with_saved_shapes(order, saved)
-        return found
+    Returns:
+        The contents of the checkpoint, with the names and shapes that the state needs; what matches
+        on this rank; and the unexpected names.
+    """
+    rename = rename_function(options.rename)
+    selection = Selection.from_patterns(options.only, options.skip)
+    resizing = Resizing.from_patterns(options.resize, bindings, group)
+    orders = partial(_parameter_orders, bindings, SavedNames(layout, rename), resizing)
+    layout = name_parameters(layout, orders, group)
+    layout = resizing.apply(layout, SavedNames(layout, rename), selection)
+    saved = SavedNames(layout, rename)
+    match = partial(_match_state, bindings, saved, selection, cast=options.cast)
+    matched, unexpected = agree_on_match(
+        match, saved, selection, state, group, strict=options.strict
+    )
+    return saved, matched, unexpected
 
-    layout = name_parameters(layout, parameter_orders, group)
-    return resizing.apply(layout, SavedNames(layout, rename), selection)
+
+def _parameter_orders(
+    bindings: Sequence[Binding], saved: SavedNames, resizing: Resizing
+) -> dict[str, ParameterOrder]:
+    """Return the parameters of each optimizer in order, by the optimizer's name when saved."""
+    found: dict[str, ParameterOrder] = {}
+    for binding in bindings:
+        order = binding.parameter_order()
+        if order is not None:
+            name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
+            found[name] = resizing.order_with_saved_shapes(order, saved)
+    return found
 
 
 def _match_state(
-    state: State, saved: SavedNames, selection: Selection, options: LoadOptions
-) -> tuple[list[Binding], Matched]:
-    """Bind the values of the state on this rank, and match them with the checkpoint."""
-    bindings = bind_state(state, allow_pickle=options.allow_pickle)
+    bindings: Sequence[Binding], saved: SavedNames, selection: Selection, *, cast: bool
+) -> Matched:
+    """Match the values of the state on this rank with the checkpoint."""
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = unite_local_states(parts)
     targets.tensors = make_leaves_fillable(targets.tensors)
@@ -242,7 +214,7 @@ def _match_state(
             names_by_owner[binding.name] = [leaf.name for leaf in part.tensors]
         elif binding.kind == "optimizer":
             names_by_owner[binding.name] = [*part.names()]
-    return bindings, match_targets(targets, saved, selection, names_by_owner, cast=options.cast)
+    return match_targets(targets, saved, selection, names_by_owner, cast=cast)
 
 
 def unite_local_states(parts: Iterable[LocalState]) -> LocalState:

@@ -9,7 +9,8 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.engine.exchange import exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
@@ -34,7 +35,18 @@ from shardwise.manifest.names import (
 )
 from shardwise.manifest.validate import layout_in
 from shardwise.retention import Choice, choose_step, parse_choice
-from shardwise.store import Files, Store, exists, is_file, name_of, parent_of
+from shardwise.store import (
+    Files,
+    Store,
+    exists,
+    is_file,
+    lock_for_reading,
+    name_of,
+    parent_of,
+)
+
+if TYPE_CHECKING:
+    from shardwise.formats.specification import Specification
 
 MOST_STEPS_EXAMINED = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -46,34 +58,34 @@ log = logging.getLogger("shardwise")
 def open_any(
     get_store: Callable[[], Store],
     group: Group,
-    settings_text: str = "",
+    cleanup: ExitStack,
     options: OpenOptions = DEFAULT_OPTIONS,
+    settings_text: str = "",
 ) -> tuple[Files, Layout]:
     """Open the checkpoint at a place on all ranks together. It may be a foreign checkpoint.
 
-    Rank 0 reads the manifest, or the layout of the foreign files. Every rank checks the result.
+    Rank 0 chooses the step if the place is the root of a run, and reads the manifest, or the layout
+    of the foreign files. Every rank checks the result.
 
     Args:
         get_store: returns the store of the place. A failure on one rank is raised on all ranks.
         group: the ranks.
-        settings_text: further settings, as text. If they differ between ranks, an error shows them.
+        cleanup: holds the checkpoint, on rank 0 for all ranks: it is not removed until `cleanup`
+            closes.
         options: the options for reading the checkpoint.
+        settings_text: further settings, as text, which must be equal on all ranks.
 
     Returns:
         The files of the checkpoint, and their layout.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        FormatError: the manifest is invalid, or the format is unknown.
-        MismatchError: the ranks open different places or use different options, or the
-            specification does not fit the checkpoint.
+        ShardwiseError: as for `shardwise.open`; or ranks pass different arguments.
     """
-
     own: Layout | None = None
 
     def make_message() -> tuple[Store, bytes]:
-        store = get_store()
-        return store, f"{store} {settings_text}".encode()
+        store, choice = get_store(), parse_choice(options.step)
+        return store, f"{store}, step={choice!r} {settings_text}".encode()
 
     def make_reply(store: Store, messages: list[bytes]) -> bytes:
         nonlocal own
@@ -82,27 +94,33 @@ def open_any(
             "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
             "ranks:",
         )
-        manifest = _find_manifest(store)
-        if manifest is not None:
-            return manifest
-        own = _read_foreign(store, options)
-        return _encode_foreign(own) if group.size > 1 else b""
+        directory = _choose_step_directory(store, parse_choice(options.step))
+        store = store.at(directory) if directory else store
+        cleanup.enter_context(lock_for_reading(store, MANIFEST))
+        description = _find_manifest(store)
+        if description is None:
+            own = _read_foreign(store, options)
+            description = _encode_foreign(own) if group.size > 1 else b""
+        return directory.encode() + b"\n" + description
 
     store, reply = exchange_with_local_value(
         group, "opening a checkpoint", make_message, make_reply
     )
-    files: Files = store
-    if own is not None or reply.startswith(INDEX_MAGIC):
-        files, layout = _check_foreign(store, reply if own is None else own)
-    else:
-        layout = open_manifest(store, reply)
+    directory, _, description = reply.partition(b"\n")
+    store = store.at(directory.decode()) if directory else store
+    files, layout = _check(store, description if own is None else own)
     for name, file in layout.missing_files.items() if group.rank == 0 else ():
-        log.warning("%s: the file %s is missing, so %s cannot be loaded", store, file, name)
-    if options.spec is not None and options.spec.files is None:
-        from shardwise.formats.remap import remap
+        log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
+    return files, layout if options.spec is None else _remap(files, layout, options.spec)
 
-        layout = remap(str(store), layout, options.spec.rules, options.spec.sizes)
-    return files, layout
+
+def _remap(files: Files, layout: Layout, spec: Specification) -> Layout:
+    """Apply a specification of global tensors."""
+    from shardwise.formats.remap import remap
+
+    if spec.files is not None:
+        return layout  # the layout is what the specification says of the files
+    return remap(str(files), layout, spec.rules, spec.sizes)
 
 
 def _find_manifest(store: Store) -> bytes | None:
@@ -131,14 +149,20 @@ def _encode_foreign(layout: Layout) -> bytes:
     return encode_index(layout)
 
 
-def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
-    """Check the layout of a foreign checkpoint, which may be encoded."""
+def _check(store: Store, described: bytes | Layout) -> tuple[Files, Layout]:
+    """Check a layout, and return it with the files that it describes.
+
+    Args:
+        described: a manifest; or the layout of a foreign checkpoint, which may be encoded.
+    """
+    if isinstance(described, bytes) and not described.startswith(INDEX_MAGIC):
+        return store, open_manifest(store, described)
     from shardwise.formats.index import decode_index
     from shardwise.formats.opening import check_layout
 
-    if isinstance(layout, bytes):
-        layout = decode_index(layout, str(store))
-    return check_layout(store, layout)
+    if isinstance(described, bytes):
+        described = decode_index(described, str(store))
+    return check_layout(store, described)
 
 
 def read_manifest(store: Store) -> bytes:
@@ -206,39 +230,8 @@ def _describe_missing(store: Store) -> str:
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 
-def find_step_directory(get_store: Callable[[], Store], choice: Choice, group: Group) -> str:
-    """Return the name of the directory of a step, if a place is the root of a run, or "".
-
-    All ranks call this function together.
-
-    Args:
-        get_store: returns the store of the place. A failure on one rank is raised on all ranks.
-        choice: the selected step.
-        group: the ranks.
-
-    Raises:
-        CheckpointNotFoundError: the root has no such checkpoint.
-        MismatchError: the ranks select different steps.
-        StateError: a step is selected, but the place is not the root of a run.
-    """
-
-    def make_message() -> tuple[Store, bytes]:
-        store = get_store()
-        return store, f"{store}, step={parse_choice(choice)!r}".encode()
-
-    def make_reply(store: Store, messages: list[bytes]) -> bytes:
-        places = [each.decode() for each in messages]
-        require_equal(
-            places, "ranks do not open the same checkpoint; pass the same path and step= on all:"
-        )
-        return _choose_step_directory(store, parse_choice(choice)).encode()
-
-    return exchange_with_local_value(group, "choosing a checkpoint", make_message, make_reply)[
-        1
-    ].decode()
-
-
 def _choose_step_directory(store: Store, choice: Choice) -> str:
+    """Return the name of the directory of a step, if a place is the root of a run, or ""."""
     try:
         names = store.list()
     except NotADirectoryError:
@@ -264,7 +257,7 @@ def open_foreign(
     if not _may_be_foreign(store):
         return None
     try:
-        return _check_foreign(store, _read_foreign(store, options))
+        return _check(store, _read_foreign(store, options))
     except CheckpointNotFoundError:
         return None
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import msgspec
 
-from shardwise.adapters import bind_state
 from shardwise.adapters.values import TensorBinding
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange
@@ -17,6 +16,7 @@ from shardwise.engine.group import Group
 from shardwise.errors import MismatchError, StateError
 from shardwise.manifest.layout import Layout
 from shardwise.plan.name_lookup import SavedNames
+from shardwise.ports.binding import Binding
 from shardwise.state.leaves import ParameterOrder
 from shardwise.state.selection import Selection
 
@@ -53,13 +53,13 @@ class Resizing:
 
     @classmethod
     def from_patterns(
-        cls, resize: Mapping[str, str], state: MutableMapping[str, object], group: Group
+        cls, resize: Mapping[str, str], bindings: Sequence[Binding], group: Group
     ) -> Resizing:
         """Find the tensors that match the patterns of `resize`. All ranks call this together.
 
         Args:
             resize: maps shell patterns of names to `"keep-common"`; the same on all ranks.
-            state: the state to fill.
+            bindings: the bindings of the state to fill.
             group: the ranks.
 
         Raises:
@@ -71,7 +71,7 @@ class Resizing:
 
         def make_message() -> bytes:
             _check_patterns(resize)
-            return msgspec.msgpack.encode(_find_targets(resize, state))
+            return msgspec.msgpack.encode(_find_targets(resize, bindings))
 
         def make_reply(messages: list[bytes]) -> bytes:
             found: dict[str, ResizeTarget] = {}
@@ -187,13 +187,12 @@ def _check_patterns(resize: object) -> None:
 
 
 def _find_targets(
-    patterns: Mapping[str, str], state: MutableMapping[str, object]
+    patterns: Mapping[str, str], bindings: Sequence[Binding]
 ) -> tuple[dict[str, ResizeTarget], list[str]]:
     """Return this rank's tensors that match a pattern, and the names of its optimizers.
 
     The result includes the tensors that are tied to a matching tensor.
     """
-    bindings = bind_state(state, allow_pickle=True)
     leaves = [
         (binding.name, leaf)
         for binding in bindings

@@ -111,14 +111,14 @@ class PlannedLoad:
 
 
 def plan_reads(
-    leaves: Sequence[TensorLeaf], saved: SavedNames, largest_read: Int, arena: Arena
+    leaves: Sequence[TensorLeaf], saved: SavedNames, store: Files, arena: Arena
 ) -> PlannedLoad:
     """Plan the reads that fill some tensors.
 
     Args:
         leaves: the tensors.
         saved: the contents of the checkpoint.
-        largest_read: the longest read of each file; see `largest_reads`.
+        store: the files of the checkpoint.
         arena: the buffers to read through.
 
     Raises:
@@ -148,7 +148,10 @@ def plan_reads(
         layout.pieces.offset.shape[1],
     )
     plan = plan_load(
-        layout, columns, largest_read=largest_read, largest_gap=arena.transfer.largest_gap
+        layout,
+        columns,
+        largest_read=largest_reads(store, layout, arena),
+        largest_gap=arena.transfer.largest_gap,
     )
     return PlannedLoad(layout, leaves, targets, plan)
 
@@ -296,7 +299,7 @@ def read_leaves(
         StateError: a tensor has no memory.
         CorruptionError: bytes differ from the saved bytes.
     """
-    planned = plan_reads(leaves, saved, largest_reads(store, saved.layout, arena), arena)
+    planned = plan_reads(leaves, saved, store, arena)
     fill_alone(planned, store, arena, verify=verify)
 
 

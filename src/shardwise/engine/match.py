@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.exchange import LocalValue, exchange_with_local_value
+from shardwise.engine.exchange import exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.rename_hints import (
     suggest_key,
@@ -146,19 +146,18 @@ def _describe_mismatch(
 
 
 def agree_on_match(
-    match: Callable[[], tuple[LocalValue, Matched]],
+    match: Callable[[], Matched],
     saved: SavedNames,
     selection: Selection,
     keys: Collection[str],
     group: Group,
     *,
     strict: bool,
-) -> tuple[LocalValue, Matched, tuple[str, ...]]:
+) -> tuple[Matched, tuple[str, ...]]:
     """Match the targets on every rank, and combine the results before any target is written.
 
     Args:
-        match: matches this rank's targets. Returns any value, which this function also returns, and
-            the result.
+        match: matches this rank's targets. A failure on one rank is raised on all ranks.
         saved: the contents of the checkpoint.
         selection: the names that are loaded. Other names are never unexpected.
         keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
@@ -167,7 +166,7 @@ def agree_on_match(
         strict: raise if names are missing or unexpected.
 
     Returns:
-        The value that `match` returned first, the result of this rank, and the unexpected names.
+        The result of this rank, and the unexpected names.
 
     Raises:
         MismatchError: a target does not match; names are missing or unexpected, and `strict` is
@@ -176,8 +175,8 @@ def agree_on_match(
     """
     names = list(saved.all_names())
 
-    def make_message() -> tuple[tuple[LocalValue, Matched], bytes]:
-        extra, found = match()
+    def make_message() -> tuple[Matched, bytes]:
+        found = match()
         saved_keys = {saved.saved_name(key) for key in keys}
         claimed = np.array([n in found.claimed or not selection.selects(n) for n in names], bool)
         under_state_keys = np.array([is_below(n, saved_keys) for n in names], bool)
@@ -189,16 +188,14 @@ def agree_on_match(
             found.unused_patterns,
             found.counts,
         )
-        return (extra, found), msgspec.msgpack.encode(message)
+        return found, msgspec.msgpack.encode(message)
 
     def make_reply(_: object, messages: list[bytes]) -> bytes:
         decoded = [msgspec.msgpack.decode(each, type=_MatchMessage) for each in messages]
         return msgspec.msgpack.encode(_combine(decoded, saved, names, keys, strict=strict))
 
-    (extra, found), reply = exchange_with_local_value(
-        group, "matching names", make_message, make_reply
-    )
-    return extra, found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
+    found, reply = exchange_with_local_value(group, "matching names", make_message, make_reply)
+    return found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
 @prepare_decoding

@@ -432,11 +432,7 @@ def _group_into_windows(
 
 
 class ForeignFiles:
-    """The files of a foreign checkpoint, including the `content` of its layout.
-
-    Attributes:
-        tree: the files.
-    """
+    """The files of a foreign checkpoint, `tree`, including the `content` of its layout."""
 
     def __init__(self, tree: FileTree, files: Sequence[StoredFile]) -> None:
         self.tree = tree

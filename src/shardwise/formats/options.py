@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.errors import StateError
+from shardwise.retention import Choice
 from shardwise.state.tensors import is_instance
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ class OpenOptions:
         skip_unknown: skip pickled values of unknown classes instead of raising.
         format: the format to read if the directory has several.
         index: a file that caches the description of a foreign checkpoint.
+        step: the selected step, if the place is the root of a run.
     """
 
     spec: Specification | None = None
     skip_unknown: bool = False
     format: str | None = None
     index: str | os.PathLike[str] | None = None
+    step: Choice = "newest"
 
     def __post_init__(self) -> None:
         if self.spec is not None and not is_instance(self.spec, *_SPECIFICATION):
