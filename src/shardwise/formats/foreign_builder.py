@@ -10,24 +10,20 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.flat_ranges import FlatRanges
 from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
 from shardwise.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.formats.nested import (
     STORED,
-    LeafNames,
     NestedState,
-    find_leaves,
+    name_leaves,
     name_parameters,
 )
 from shardwise.formats.optimizers import (
-    GROUPS,
     Optimizer,
     ParamGroup,
     encode_param_groups,
-    find_optimizers,
 )
 from shardwise.formats.piece_tables import pieces_of_boxes
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
@@ -269,31 +265,23 @@ class Builder:
             is_ordered: whether the module lists its parameters in the order in which the optimizer
                 counts them; then optimizers get the names of the module's parameters.
         """
-        leaves = find_leaves(name_parameters(state) if is_ordered else state)
-        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, STORED)}
-        values = {path: leaf for path, leaf in leaves.items() if path not in tensors}
-        optimizers = find_optimizers(leaves, values)
-        known = [path for path, v in values.items() if not isinstance(v, UnknownObject)]
-        names = LeafNames(optimizers, list(tensors), known)
+        named = name_leaves(name_parameters(state) if is_ordered else state)
         first_names: dict[StoredArray | StoredTensor, str] = {}
-        for path, array in tensors.items():
-            name = names.name_of(path)
+        for path, array in named.tensors.items():
+            name = named.names[path]
             first = first_names.setdefault(array, name) if math.prod(array.shape) else name
             if first == name:
                 self.add_array(name, array)
             else:
                 self.add_tie(name, first)
-        group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
-        for path, value in values.items():
-            if path in group_paths:
-                continue
+        for path, value in named.values.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if path[-1] == "step" and names.is_in_optimizer(path) and is_number:
-                self.add_number(names.name_of(path), value)
+            if path[-1] == "step" and path in named.in_optimizers and is_number:
+                self.add_number(named.names[path], value)
             else:
-                self.add_value(names.name_of(path), value)
-        for optimizer in optimizers:
-            self._add_optimizer_groups(optimizer, f"{names.optimizer_name(optimizer)}.{GROUPS}")
+                self.add_value(named.names[path], value)
+        for name, optimizer in named.optimizers.items():
+            self._add_optimizer_groups(optimizer, name)
 
     def add_ranks(self, states: Sequence[tuple[str, Any]]) -> None:
         """Add the states that ranks saved separately as one; see `merge_ranks` and `add_state`.

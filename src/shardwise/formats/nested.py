@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
+from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.foreign import StoredArray, StoredTensor
 from shardwise.formats.optimizers import (
     GROUPS,
@@ -14,6 +16,7 @@ from shardwise.formats.optimizers import (
     STATE,
     Optimizer,
     Path,
+    find_optimizers,
 )
 
 _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -25,49 +28,84 @@ STORED = StoredArray, StoredTensor
 NestedState: TypeAlias = Mapping[Any, Any]
 
 
-class LeafNames:
-    """Names the leaves of a state by their paths."""
+@dataclass(frozen=True, slots=True)
+class NamedState:
+    """The leaves of a nested state, with the names that `shardwise.save` gives them.
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], tensors: Sequence[Path], values: Iterable[Path]
-    ) -> None:
-        self._optimizer_and_key = {
-            path: (optimizer, key)
-            for optimizer in optimizers
-            for path, key in optimizer.parameter_and_key.items()
-        }
-        paths_outside_optimizers = [path for path in tensors if path not in self._optimizer_and_key]
-        top_level_paths = {path for path in paths_outside_optimizers if len(path) == 1}
-        parameter_paths = {(name,) for optimizer in optimizers for name in optimizer.parameters}
-        is_module_state = (
-            not optimizers
-            and len(top_level_paths) == len(tensors) > 0
-            and all(map(_is_extra_state, values))
-        )
-        self._module_paths = (
-            top_level_paths if is_module_state or top_level_paths & parameter_paths else set()
-        )
+    Attributes:
+        tensors, values: the leaves by path, without those that make up param groups.
+        names: the name of each leaf.
+        in_optimizers: the paths of the leaves that are state of an optimizer's parameters.
+        optimizers: the optimizers, by the names of their param groups.
+    """
 
-    def name_of(self, path: Path) -> str:
-        """Return the name of a leaf."""
-        found = self._optimizer_and_key.get(path)
-        if found is not None:
-            optimizer, (parameter, key) = found
-            return f"{self.optimizer_name(optimizer)}.{parameter}.{key}"
+    tensors: Mapping[Path, StoredArray | StoredTensor]
+    values: Mapping[Path, Any]
+    names: Mapping[Path, str]
+    in_optimizers: Collection[Path]
+    optimizers: Mapping[str, Optimizer]
+
+
+def name_leaves(state: NestedState, values_with_tensors: Collection[Path] = ()) -> NamedState:
+    """Name the leaves of a nested state.
+
+    A leaf is named by its path, joined by dots. Optimizer state is named
+    `<optimizer>.<parameter>.<key>`. If the parameters of a module are at the top level of the
+    state, their names begin with `model.`.
+
+    Args:
+        state: the state. Tensors in it are `StoredArray`s and `StoredTensor`s.
+        values_with_tensors: the paths of arrays that stand for values with tensors inside.
+    """
+    leaves = find_leaves(state)
+    arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, STORED)}
+    tensors = {path: leaf for path, leaf in arrays.items() if path not in values_with_tensors}
+    plain = {path: leaf for path, leaf in leaves.items() if path not in arrays}
+    optimizers = find_optimizers(leaves, plain)
+    group_paths = {path for optimizer in optimizers for path in optimizer.group_paths}
+    names = {
+        path: f"{_name_of_optimizer(optimizer)}.{parameter}.{key}"
+        for optimizer in optimizers
+        for path, (parameter, key) in optimizer.parameter_and_key.items()
+    }
+    in_optimizers = set(names)
+    known = [path for path, value in plain.items() if not isinstance(value, UnknownObject)]
+    in_module = _find_module(
+        [path for path in tensors if path not in names],
+        optimizers,
+        all(map(_is_extra_state, [*known, *values_with_tensors])),
+    )
+    for path in leaves:
+        is_in_module = path in in_module or (in_module and _is_extra_state(path))
         name = ".".join(map(str, path))
-        in_module = path in self._module_paths or (
-            len(self._module_paths) > 0 and _is_extra_state(path)
-        )
-        return f"{MODULE_PREFIX}{name}" if in_module else name
+        names.setdefault(path, f"{MODULE_PREFIX}{name}" if is_in_module else name)
+    return NamedState(
+        tensors,
+        {path: value for path, value in plain.items() if path not in group_paths},
+        names,
+        in_optimizers,
+        {f"{_name_of_optimizer(each)}.{GROUPS}": each for each in optimizers},
+    )
 
-    def is_in_optimizer(self, path: Path) -> bool:
-        """Return whether a leaf is part of the optimizer state of a parameter."""
-        return path in self._optimizer_and_key
 
-    @staticmethod
-    def optimizer_name(optimizer: Optimizer) -> str:
-        """Return the name of an optimizer; `optimizer`, if the optimizer is the whole state."""
-        return ".".join(map(str, optimizer.path)) or "optimizer"
+def _find_module(
+    tensors: Sequence[Path], optimizers: Sequence[Optimizer], has_no_values: bool
+) -> set[Path]:
+    """Return the paths of the tensors of a module that is the top level of the state, or nothing.
+
+    Args:
+        tensors: the paths of the tensors outside of optimizers.
+        has_no_values: whether the state has only these tensors.
+    """
+    top_level: set[Path] = {path for path in tensors if len(path) == 1}
+    parameters: set[Path] = {(name,) for optimizer in optimizers for name in optimizer.parameters}
+    is_module = not optimizers and has_no_values and len(top_level) == len(tensors)
+    return top_level if is_module or top_level & parameters else set()
+
+
+def _name_of_optimizer(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer; `optimizer`, if the optimizer is the whole state."""
+    return ".".join(map(str, optimizer.path)) or "optimizer"
 
 
 def _is_extra_state(path: Path) -> bool:

@@ -6,6 +6,7 @@ import copy
 import os
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from shardwise.engine.group import TIMEOUT
-from shardwise.errors import StateError
+from shardwise import StateError
 from shardwise.integrations.dcp.errors import as_checkpoint_error, with_checkpoint_errors
 from shardwise.integrations.dcp.reader import StorageReader
 from shardwise.integrations.dcp.writer import StorageWriter
@@ -112,7 +112,7 @@ def async_save(
     own_group = None
     is_thread = async_checkpointer_type is AsyncCheckpointerType.THREAD
     if is_thread and process_group is None and not no_dist and dist.is_initialized():
-        own_group = dist.new_group(timeout=TIMEOUT, backend="gloo")
+        own_group = dist.new_group(timeout=timedelta(minutes=10), backend="gloo")
     response = state_dict_saver.async_save(
         state_dict,
         checkpoint_id=checkpoint_id,

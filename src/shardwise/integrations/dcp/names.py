@@ -11,21 +11,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import shardwise as sw
-from shardwise.errors import FormatError, StateError
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.nested import MODULE_PREFIX, LeafNames, find_leaves, nest
-from shardwise.formats.optimizers import GROUPS, STATE, Path, find_optimizers
-from shardwise.formats.readers.dcp.metadata import Metadata
+import shardwise.ports.reader as port
+from shardwise import FormatError, StateError
+from shardwise.formats.nested import name_leaves
+from shardwise.formats.readers.dcp.metadata import read_metadata
+from shardwise.store import open_store
 
+Path: TypeAlias = tuple[str | int, ...]
 DCP_METADATA = "dcp_metadata"
+GROUPS = "param_groups"
 _PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
 _ARRAYS = "arrays"
-_TENSOR = StoredArray("", 0, "uint8", (), ())
+_TENSOR = port.StoredArray("", 0, "uint8", (), ())
 """Stands for each tensor of a state."""
 _LONGEST_LIST = 1 << 20
 """The largest total length of all lists in a state, as the paths in a file describe it."""
@@ -79,29 +81,24 @@ def name_state(state: FlatState) -> NamedState:
     plain = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in state.values.items()}
     state = replace(state, values=plain)
     values = {state.path(name): value for name, value in plain.items()}
-    whole = list(map(state.path, (*state.whole, *state.arrays)))
-    tensors = list(map(state.path, state.tensors))
-    leaves = find_leaves(nest([*((path, _TENSOR) for path in (*tensors, *whole)), *values.items()]))
-    unflattened = {path: value for path, value in leaves.items() if value is not _TENSOR}
-    optimizers = find_optimizers(leaves, unflattened)
-    for path in {path for optimizer in optimizers for path in optimizer.group_paths}:
-        del unflattened[path]
-    names = LeafNames(optimizers, tensors, (*unflattened, *whole))
-    tensor_names = {name: names.name_of(state.path(name)) for name in state.tensors}
-    named = {names.name_of(path): value for path, value in unflattened.items()}
+    others = list(map(state.path, (*state.whole, *state.arrays)))
+    arrays = [*map(state.path, state.tensors), *others]
+    named = name_leaves(port.nest([*((path, _TENSOR) for path in arrays), *values.items()]), others)
+    tensor_names = {name: named.names[state.path(name)] for name in state.tensors}
+    named_values = {named.names[path]: value for path, value in named.values.items()}
     groups = {
-        f"{names.optimizer_name(optimizer)}.{GROUPS}": [
+        name: [
             {"members": list(group.names), "value": dict(group.hyperparameters)}
             for group in optimizer.groups
         ]
-        for optimizer in optimizers
+        for name, optimizer in named.optimizers.items()
     }
-    if DCP_METADATA in (*tensor_names.values(), *named, *state.whole, *state.arrays):
+    if DCP_METADATA in (*tensor_names.values(), *named_values, *state.whole, *state.arrays):
         raise StateError(
             f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
         )
-    metadata = _make_metadata(state, tensor_names, named, bytes_io_positions)
-    return NamedState(tensor_names, {**named, **groups, DCP_METADATA: metadata})
+    metadata = _make_metadata(state, tensor_names, named_values, bytes_io_positions)
+    return NamedState(tensor_names, {**named_values, **groups, DCP_METADATA: metadata})
 
 
 def _make_metadata(
@@ -194,7 +191,7 @@ def names_in_checkpoint(checkpoint: sw.Checkpoint) -> DcpNames:
     return _names_without_metadata(checkpoint)
 
 
-def names_in_dcp_files(names: DcpNames, metadata: Metadata, checkpoint: sw.Checkpoint) -> DcpNames:
+def names_in_dcp_files(names: DcpNames, path: str, checkpoint: sw.Checkpoint) -> DcpNames:
     """Add the names that the files of DCP themselves use.
 
     They may lack the prefix `model.` or `optimizer.` of the names in the checkpoint, and name the
@@ -202,18 +199,19 @@ def names_in_dcp_files(names: DcpNames, metadata: Metadata, checkpoint: sw.Check
 
     Args:
         names: the result of `names_in_checkpoint`.
-        metadata: the content of DCP's `.metadata`.
+        path: the path or URL of the files.
         checkpoint: the checkpoint.
     """
     tensors, values = dict(names.tensors), dict(names.values)
     objects = {name: SavedValue(name) for name in _value_names(checkpoint)}
     other_values = {**_hyperparameters_by_parameter(checkpoint), **values, **objects}
+    metadata = read_metadata(port.FileTree(open_store(path)))
     for name in (*metadata.tensors, *metadata.values):
         if name in metadata.values and tensors.get(name) == name:
             values[name] = SavedValue(tensors.pop(name))
         if name in tensors or name in values:
             continue
-        for full_name in (name, f"{MODULE_PREFIX}{name}", f"optimizer.{name}"):
+        for full_name in (name, f"model.{name}", f"optimizer.{name}"):
             if full_name in names.tensors:
                 tensors[name] = names.tensors[full_name]
                 break
@@ -301,7 +299,7 @@ def _with_state_key(name: str, optimizers: Iterable[str]) -> str:
     """Return `optimizer.state.<parameter>.<key>` for a tensor of an optimizer."""
     for optimizer in optimizers:
         if name.startswith(f"{optimizer}."):
-            return f"{optimizer}.{STATE}{name[len(optimizer) :]}"
+            return f"{optimizer}.state{name[len(optimizer) :]}"
     return name
 
 

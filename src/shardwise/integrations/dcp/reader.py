@@ -22,15 +22,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 import shardwise as sw
-from shardwise.formats.readers.dcp.metadata import read_metadata as read_dcp_metadata
 from shardwise.integrations.dcp.names import (
     DcpNames,
     SavedValue,
     names_in_checkpoint,
     names_in_dcp_files,
 )
-from shardwise.ports.reader import FileTree
-from shardwise.store import open_store
 
 DCP_FORMAT = "PyTorch DCP"
 
@@ -110,8 +107,7 @@ class StorageReader(storage.StorageReader):
         checkpoint = self._open(self.path)
         names = names_in_checkpoint(checkpoint)
         if checkpoint.layout.format == DCP_FORMAT and not self._has_spec:
-            metadata = read_dcp_metadata(FileTree(open_store(checkpoint.path)))
-            names = names_in_dcp_files(names, metadata, checkpoint)
+            names = names_in_dcp_files(names, checkpoint.path, checkpoint)
         self._load = _RunningLoad(checkpoint, names)
         tensors = checkpoint.tensors()
         described = {
