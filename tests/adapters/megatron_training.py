@@ -24,11 +24,10 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import shardwise as sw
-from shardwise.adapters.modules import unwrap_data_parallel as without_wrappers
 
 
 def unwrapped(chunk: Any) -> Any:
-    module = without_wrappers(chunk)
+    module = chunk
     while type(module).__name__ in ("DistributedDataParallel", "Float16Module"):
         module = module.module
     return module

@@ -11,18 +11,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.state.leaves import view_for_numpy
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 6, 5
-# Types that torch has under this name; others wait for a later release.
-NAMES = [name for name in DTYPES if hasattr(torch, name)]
+# All types of torch under their own names, but those that need a quantizer.
+DTYPES = {
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and name[0] != "q"
+}
+NAMES = sorted(DTYPES)
+OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """All bytes, row by row."""
-    view = view_for_numpy(tensor).contiguous().reshape(-1)
+    view = tensor.view(OF_SIZE[tensor.element_size()]).contiguous().reshape(-1)
     return view.view(torch.uint8).numpy().tobytes() if view.numel() else b""
 
 
@@ -46,10 +50,8 @@ def shapes_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def test_all_types_are_known() -> None:
+def test_there_are_many_types() -> None:
     assert len(NAMES) >= 40
-    assert DTYPES["float32"].itemsize == torch.float32.itemsize
-    assert all(DTYPES[name].itemsize == getattr(torch, name).itemsize for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

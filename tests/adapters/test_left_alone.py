@@ -193,3 +193,11 @@ def test_what_has_no_values_or_no_name_is_refused(
         sw.save(tmp_path, make())
     with pytest.raises(sw.CheckpointNotFoundError):
         sw.open(tmp_path)
+
+
+def test_a_key_that_begins_like_another_is_another_key(tmp_path: Path) -> None:
+    """Below `a` is what continues with a dot."""
+    sw.save(tmp_path, {"a": 1, "ab": 2, "a.b": 3, "abc": torch.ones(1)})
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tmp_path, {"a": 0})
+    assert caught.value.problems == ["a.b: in the checkpoint only"]

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.data import ElasticBatchSampler, ElasticStreamLoader
 from shardwise.data.shares import share_of
 from shardwise.data.streams import Part, produce_parts
-from shardwise.state.plain_values import decode, encode
+from shardwise.ports.binding import decode, encode
 
 Batches = list[list[Any]]
 T = TypeVar("T")

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.store import LocalStore, Store
 from shardwise.testing.faulty_store import Fault, FaultyStore
 
 ROWS, COLUMNS = 12, 64
@@ -39,9 +38,9 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def faulty(root: Path, fault: Fault) -> Store:
+def faulty(root: Path, fault: Fault) -> FaultyStore:
     """Return the root as a store with this fault."""
-    return FaultyStore(LocalStore(root), fault)
+    return FaultyStore(root, fault)
 
 
 def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> list[str]:

@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from shardwise.testing.faulty_store import Fault, FaultyStore
 from tests.faults.scenario import (
@@ -61,7 +60,7 @@ def meet_in_the_middle(place: Path) -> str:
     groups = [dist.new_group([0]), dist.new_group([1])]
     fault = Fault(0, lambda operation: dist.barrier(), verbs=("publish",))
     try:
-        store = FaultyStore(LocalStore(place), fault)
+        store = FaultyStore(place, fault)
         sw.save(store, state_of(rank + 1), group=groups[rank])
     except sw.ShardwiseError as error:
         return type(error).__name__
@@ -81,7 +80,7 @@ def test_where_a_checkpoint_is_nothing_is_written(place: Path) -> None:
     sw.save(place / "it", state_of(1))
     fault = Fault(verbs=("create", "publish", "delete"))
     with pytest.raises(sw.CheckpointExistsError):
-        sw.save(FaultyStore(LocalStore(place / "it"), fault), state_of(2))
+        sw.save(FaultyStore(place / "it", fault), state_of(2))
     assert fault.operations == []
 
 
@@ -94,7 +93,7 @@ def train_until_told_to_go(root: Path, told: int, when: str) -> None:
 
     within = rank == told and when == "within"
     fault = Fault(0 if within else None, tell, verbs=("write_at",))
-    store = FaultyStore(LocalStore(root), fault)
+    store = FaultyStore(root, fault)
     with sw.Checkpointer(
         store, save_every=100, save_on_signals=[signal.SIGTERM], memory=None
     ) as checkpointer:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from shardwise.testing.faulty_store import (
     FULL_DISK,
@@ -44,7 +43,7 @@ def save_on_ranks(place: Path, seed: int, victim: int, fault: Fault) -> list[obj
 
     def save(group: ThreadGroup) -> sw.SaveReport:
         mine = fault if group.rank == victim else Fault()
-        store = FaultyStore(LocalStore(place), mine)
+        store = FaultyStore(place, mine)
         return sw.save(store, state_of(seed, group.rank, WORLD), group=group)
 
     return list(run_ranks_and_catch(WORLD, save, timeout=60.0))
@@ -108,7 +107,7 @@ def refuse_one_write(root: Path, number: int) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     fault = Fault(0 if rank == 1 else None, make_os_error_action(number), verbs=("write_at",))
     started = time.monotonic()
-    with sw.Checkpointer(FaultyStore(LocalStore(root), fault), memory=None) as checkpointer:
+    with sw.Checkpointer(FaultyStore(root, fault), memory=None) as checkpointer:
         try:
             checkpointer.save(2, state_of(NEW, rank, world))
         except (OSError, sw.RankError):
@@ -241,7 +240,7 @@ def test_a_disk_that_takes_nothing_keeps_what_it_has(place: Path, action: Action
     with sw.Checkpointer(place, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
     fault = Fault(0, action, verbs=("create", "write_at", "commit", "publish"), sticky=True)
-    with sw.Checkpointer(FaultyStore(LocalStore(place), fault), memory=None) as checkpointer:
+    with sw.Checkpointer(FaultyStore(place, fault), memory=None) as checkpointer:
         with pytest.raises(OSError, match=r"space|Read-only"):
             checkpointer.save(2, state_of(NEW), overwrite=True)
         state = state_of(0)

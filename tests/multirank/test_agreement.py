@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.plan.cache import PlanCache
 from shardwise.testing import Gang
 from shardwise.testing.worker import Outcome
 
@@ -76,37 +75,37 @@ def test_replicas_are_divided_by_bytes(gang: Gang, tmp_path: Path) -> None:
     assert reports[0].bytes_deduplicated == 48_000_000
 
 
-def save_repeatedly(path: str) -> list[tuple[bool, int, int]]:
-    """With one cache: again, with other values elsewhere in memory, with another structure."""
-    plans = PlanCache()
-    seen = []
+def save_repeatedly(path: str) -> list[tuple[bool, int]]:
+    """By one Checkpointer: again, with other values elsewhere in memory, with another structure."""
+    checkpointer = sw.Checkpointer(path, memory=None, keep=sw.Keep(last=10))
+    seen: list[tuple[bool, int]] = []
 
-    def save(name: str, state: dict[str, Any]) -> None:
-        report = sw.save(f"{path}/{name}", state, plan_cache=plans)
-        seen.append((report.plan_cached, report.bytes_communicated, plans.hits))
+    def save(state: dict[str, Any]) -> None:
+        report = checkpointer.save(len(seen), state).result()
+        seen.append((report.plan_cached, report.bytes_communicated))
 
     def tensors(value: float, count: int = 500) -> dict[str, Any]:
         return {f"t{i}": torch.full((10,), value + i) for i in range(count)}
 
-    save("first", tensors(0))
+    save(tensors(0))
     moved = tensors(1000)
-    save("moved", moved)
+    save(moved)
     loaded = tensors(0)
-    sw.load(f"{path}/moved", loaded)
+    sw.load(path, loaded)
     assert all(torch.equal(loaded[name], moved[name]) for name in moved)
-    save("larger", tensors(0, 501))
-    save("retyped", {name: value.double() for name, value in tensors(0).items()})
-    save("again", tensors(0))
+    save(tensors(0, 501))
+    save({name: value.double() for name, value in tensors(0).items()})
+    save(tensors(0))
     # On one rank alone another structure: then no rank uses its plan.
     extra = {"extra": torch.ones(2)} if dist.get_rank() == 1 else {}
-    save("uneven", tensors(0) | extra)
+    save(tensors(0) | extra)
+    checkpointer.close()
     return seen
 
 
 def test_plans_are_used_again_for_the_same_structure_only(gang: Gang, tmp_path: Path) -> None:
     for rank, seen in enumerate(gang.run(save_repeatedly, str(tmp_path), world=2)):
-        assert [cached for cached, _, _ in seen] == [False, True, False, False, True, False]
-        assert seen[-1][2] == 2
+        assert [cached for cached, _ in seen] == [False, True, False, False, True, False]
         first, second = seen[0][1], seen[1][1]
         of_structure = 500 * 8  # bytes, at least
         if rank == 0:  # sends the structure, which both ranks have, for the first save

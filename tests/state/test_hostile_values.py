@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError, StateError
-from shardwise.state.plain_values import decode
+from shardwise.ports.binding import decode
 from tests.breadth import examples
 
 

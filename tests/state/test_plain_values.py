@@ -10,7 +10,7 @@ from base64 import b64encode
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+import shardwise as sw
 from shardwise.errors import StateError
-from shardwise.state.plain_values import decode, differing_names, encode
+from shardwise.ports.binding import decode, encode
+from shardwise.testing.thread_group import ThreadGroup, run_ranks_and_catch
 
 
 class Colour(enum.Enum):
@@ -200,8 +202,6 @@ def nested(depth: int, wrap: Callable[[object], object]) -> object:
 def test_what_can_be_saved_so_deep_can_be_loaded(wrap: Callable[[object], object]) -> None:
     value = nested(150, wrap)
     assert same(round_trip(value), value)
-    encoded = encode(value, "value")
-    assert differing_names(encoded, encode(value, "value"), "value") == []
     with pytest.raises(StateError, match="more than 200 levels deep"):
         encode(nested(201, wrap), "value")
 
@@ -297,16 +297,36 @@ def test_a_grad_scaler_comes_back() -> None:
     assert same(round_trip(saved), saved)
 
 
-def test_differences_are_named() -> None:
-    assert differing_names({"a": [1, 2], "b": 1}, {"a": [1, 3], "c": 1}, "x") == [
-        "x.a.1",
-        "x.b",
-        "x.c",
-    ]
-    assert differing_names(encode({"a": (1, 2)}, "x"), encode({"a": (1, 3)}, "x"), "x") == ["x.a.1"]
-    assert differing_names(encode([(1,)], "x"), encode([[1]], "x"), "x") == ["x.0"]
-    assert differing_names(encode(b"a", "x"), encode(b"b", "x"), "x") == ["x"]
-    assert differing_names({"a": True}, {"a": 1}, "x") == ["x.a"]
-    assert differing_names({"a": None}, {}, "x") == ["x.a"]
-    assert differing_names(1, 1.0, "x") == ["x"]
-    assert differing_names([1], [1], "x") == []
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (({"a": [1, 2], "b": 1}, {"a": [1, 3], "c": 1}), "x.a.1, x.b, x.c"),
+        (({"k": (1, 2)}, {"k": (1, 3)}), "x.k.1"),
+        (([(1,)], [[1]]), "x.0"),
+        ((b"a", b"b"), "x"),
+        (({"a": None}, {"b": 0}), "x.a, x.b"),
+        ((1, 2.0), "x"),
+    ],
+)
+def test_differences_between_ranks_are_named(
+    tmp_path: Path, values: tuple[object, object], names: str
+) -> None:
+    def save(group: ThreadGroup) -> sw.SaveReport:
+        return sw.save(tmp_path, {"x": Kept(values[group.rank])}, group=group)
+
+    for outcome in run_ranks_and_catch(2, save):
+        assert isinstance(outcome, sw.MismatchError)
+        assert outcome.problems == [f"{names}: rank 0 and rank 1 differ"]
+
+
+class Kept:
+    """Something with a state."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> object:
+        return self.value
+
+    def load_state_dict(self, value: object) -> None:
+        self.value = value

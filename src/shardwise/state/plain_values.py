@@ -112,7 +112,7 @@ def differing_names(a: JsonValue, b: JsonValue, name: str) -> list[str]:
         if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
             stack += reversed([(f"{part}.{i}", x[i], y[i]) for i in range(len(x))])
         elif not (isinstance(x, dict) and isinstance(y, dict)):
-            if type(x) is not type(y) or x != y:
+            if x != y:
                 found.append(part)
         elif TAG not in x and TAG not in y:
             keys = reversed(dict.fromkeys([*x, *y]))

@@ -69,13 +69,13 @@ class Fault:
 
 
 class FaultyStore(WrappedStore):
-    """Wraps a store, and reports every operation to a `Fault` before it happens.
+    """Wraps a store or a directory, and reports every operation to a `Fault` before it happens.
 
     The system calls of `publish` of a `LocalStore` count as operations, too.
     """
 
-    def __init__(self, store: Store, fault: Fault) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store | str | os.PathLike[str], fault: Fault) -> None:
+        super().__init__(LocalStore(store) if isinstance(store, (str, os.PathLike)) else store)
         self._fault = fault
 
     def at(self, name: str) -> FaultyStore:
