@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from shardwise.store.store import LOCAL_TRANSFER, Buffer, TransferOptions
+from shardwise.store import TransferOptions
+from shardwise.store.store import LOCAL_TRANSFER, Buffer
 
 DEFAULT_STAGING_BYTES = 64 << 20
 LARGEST_BUFFER = 8 << 20

@@ -32,9 +32,8 @@ from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import lock_directory, read_record, ring_bell
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
-from shardwise.store.local import LocalStore
+from shardwise.store import LocalStore, open_store
 from shardwise.store.local_files import open_regular, try_lock
-from shardwise.store.places import open_store
 
 BELL_FILE = "agent.bell"
 FREE_DIRECTORY = "free"

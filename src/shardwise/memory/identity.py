@@ -22,7 +22,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
-from shardwise.store.local import LocalStore
+from shardwise.store import LocalStore
 
 SHORTEST_SECRET, LONGEST_SECRET = 16, 512
 _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")

@@ -7,12 +7,7 @@ names a function that opens the store at a URL; see docs/ports/store.md.
 from __future__ import annotations
 
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store.leases import LeasesIn, hold, is_lease, remove_expired
-from shardwise.store.names import check_name, check_name_to_write, check_path
-from shardwise.store.sequential import SequentialWriter, Stream
-from shardwise.store.store import (
-    REMOTE_TRANSFER,
-    Buffer,
+from shardwise.store import (
     FileStatus,
     ReadableFile,
     Store,
@@ -21,6 +16,10 @@ from shardwise.store.store import (
     ViewableFile,
     WritableFile,
 )
+from shardwise.store.leases import LeasesIn, hold, is_lease, remove_expired
+from shardwise.store.names import check_name, check_name_to_write, check_path
+from shardwise.store.sequential import SequentialWriter, Stream
+from shardwise.store.store import REMOTE_TRANSFER, Buffer
 from shardwise.store.store_url import StoreUrl, parse_url
 
 __all__ = [

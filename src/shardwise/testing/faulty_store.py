@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from unittest import mock
 
-from shardwise.store.local import LocalStore
-from shardwise.store.store import Store
+from shardwise.store import LocalStore, Store
 from shardwise.store.wrapped import WrappedStore
 
 T = TypeVar("T")

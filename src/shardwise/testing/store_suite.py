@@ -11,8 +11,8 @@ import pytest
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
-from shardwise.store import exists, is_file, name_of
-from shardwise.store.store import Buffer, Store
+from shardwise.store import Store, exists, is_file, name_of
+from shardwise.store.store import Buffer
 
 KEY = "r00000-0123456789abcdef.safetensors"
 UNSAFE = ["", ".", "..", "a/b", "../a", "/a", "a\0", "a" * 256]

@@ -8,9 +8,10 @@ import struct
 import time
 from pathlib import Path
 
-from shardwise.store.local import LOCAL_TRAITS, LocalStore
+from shardwise.store import LocalStore, StoreTraits
+from shardwise.store.local import LOCAL_TRAITS
 from shardwise.store.local_files import LocalReader
-from shardwise.store.store import Buffer, StoreTraits
+from shardwise.store.store import Buffer
 
 _METER_STATE = struct.Struct("<dQ")  # the time at which the last read ends; the bytes of all reads
 
