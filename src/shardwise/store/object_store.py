@@ -21,6 +21,7 @@ from shardwise.store.object_clients import (
 from shardwise.store.object_errors import http_status
 from shardwise.store.object_reader import ObjectReader, read_object
 from shardwise.store.retry import Retry
+from shardwise.store.sequential import SequentialWriter
 from shardwise.store.store import (
     LOCK_EXPIRY,
     READING_GRACE,
@@ -35,7 +36,7 @@ from shardwise.store.unfinished_uploads import (
     abort_idle_uploads,
     abort_uploads_of,
 )
-from shardwise.store.uploads import MultipartUpload, SmallUpload, UploadShare
+from shardwise.store.uploads import SmallUpload, UploadShare, UploadStream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,9 +152,15 @@ class ObjectStore:
             with self._share.reserve(self._requests) as requests:
                 put_parts(self._client, path, place, chunks, retry, part=part, requests=requests)
 
-        window = max(2 * part, SMALLEST_WINDOW)
-        return MultipartUpload(
-            place, size, put, lambda: abort_failed_upload(self._client, path), window=window
+        stream = UploadStream(place, put, lambda: abort_failed_upload(self._client, path))
+        return SequentialWriter(
+            stream,
+            size,
+            place,
+            finish=lambda: None,
+            discard=stream.discard,
+            window=max(2 * part, SMALLEST_WINDOW),
+            keeps_chunks=True,
         )
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:

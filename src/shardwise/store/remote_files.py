@@ -178,12 +178,19 @@ class RemoteFileStore:
             written = self._path_to_write(f"{key}.part")
             with suppress(FileNotFoundError):
                 self.files.delete(written)
+        stream = self.files.create(written)
+
+        def discard() -> None:
+            with suppress(OSError):  # the file is deleted in any case
+                stream.close()
+            self.files.delete(written)
+
         return SequentialWriter(
-            self.files.create(written),
+            stream,
             size,
             f"{self}: {key}",
             finish=lambda: self.files.rename(written, path) if replace else None,
-            discard=lambda: self.files.delete(written),
+            discard=discard,
         )
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:

@@ -82,10 +82,6 @@ class EarlyChunks:
         self._chunks[offset] = chunk
         self.waiting += len(chunk)
 
-    def has_next(self) -> bool:
-        """Return whether the chunk at `position` is here."""
-        return self.position in self._chunks
-
     def take(self) -> Buffer | None:
         """Remove and return the chunk at `position`, which moves to its end; None if missing."""
         chunk = self._chunks.pop(self.position, None)
@@ -93,11 +89,6 @@ class EarlyChunks:
             self.waiting -= len(chunk)
             self.position += len(chunk)
         return chunk
-
-    def clear(self) -> None:
-        """Forget all chunks."""
-        self._chunks.clear()
-        self.waiting = 0
 
 
 class SequentialWriter:
@@ -110,7 +101,11 @@ class SequentialWriter:
         size: the size of the file in bytes.
         place: name of the file, for messages.
         finish: is called after the stream was closed by `commit`.
-        discard: is called after the stream was closed by `close`, without `commit`.
+        discard: ends the stream, and removes what was written. `close` calls it without `commit`.
+        window: how many bytes may wait, and how many may be missing before them; None for
+            `LARGEST_BACKLOG`.
+        keeps_chunks: whether the stream uses the bytes after `write` returns, so that they are
+            copied.
     """
 
     def __init__(
@@ -119,12 +114,15 @@ class SequentialWriter:
         size: int,
         place: str,
         *,
-        finish: Callable[[], None],
-        discard: Callable[[], None],
+        finish: Callable[[], object],
+        discard: Callable[[], object],
+        window: int | None = None,
+        keeps_chunks: bool = False,
     ) -> None:
         self._stream, self._size, self._place = stream, size, place
         self._finish, self._discard = finish, discard
-        self._early = EarlyChunks(place, LARGEST_BACKLOG)
+        self._early = EarlyChunks(place, LARGEST_BACKLOG if window is None else window)
+        self._keeps_chunks = keeps_chunks
         self._is_writing = False
         self._error: BaseException | None = None
         self._is_committed = False
@@ -141,7 +139,8 @@ class SequentialWriter:
             self._wait_for_room(offset, len(data))
             self._early.check(offset, len(data))
             is_next = offset == self._early.position and not self._is_writing
-            self._early.add(offset, data if is_next else np.array(data))
+            is_used_now = is_next and not self._keeps_chunks
+            self._early.add(offset, data if is_used_now else np.array(data))
             if not is_next:
                 return
             self._is_writing = True
@@ -157,8 +156,8 @@ class SequentialWriter:
             self._check()
             if self._early.position < self._size:
                 raise StoreError(
-                    f"{self._place}: only the first {self._early.position} of {self._size} bytes "
-                    "were written"
+                    f"{self._place}: cannot commit the file, because byte {self._early.position} "
+                    f"of {self._size} was not written: write all bytes before commit()"
                 )
         self._stream.close()
         self._is_committed = True
@@ -167,14 +166,12 @@ class SequentialWriter:
     def close(self) -> None:
         """Discard the file, unless it is committed."""
         if not self._is_committed:
-            with suppress(OSError):  # the file is discarded in any case
-                self._stream.close()
             with suppress(OSError):
                 self._discard()
 
     def _check(self) -> None:
         if self._error is not None:
-            raise StoreError(f"{self._place}: an earlier write failed: {self._error}")
+            raise self._error
 
     def _wait_for_room(self, offset: int, count: int) -> None:
         def may_go_on() -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -12,15 +11,10 @@ import numpy as np
 
 from shardwise.errors import StoreError
 from shardwise.store.object_errors import translate_errors
-from shardwise.store.sequential import EarlyChunks
 from shardwise.store.store import Buffer
 
 WAIT_SECONDS = 1.0
-STALLED_SECONDS = 120.0
-"""How long an upload waits for a chunk that nobody writes."""
 ABORT_SECONDS = 60.0
-
-log = logging.getLogger("shardwise")
 
 Put = Callable[[Iterator[memoryview]], object]
 """Uploads parts, and aborts the upload if the iterator raises."""
@@ -79,115 +73,69 @@ class SmallUpload:
         self._content = np.zeros(0, np.uint8)
 
 
-class MultipartUpload:
-    """An object whose parts are uploaded while it is written. It is visible after `commit`.
-
-    `write_at` copies each chunk, because the upload continues after it returns. It blocks while
-    more than `window` bytes wait to be uploaded, but never for the chunk that the upload needs
-    next. Chunks may come in any order, as long as at most `window` bytes before a chunk are
-    missing.
+class UploadStream:
+    """Uploads the bytes of an object in a thread, while a `SequentialWriter` writes them in order.
 
     Args:
         place: the URL of the object, for messages.
-        size: the size of the object, in bytes.
         put: uploads the chunks that an iterator yields.
         abort: deletes the parts of a failed upload from the server.
-        window: the bytes that may wait.
     """
 
-    def __init__(
-        self, place: str, size: int, put: Put, abort: Callable[[], object], *, window: int
-    ) -> None:
-        self._place = place
-        self._size = size
-        self._put = put
-        self._abort = abort
-        self._changed = threading.Condition()
-        self._early = EarlyChunks(place, window)
-        self._last_progress = time.monotonic()
-        self._is_closed = False
+    def __init__(self, place: str, put: Put, abort: Callable[[], object]) -> None:
+        self._place, self._put, self._abort = place, put, abort
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
+        self._is_discarded = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._upload, name="shardwise-upload", daemon=True)
         self._thread.start()
 
-    def write_at(self, offset: int, data: Buffer) -> None:
-        data = data[: max(0, self._size - offset)]
-        if not len(data):
-            return
-        with self._changed:
-            self._check()
-            self._early.check(offset, len(data))
-            while not self._early.has_room(offset, len(data)):
-                self._refuse_stall()
-                self._changed.wait(WAIT_SECONDS)
-                self._check()
-        chunk = np.array(data)
-        with self._changed:
-            self._early.check(offset, len(data))
-            self._early.add(offset, chunk)
-            self._changed.notify_all()
-
-    def commit(self) -> None:
-        while self._thread.is_alive():
-            self._thread.join(WAIT_SECONDS)
-            with self._changed:
-                missing = self._early.position
-                if missing < self._size and not self._early.has_next():
-                    self._is_closed = True
-                    self._changed.notify_all()
-                    raise StoreError(
-                        f"{self._place}: cannot commit the file, because byte {missing} of "
-                        f"{self._size} was not written: write all bytes before commit()"
-                    )
-        with self._changed:
-            self._check()
+    def write(self, data: memoryview) -> None:
+        """Upload a chunk, whose memory nobody else changes."""
+        self._pass_on(data)
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._early.clear()
-            self._changed.notify_all()
+        """Complete the object."""
+        self._pass_on(None)
+        self._thread.join()
+        self._check()
+
+    def discard(self) -> None:
+        """Abort the upload, unless it has ended."""
+        self._is_discarded = True
+        with suppress(queue.Empty):
+            while True:
+                self._chunks.get_nowait()
+        with suppress(queue.Full):
+            self._chunks.put_nowait(None)
         self._thread.join(ABORT_SECONDS)
 
+    def _pass_on(self, chunk: memoryview | None) -> None:
+        while True:
+            self._check()
+            with suppress(queue.Full):
+                self._chunks.put(chunk, timeout=WAIT_SECONDS)
+                return
+
     def _check(self) -> None:
-        """Raise if the upload has failed, or is closed."""
         if self._error is not None:
             raise self._error
-        if self._is_closed:
-            raise StoreError(f"{self._place}: the file is closed already")
-
-    def _refuse_stall(self) -> None:
-        """Raise if the upload waits too long for a chunk that nobody writes."""
-        is_stalled = time.monotonic() - self._last_progress > STALLED_SECONDS
-        if is_stalled and not self._early.has_next():
-            raise StoreError(
-                f"{self._place}: byte {self._early.position} was not written for "
-                f"{STALLED_SECONDS:g} s, and {self._early.waiting} later bytes wait for it; write "
-                "the chunks of a file in ascending order"
-            )
 
     def _upload(self) -> None:
         try:
             with translate_errors("write", self._place):
                 self._put(self._parts())
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._error = error
             with suppress(Exception):  # the error of the upload itself says more
                 self._abort()
 
     def _parts(self) -> Iterator[memoryview]:
-        """Yield the chunks in order. A chunk's memory is freed once the chunk is uploaded."""
-        while self._early.position < self._size:
-            with self._changed:
-                while (chunk := self._early.take()) is None:
-                    if self._is_closed:
-                        raise StoreError(
-                            f"{self._place}: the upload was stopped, because the file was closed "
-                            "before it was complete"
-                        )
-                    self._changed.wait(WAIT_SECONDS)
-                self._last_progress = time.monotonic()
-                self._changed.notify_all()
-            yield chunk.data
+        """Yield the chunks. The memory of a chunk is freed once the chunk is uploaded."""
+        while (chunk := self._chunks.get()) is not None and not self._is_discarded:
+            yield chunk
+        if self._is_discarded:
+            raise StoreError(
+                f"{self._place}: the upload was stopped, because the file was closed before it was "
+                "complete"
+            )
