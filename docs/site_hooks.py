@@ -11,7 +11,6 @@ import json
 import os
 import posixpath
 import re
-from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from html import escape
@@ -21,8 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import griffe
-import matplotlib
-from matplotlib.axes import Axes
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -96,7 +93,6 @@ def cells_of(notebook: dict[str, Any]) -> Iterator[str]:
 
     The code runs in a new directory, which is removed.
     """
-    matplotlib.use("agg")
     names: dict[str, Any] = {}
     before = Path.cwd()
     with TemporaryDirectory() as directory:
@@ -128,16 +124,11 @@ def run_cell(source: str, names: dict[str, Any]) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as HTML: a table if it has one, a picture if it is a plot, or its text."""
+    """Return a value as HTML: a table if it has one, or its text."""
     if value is None:
         return ""
     if hasattr(value, "_repr_html_"):
         return value._repr_html_().replace("\n", "")
-    if isinstance(value, Axes):
-        picture = StringIO()
-        value.figure.savefig(picture, format="svg")
-        encoded = b64encode(picture.getvalue().encode()).decode()
-        return f'<img alt="plot" src="data:image/svg+xml;base64,{encoded}"/>'
     return f"<pre>{escape(repr(value))}</pre>"
 
 

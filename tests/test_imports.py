@@ -43,6 +43,5 @@ def test_no_slow_module_is_imported(front: str, tmp_path: Path) -> None:
     assert packages - sys.stdlib_module_names <= EXTERNAL
     assert [name for name in names if name.startswith("shardwise.formats")] == [
         "shardwise.formats",
-        "shardwise.formats.foreign",
         "shardwise.formats.options",
     ]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import FROZEN
-from shardwise.notebook import checkpoint_html, draw_boxes
+from shardwise.notebook import checkpoint_html
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
@@ -37,9 +37,6 @@ from shardwise.state.selection import Selection
 from shardwise.state.tensors import tensor_leaf
 from shardwise.store import Files
 from shardwise.tiers.store import TieredStore
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -217,24 +214,6 @@ class Checkpoint(Mapping[str, Any]):
             for file in [int(pieces.file[row])]
             for entry in [self.layout.files[file].entry]
         ]
-
-    def plot(self, name: str, axes: Axes | None = None) -> Axes:
-        """Draw the boxes that a tensor is stored in, each labelled with its rank or file.
-
-        If more than two dimensions are split, the plot shows the first two split dimensions.
-
-        Args:
-            name: the name of the tensor.
-            axes: the matplotlib axes to draw on. Default: the axes of a new figure.
-
-        Raises:
-            KeyError: there is no tensor of this name. The message suggests similar names.
-            ImportError: matplotlib is not installed.
-        """
-        entry = self._tensor(name)
-        title = f"{name}: {entry.dtype} {list(entry.shape)}"
-        noun = "rank" if self.layout.format == "shardwise" else "file"
-        return draw_boxes(title, entry.shape, self.boxes(name), noun, axes)
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into an existing tensor.

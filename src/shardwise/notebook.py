@@ -1,26 +1,19 @@
-"""Show a checkpoint in a notebook: tables in HTML, and plots of the boxes of a tensor."""
+"""Show a checkpoint in a notebook: tables in HTML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
 
 from shardwise.events import format_bytes
-from shardwise.layout import Box, choose_plane
+from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 MOST_ROWS = 30
 LONGEST_CELL = 80
-MOST_LABELS = 64
-MOST_FULL_LABELS = 16
-MATPLOTLIB_MISSING = "plot() needs matplotlib: pip install 'shardwise[plot]'"
 
 
 def checkpoint_html(path: str, layout: Layout) -> str:
@@ -61,60 +54,6 @@ def tensor_html(entry: TensorEntry, boxes: Sequence[tuple[Box, int]]) -> str:
     if entry.same_as is not None:
         properties["tied to"] = entry.same_as
     return _table(entry.name, properties, (), ())
-
-
-def draw_boxes(
-    title: str,
-    shape: Sequence[int],
-    boxes: Sequence[tuple[Box, int]],
-    noun: str,
-    axes: Axes | None,
-) -> Axes:
-    """Draw the boxes of a tensor, each in the colour of its rank or file.
-
-    Args:
-        title: the title of the plot.
-        shape: the global shape of the tensor.
-        boxes: the boxes, each with its rank or the index of its file.
-        noun: "rank" or "file", for labels.
-        axes: the matplotlib axes to draw on; None for a new figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-        from matplotlib import pyplot as plt
-        from matplotlib.patches import Rectangle
-    except ImportError as error:
-        raise ImportError(MATPLOTLIB_MISSING) from error
-    if axes is None:
-        axes = plt.subplots(layout="constrained")[1]
-    view = choose_plane(shape, [box for box, _ in boxes])
-    owner_ids = sorted({owner_id for _, owner_id in boxes})
-    has_few_owners = len(owner_ids) <= 10
-    palette = mpl.colormaps["tab10" if has_few_owners else "viridis"]
-    colour = {
-        n: palette(i if has_few_owners else i / len(owner_ids)) for i, n in enumerate(owner_ids)
-    }
-    for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
-        owner_id = boxes[owner][1]
-        style: dict[str, Any] = {"facecolor": (*colour[owner_id][:3], 0.6), "edgecolor": "white"}
-        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **style))
-        if len(view.boxes) <= MOST_LABELS:
-            label = f"{noun} {owner_id}" if len(view.boxes) <= MOST_FULL_LABELS else str(owner_id)
-            middle = (left + right) / 2, (top + bottom) / 2
-            axes.text(*middle, label, ha="center", va="center", clip_on=True)
-    axes.set_xlim(0, max(view.width, 1))
-    axes.set_ylim(max(view.height, 1), 0)
-    axes.set_xlabel(f"dimension {view.horizontal_dim}" if shape else "one element")
-    if view.vertical_dim is None:
-        axes.set_yticks([])
-    else:
-        axes.set_ylabel(f"dimension {view.vertical_dim}")
-    hidden = f", at 0 of dimensions {list(view.hidden)}" if view.hidden else ""
-    axes.set_title(f"{title}{hidden}")
-    return axes
 
 
 def _cell(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +183,7 @@ def test_a_mistyped_name_suggests_others(checkpoint: sw.Checkpoint, name: str, h
     assert name not in checkpoint
     assert checkpoint.get(name, 5) == 5
     if name == "modle":
-        for method in (checkpoint.state_dict, checkpoint.boxes, checkpoint.plot):
+        for method in (checkpoint.state_dict, checkpoint.boxes):
             with pytest.raises(KeyError, match="did you mean"):
                 method(name)
 
@@ -205,30 +204,6 @@ def test_html_is_short_and_escaped(tmp_path: Path) -> None:
         assert "&lt;script&gt;" in text
         assert len(text) < 8_000
     assert "and 72 more" in checkpoint._repr_html_()
-
-
-def test_a_plot_shows_the_boxes_of_ranks(
-    checkpoint: sw.Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("Agg")
-    axes = checkpoint.plot("t.table")
-    assert axes.get_title() == "t.table: float32 [500, 40, 3]"
-    (patch,) = axes.patches
-    assert (patch.get_x(), patch.get_y(), patch.get_width(), patch.get_height()) == (0, 0, 40, 500)
-    assert [text.get_text() for text in axes.texts] == ["rank 0"]
-    assert checkpoint.plot("t.scalar", axes) is axes
-    pyplot.close("all")
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'shardwise\[plot\]'"):
-        checkpoint.plot("t.table")
 
 
 def test_reports_are_sentences(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
-from shardwise.layout.box import Box, Plane, boxes_of, choose_plane
+from shardwise.layout.box import Box, boxes_of
 from shardwise.layout.coverage import find_uncovered_tensors
 from shardwise.layout.flat import (
     RangeBoxes,
@@ -23,7 +23,6 @@ __all__ = [
     "Box",
     "MeshShard",
     "Overlaps",
-    "Plane",
     "RangeBoxes",
     "SelectedPositions",
     "Sharding",
@@ -33,7 +32,6 @@ __all__ = [
     "boxes_of_range",
     "boxes_of_ranges",
     "boxes_within",
-    "choose_plane",
     "cover_positions",
     "find_overlaps",
     "find_uncovered_tensors",

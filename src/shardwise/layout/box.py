@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
@@ -95,59 +95,3 @@ def boxes_of(shape: tuple[int, ...], max_size: int) -> Iterator[Box]:
         count = min(rows, shape[0] - low)
         for below in boxes_of(shape[1:], max(max_size // count, 1)):
             yield Box((low, *below.offset), (count, *below.shape))
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """The two dimensions of a tensor that a picture shows, and the boxes in this plane.
-
-    Attributes:
-        vertical_dim: the dimension that is drawn downwards; None if the tensor is drawn as a line.
-        horizontal_dim: the dimension that is drawn from left to right.
-        height, width: the size of the plane, in elements.
-        boxes: the top, left, bottom and right of each visible box, in elements.
-        owners: the index of each visible box in the list of all boxes.
-        hidden: the other split dimensions. The plane shows only boxes whose offset
-            in these dimensions is 0.
-    """
-
-    vertical_dim: int | None
-    horizontal_dim: int
-    height: int
-    width: int
-    boxes: tuple[tuple[int, int, int, int], ...]
-    owners: tuple[int, ...]
-    hidden: tuple[int, ...]
-
-
-def choose_plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
-    """Return the plane to draw. It has the first two dimensions that the boxes split.
-
-    If fewer than two dimensions are split, the first other dimensions are added.
-
-    If more dimensions are split, the plane shows the boxes at offset 0 in the others.
-    """
-    split_dims = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
-    order = split_dims + [d for d in range(len(shape)) if d not in split_dims]
-    dims = sorted(order[:2])
-    other_dims = [d for d in range(len(shape)) if d not in dims]
-    visible = [i for i, box in enumerate(boxes) if all(box.offset[d] == 0 for d in other_dims)]
-    horizontal_dim = dims[-1] if dims else 0
-    vertical_dim = dims[0] if len(dims) == 2 else None
-
-    def extent(box: Box, dim: int | None) -> tuple[int, int]:
-        return (0, 1) if dim is None or not dims else (box.offset[dim], box.stop[dim])
-
-    corners = []
-    for index in visible:
-        (top, bottom), (left, right) = (
-            extent(boxes[index], vertical_dim),
-            extent(boxes[index], horizontal_dim),
-        )
-        corners.append((top, left, bottom, right))
-    height = 1 if vertical_dim is None else shape[vertical_dim]
-    width = shape[horizontal_dim] if dims else 1
-    hidden = tuple(d for d in other_dims if d in split_dims)
-    return Plane(
-        vertical_dim, horizontal_dim, height, width, tuple(corners), tuple(visible), hidden
-    )
