@@ -246,22 +246,6 @@ def _choose_step_directory(store: Store, choice: Choice) -> str:
     return ""
 
 
-def open_foreign(
-    store: Store, options: OpenOptions = DEFAULT_OPTIONS
-) -> tuple[Files, Layout] | None:
-    """Open a foreign checkpoint in this process alone; None if the place has none.
-
-    Raises:
-        FormatError: the checkpoint is malformed.
-    """
-    if not _may_be_foreign(store):
-        return None
-    try:
-        return _check(store, _read_foreign(store, options))
-    except CheckpointNotFoundError:
-        return None
-
-
 def foreign_formats(store: Store) -> str:
     """Return the names of the foreign formats at a place; "" if there is none."""
     return _formats_at(store, _names_at(store))
