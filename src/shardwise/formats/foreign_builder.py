@@ -24,6 +24,7 @@ from shardwise.formats.optimizers import (
     Optimizer,
     ParamGroup,
     encode_param_groups,
+    merge_param_groups,
 )
 from shardwise.formats.piece_tables import pieces_of_boxes
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
@@ -242,11 +243,15 @@ class Builder:
         for path, tensor in plain.contents.items():
             self.add_array(path, self.add_content(tensor))
 
-    def add_groups(self, groups: Iterable[ParamGroup], name: str) -> None:
+    def add_groups(self, groups: Iterable[ParamGroup], name: str, *, merge: bool = False) -> None:
         """Add the param groups of an optimizer.
 
         If a hyperparameter has no plain form, add a line to `left_out`.
+
+        Args:
+            merge: make one group of those that have equal hyperparameters.
         """
+        groups = merge_param_groups(groups) if merge else groups
         try:
             self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
         except StateError as error:

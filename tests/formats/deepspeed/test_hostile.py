@@ -59,7 +59,7 @@ def test_as_it_should_be(tmp_path: Path) -> None:
         (lambda m, s: m.update(param_shapes=[{"w": (-1, 2)}]), r"w: \(-1, 2\) is not a shape"),
         (lambda m, s: m.update(param_shapes=[{"w": (7, 1)}]), "too short for parameters of 7"),
         (lambda m, s: m.update(param_shapes=[]), "has 1 parameter groups, and the model has 0"),
-        (lambda m, s: m.update(param_shapes={"w": (3, 2)}), r"Expected `array.*`\$.param_shapes`"),
+        (lambda m, s: m.update(param_shapes={"w": (3, 2)}), "valid value of param_shapes: Expected `array"),
         (lambda m, s: m.update(module={"w": 3}), "w is not a tensor"),
         (
             lambda m, s: m.update(module={"w": torch.zeros(6)}),
@@ -76,10 +76,10 @@ def test_as_it_should_be(tmp_path: Path) -> None:
             "2 are missing: mp_rank_01_model_states.pt",
         ),
         (lambda m, s: s.update(partition_count=[2]), "1 is missing: zero_pp_rank_1_mp_rank_00_opt"),
-        (lambda m, s: s.update(partition_count=[-1]), "valid partition_count of an optimizer: "),
+        (lambda m, s: s.update(partition_count=[-1]), "valid value of partition_count: "),
         (
             lambda m, s: s.update(param_alignment_paddings=[[HUGE]]),
-            "valid param_alignment_paddings of",
+            "valid value of param_alignment",
         ),
         (lambda m, s: s.update(param_alignment_paddings=[[]]), "0 paddings of 1 parameters"),
         (lambda m, s: s.update(single_partition_of_fp32_groups=[None]), "NVMe"),
@@ -90,11 +90,11 @@ def test_as_it_should_be(tmp_path: Path) -> None:
         (lambda m, s: s.update(param_slice_mappings=[{"w": 3}]), "param_slice_mappings"),
         (
             lambda m, s: s.update(base_optimizer_state=3),
-            "valid base_optimizer_state of an .*got `int`",
+            "valid value of base_optim.*got `int`",
         ),
         (
             lambda m, s: s["base_optimizer_state"].update(param_groups=[{}]),
-            "not a valid params of an optimizer",
+            "not a valid value of params",
         ),
         (
             lambda m, s: s["base_optimizer_state"]["state"].update({0: {"exp_avg": "x"}}),

@@ -7,11 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState
+from shardwise.ports.reader import FileRange, FileTree, FormatError, StoredArray
 
 MOST_FILES_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.file_tree import MOST_FILES, FileTree
+from shardwise.formats.file_tree import MOST_FILES
+from shardwise.ports.reader import CheckpointNotFoundError, FileTree, FormatError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 WEIGHTS_KEY, HYPERPARAMETERS_FILE = "fp32", "optimizer_state.pt"

@@ -6,10 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwise.errors import FormatError
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.foreign_builder import Builder, make_number_tensor
-from shardwise.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.states import ModelState, Number
 from shardwise.formats.readers.deepspeed.tensor_parallel import (
@@ -23,6 +19,7 @@ from shardwise.formats.readers.deepspeed.zero import (
     FlatRange,
     ranges_of_slices,
 )
+from shardwise.ports.reader import Builder, FormatError, ParamGroup, StoredArray
 
 
 def tensor_name(parameter: str, key: str) -> str:
@@ -150,12 +147,13 @@ def add_scalars(
 
 def add_number(builder: Builder, names: Sequence[str], key: str, number: Number) -> None:
     """Add a number as state of some parameters; a step count becomes a tensor, as in torch."""
-    if key == STEP and not isinstance(number, bool):
-        add_scalars(builder, names, key, [builder.add_content(make_number_tensor(number, key))])
-        return
-    for name in names:
-        if tensor_name(name, key) not in builder:
-            builder.add_value(tensor_name(name, key), number)
+    for tensor in (tensor_name(name, key) for name in names):
+        if tensor in builder:
+            continue
+        if key == STEP and not isinstance(number, bool):
+            builder.add_number(tensor, number)
+        else:
+            builder.add_value(tensor, number)
 
 
 def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:
@@ -171,13 +169,12 @@ def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:
         if isinstance(step, (int, float)):
             # DeepSpeed's Adam counts steps by group, torch's by parameter.
             del hyperparameters[STEP]
-            names = [name for name in group.names if tensor_name(name, STEP) not in builder]
-            add_number(builder, names, STEP, step)
+            add_number(builder, group.names, STEP, step)
         if hyperparameters.get("bias_correction") is True:
             del hyperparameters["bias_correction"]  # torch's Adam always corrects the bias
         cleaned.append(replace(group, hyperparameters=hyperparameters))
     if cleaned:
-        builder.add_groups(merge_param_groups(cleaned), "optimizer.param_groups")
+        builder.add_groups(cleaned, "optimizer.param_groups", merge=True)
 
 
 def add_frozen_slices(

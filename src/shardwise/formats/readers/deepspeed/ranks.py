@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import ParseCache, TorchFileContents, read_torch_file
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
 from shardwise.formats.readers.deepspeed.files import (
     RankKey,
@@ -32,33 +29,7 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
     parse_placement_rule,
     place_whole,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RankModule:
-    """The module of one tensor-parallel rank, of all its pipeline stages.
-
-    Attributes:
-        arrays: parameters and buffers by name; under ZeRO 3 the parameters are empty.
-        buffers: the names of buffers.
-        frozen: second copies of frozen parameters, where DeepSpeed stores them twice.
-        recorded_ties: names of tied parameters, and the names that they are tied to, as DeepSpeed
-            recorded them.
-    """
-
-    arrays: Mapping[str, StoredArray]
-    buffers: frozenset[str]
-    frozen: Mapping[str, StoredArray]
-    recorded_ties: Mapping[str, str]
-
-    def find_ties(self) -> dict[str, str]:
-        """Return recorded ties, and parameters that have the bytes of an earlier parameter."""
-        first_names: dict[StoredArray, str] = {}
-        ties = {}
-        for name, array in self.arrays.items():
-            if math.prod(array.shape) and first_names.setdefault(array, name) != name:
-                ties[name] = first_names[array]
-        return ties | dict(self.recorded_ties)
+from shardwise.ports.reader import FileTree, FormatError, StoredArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,25 +101,25 @@ class AllRanks:
             for rank in range(self.tensor_parallel)
         ]
 
-    def modules(self) -> list[RankModule]:
+    def modules(self) -> list[ModelState]:
         """Return the module of each tensor-parallel rank, with all its pipeline stages."""
         modules = []
         for rank in range(self.tensor_parallel):
             arrays: dict[str, StoredArray] = {}
-            buffers: set[str] = set()
             frozen: dict[str, StoredArray] = {}
-            ties: dict[str, str] = {}
-            for stage in range(self.stages):
-                model_rank = self.ranks_of_stage(stage)[rank]
-                state = self.models[0, model_rank]
-                arrays.update(state.module or {})
-                arrays.update(self.experts.get(model_rank, {}))
-                buffers |= state.buffers
-                ties.update(state.ties)
-                if not self.zero_3:
-                    frozen.update(state.frozen)
-            arrays.update(self.layers.get(rank, {}))
-            modules.append(RankModule(arrays, frozenset(buffers), frozen, ties))
+            model_ranks = [self.ranks_of_stage(stage)[rank] for stage in range(self.stages)]
+            states = [self.models[0, model_rank] for model_rank in model_ranks]
+            for model_rank, state in zip(model_ranks, states, strict=True):
+                arrays |= {**state.arrays, **self.experts.get(model_rank, {})}
+                frozen |= {} if self.zero_3 else state.frozen
+            module = replace(
+                states[0],
+                module={**arrays, **self.layers.get(rank, {})},
+                buffers=frozenset().union(*(state.buffers for state in states)),
+                frozen=frozen,
+                ties={k: v for state in states for k, v in state.ties.items()},
+            )
+            modules.append(module)
         return modules
 
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardwise.errors import FormatError
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
     find_files,
@@ -21,12 +16,12 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_param_groups,
     add_shards,
 )
-from shardwise.formats.readers.deepspeed.ranks import AllRanks, RankModule, read_ranks
-from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS
+from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
+from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, ModelState
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import find_flat_groups
-from shardwise.formats.values import are_plain_values_equal
+from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader
 
 FORMAT = "DeepSpeed"
 
@@ -117,7 +112,7 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule)
 
 
 def _add_optimizer_without_zero(
-    builder: Builder, ranks: AllRanks, module: RankModule, place: PlacementRule
+    builder: Builder, ranks: AllRanks, module: ModelState, place: PlacementRule
 ) -> None:
     states = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(0)]
     if states[0].optimizer is None:
@@ -137,7 +132,7 @@ def _add_optimizer_without_zero(
 
 
 def add_modules(
-    builder: Builder, modules: Sequence[RankModule], place: PlacementRule, *, zero_3: bool
+    builder: Builder, modules: Sequence[ModelState], place: PlacementRule, *, zero_3: bool
 ) -> None:
     """Add the modules of all tensor-parallel ranks, after the weights that were trained.
 
@@ -221,14 +216,7 @@ def add_values(builder: Builder, ranks: AllRanks) -> None:
         rows += [("deepspeed", key, value, of_optimizers) for key, value in scaling.items()]
     for prefix, key, value, values_of_ranks in rows:
         if value is not None:
-            builder.add_value(f"{prefix}.{key}", value)
-        differing = sum(
-            not are_plain_values_equal(each.get(key), value) for each in values_of_ranks
-        )
-        if differing:
-            builder.left_out.append(
-                f"{prefix}.{key}: {differing} ranks have other values; the first rank's is taken"
-            )
+            builder.add_value(f"{prefix}.{key}", value, [each.get(key) for each in values_of_ranks])
 
 
 READER = Reader(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from shardwise.decoding import prepare_decoding
-from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import PickledInstance, allow_as_instances
-from shardwise.formats.foreign import StoredArray
-from shardwise.manifest.manifest import LARGEST_INTEGER
+from shardwise.formats.containers.pickle_values import allow_as_instances
+from shardwise.ports.reader import FormatError, PickledInstance, StoredArray
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -43,7 +41,7 @@ _MODEL_KEYS = (
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("frozen_param_fragments", "shared_params", "sparse_tensor_module_names"),
 )
-_MOST_DIMENSIONS = 64
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**59
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
@@ -73,6 +71,20 @@ class ModelState:
     ties: Mapping[str, str]
     optimizer: Mapping[Any, Any] | None
     values: Mapping[str, Any]
+
+    @property
+    def arrays(self) -> Mapping[str, StoredArray]:
+        """The module's parameters and buffers; none in a pipeline. Under ZeRO 3, buffers only."""
+        return self.module or {}
+
+    def find_ties(self) -> dict[str, str]:
+        """Return recorded ties, and parameters that have the bytes of an earlier parameter."""
+        first_names: dict[StoredArray, str] = {}
+        ties = {}
+        for name, array in self.arrays.items():
+            if math.prod(array.shape) and first_names.setdefault(array, name) != name:
+                ties[name] = first_names[array]
+        return ties | dict(self.ties)
 
     def for_rank(self, file: str, path: str) -> ModelState:
         """Return the model states of another rank, whose file contains the same pickle.
@@ -124,35 +136,37 @@ class OptimizerState:
     optimizer_type: str | None = None
 
 
-@prepare_decoding
-class _ModelFile(msgspec.Struct):
-    module: dict[str, Any] | None
-    buffer_names: list[str] | None
-    param_shapes: list[dict[str, Any]] | None = None
-    frozen_param_shapes: dict[str, Any] | None = None
-    frozen_param_fragments: dict[str, Any] | None = None
-    shared_params: dict[str, str] | list[tuple[str, str]] | None = None  # a list in old versions
-    optimizer: dict[Any, Any] | None = None
-
-
 def parse_model_state(value: object, path: str) -> ModelState:
     """Parse a file of model states.
 
     Raises:
         FormatError: the file is malformed.
     """
-    entries = _convert(value, dict[str, Any], path, "file of DeepSpeed's model states")
-    file = _convert(entries, _ModelFile, path, "file of DeepSpeed's model states")
+    contents = "file of DeepSpeed's model states"
+    entries = _convert(value, dict[str, Any], path, contents)
+    if not {"module", "buffer_names"} <= entries.keys():
+        raise FormatError(
+            f"{path}: not a valid {contents}: module or buffer_names is missing; copy the file "
+            "again, or save it with a supported version of DeepSpeed"
+        )
+    ties = entries.get("shared_params")  # a list in old versions
+    entry = partial(_convert_entry, entries, path)
+    module = entry("module", dict[str, Any] | None)
+    groups = entry("param_shapes", list[dict[str, Any]] | None)
+    frozen_shapes = entry("frozen_param_shapes", dict[str, Any] | None)
+    frozen = entry("frozen_param_fragments", dict[str, Any] | None)
     return ModelState(
         path,
-        None if file.module is None else require_arrays(file.module, f"{path}: module"),
-        frozenset(file.buffer_names or ()),
-        tuple(_parse_shapes(group, path) for group in file.param_shapes or ()),
-        _parse_shapes(file.frozen_param_shapes or {}, path),
-        require_arrays(file.frozen_param_fragments or {}, f"{path}: frozen_param_fragments"),
-        dict(file.shared_params or {}),
-        file.optimizer,
-        {key: entry for key, entry in entries.items() if key not in _MODEL_KEYS},
+        None if module is None else require_arrays(module, f"{path}: module"),
+        frozenset(entry("buffer_names", list[str] | None) or ()),
+        tuple(_parse_shapes(group, path) for group in groups or ()),
+        _parse_shapes(frozen_shapes or {}, path),
+        require_arrays(frozen or {}, f"{path}: frozen_param_fragments"),
+        entry("shared_params", dict[str, str] | None)
+        if isinstance(ties, dict)
+        else dict(entry("shared_params", list[tuple[str, str]] | None) or ()),
+        entry("optimizer", dict[Any, Any] | None),
+        {key: each for key, each in entries.items() if key not in _MODEL_KEYS},
     )
 
 
@@ -163,7 +177,7 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         FormatError: the file is malformed.
     """
     file = _convert(value, dict[str, Any], path, "file of ZeRO's optimizer states")
-    saved = _convert_entry(file, "optimizer_state_dict", dict[str, Any], path)
+    saved = _convert_entry(file, path, "optimizer_state_dict", dict[str, Any])
     if saved.get("ds_zero_partition_groups"):
         raise FormatError(
             f"{path}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
@@ -171,9 +185,9 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         )
     zero_3 = "fp32_flat_groups" in saved
     weights_key = "fp32_flat_groups" if zero_3 else "single_partition_of_fp32_groups"
-    masters = _parse_masters(_convert_entry(saved, weights_key, list[Any], path), path)
+    masters = _parse_masters(_convert_entry(saved, path, weights_key, list[Any]), path)
     base_key = "optimizer_state_dict" if zero_3 else "base_optimizer_state"
-    base = _convert_entry(saved, base_key, dict[str, Any] | list[Any], path)
+    base = _convert_entry(saved, path, base_key, dict[str, Any] | list[Any])
     if isinstance(base, dict):
         optimizer = parse_torch_optimizer(base, path)
     else:
@@ -181,13 +195,13 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         steps = {} if step is None else {"step": _require_number("step", step, path)}
         states = tuple({**steps, **_flatten_state(each, path)} for each in base)
         optimizer = OptimizerState(path, states, None, tuple(range(len(masters))))
-    counts = _convert_entry(saved, "partition_count", list[_Count] | int | None, path) or 0
+    counts = _convert_entry(saved, path, "partition_count", list[_Count] | int | None) or 0
     counts = [max(counts, 0)] * len(masters) if isinstance(counts, int) else counts
     _require_count(optimizer.states, masters, "states", path)
     _require_count(counts, masters, "partition counts", path)
     if not zero_3 and optimizer.hyperparameters is not None:
         _require_count(optimizer.hyperparameters, masters, "hyperparameters", path)
-    slices = _convert_entry(saved, "param_slice_mappings", list[dict[str, Any]] | None, path)
+    slices = _convert_entry(saved, path, "param_slice_mappings", list[dict[str, Any]] | None)
     paddings_key, paddings_type = "param_alignment_paddings", list[tuple[_Count, ...]] | None
     config = file.get("ds_config")
     settings = config.get("optimizer") if isinstance(config, Mapping) else None
@@ -197,7 +211,7 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         masters=masters,
         zero_3=zero_3,
         partition_counts=counts,
-        paddings=_convert_entry(saved, paddings_key, paddings_type, path),
+        paddings=_convert_entry(saved, path, paddings_key, paddings_type),
         slices=None if slices is None else [_parse_slices(each, path) for each in slices],
         values=select_loss_scaling_values(saved),
         optimizer_type=name if isinstance(name, str) else None,
@@ -248,11 +262,11 @@ def parse_torch_optimizer(value: object, path: str) -> OptimizerState:
         FormatError: it is malformed.
     """
     optimizer = _convert(value, dict[str, Any], path, "state of an optimizer")
-    state = _convert_entry(optimizer, "state", dict[int, Any], path)
+    state = _convert_entry(optimizer, path, "state", dict[int, Any])
     states, hyperparameters, param_groups = [], [], []
-    groups = _convert_entry(optimizer, "param_groups", list[dict[str, Any]], path)
+    groups = _convert_entry(optimizer, path, "param_groups", list[dict[str, Any]])
     for group_index, group in enumerate(groups):
-        for index in _convert_entry(group, "params", list[int], path):
+        for index in _convert_entry(group, path, "params", list[int]):
             states.append(_flatten_state(state.get(index, {}), path))
             param_groups.append(group_index)
         hyperparameters.append(
@@ -303,7 +317,7 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
                 f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: copy the file again from "
                 "an intact source"
             )
-        if math.prod(n for n in shape if n) > LARGEST_INTEGER // 8 or len(shape) > _MOST_DIMENSIONS:
+        if math.prod(n for n in shape if n) > _MOST_ELEMENTS or len(shape) > _MOST_DIMENSIONS:
             raise FormatError(
                 f"{path}: {name[:200]}: the shape {str(shape)[:80]} is too large: the file is "
                 "damaged: copy it again from an intact source"
@@ -345,8 +359,8 @@ def _require_count(
         )
 
 
-def _convert_entry(values: Mapping[str, Any], key: str, target_type: Any, path: str) -> Any:
-    return _convert(values.get(key), target_type, path, f"{key} of an optimizer")
+def _convert_entry(values: Mapping[str, Any], path: str, key: str, target_type: Any) -> Any:
+    return _convert(values.get(key), target_type, path, f"value of {key}")
 
 
 def _convert(value: object, target_type: type[T], path: str, contents: str) -> T:

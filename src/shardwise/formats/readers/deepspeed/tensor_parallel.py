@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from shardwise.errors import FormatError
 from shardwise.formats.readers.deepspeed.states import Shape
 from shardwise.layout import Box
+from shardwise.ports.reader import FormatError
 
 LONGEST_PATTERN = 1000
 MOST_REPEATS = 3

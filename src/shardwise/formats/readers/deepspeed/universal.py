@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from shardwise.errors import FormatError
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray, row_major_strides
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.optimizers import ParamGroup
+from shardwise.formats.foreign import row_major_strides
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.files import (
     HYPERPARAMETERS_FILE,
@@ -38,6 +33,7 @@ from shardwise.formats.readers.deepspeed.states import (
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.zero import MASTER
+from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader, StoredArray
 
 FORMAT = "DeepSpeed universal"
 _PARAMETER_FILE = re.compile(r"zero/(.+)/([^/]+)\.pt")

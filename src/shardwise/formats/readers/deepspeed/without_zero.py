@@ -5,10 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardwise.errors import FormatError
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.manifest import (
     add_flat_group,
@@ -26,6 +22,7 @@ from shardwise.formats.readers.deepspeed.states import (
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule
 from shardwise.formats.readers.deepspeed.zero import MASTER, find_flat_groups
+from shardwise.ports.reader import Builder, FormatError, ParamGroup, StoredArray
 
 MOST_PREFIXES = 10_000
 """The limit of what `assign_by_shape` remembers for each parameter."""

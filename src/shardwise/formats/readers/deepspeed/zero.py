@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardwise.errors import FormatError
-from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
+from shardwise.ports.reader import FormatError, StoredArray
 
 MASTER = ""
 """The key of the master weights among the keys of the optimizer's state."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeAlias
 
-from shardwise.errors import FormatError
-from shardwise.formats.foreign import StoredArray, row_major_strides
+from shardwise.formats.foreign import row_major_strides
 from shardwise.formats.optimizers import GROUPS, PARAMS, STATE
 from shardwise.formats.readers.megatron_legacy.ranks import (
     EMBEDDING,
@@ -18,6 +17,7 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     Parameter,
     Rank,
 )
+from shardwise.ports.reader import FormatError, StoredArray
 
 MASTER = "param"
 """The key of the master weights among the keys of the optimizer's state."""

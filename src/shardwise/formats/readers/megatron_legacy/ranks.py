@@ -7,12 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.containers.pickle_values import PickledInstance, UnknownObject
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.layout import StoredFile
+from shardwise.ports.reader import (
+    CheckpointNotFoundError,
+    FileTree,
+    FormatError,
+    PickledInstance,
+    StoredArray,
+    UnknownObject,
+)
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 LARGEST_LATEST_FILE = 100

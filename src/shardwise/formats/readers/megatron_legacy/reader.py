@@ -7,17 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeAlias
 
-from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_parts import find_unknown
-from shardwise.formats.detect import Reader
-from shardwise.formats.file_tree import MOST_FILES, FileTree
+from shardwise.formats.file_tree import MOST_FILES
 from shardwise.formats.foreign import CatalogueRow, build_catalogue
-from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import (
     GROUPS,
     PARAMS,
-    ParamGroup,
     make_hyperparameters_key,
     merge_param_groups,
 )
@@ -58,6 +54,7 @@ from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import describe_differing_values
 from shardwise.layout.columns import Int
 from shardwise.manifest.layout import Layout
+from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader
 
 FORMAT = "legacy Megatron-LM"
 SPEC_NAME = "megatron"
