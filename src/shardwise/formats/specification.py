@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Catalogue, StoredArray, StoredPart, build_catalogue
+from shardwise.formats.foreign import StoredArray, StoredPart, build_catalogue
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
@@ -55,14 +55,56 @@ class Specification:
             FormatError: a file is missing or malformed.
             MismatchError: the rules do not fit; `problems` lists everything that is wrong.
         """
-        catalogue, values = _read_rank_files(tree, self.files or "")
-        layout = apply_spec(self.rules, catalogue, sizes=self.sizes, checkpoint=str(tree))
+        axes, files, rows, values = _read_rank_files(tree, self.files or "")
         builder = Builder(tree)
-        builder.add_layout(layout)
+        add_described_arrays(tree, builder, self.rules, axes, files, rows, self.sizes)
         builder.left_out += describe_differing_values(values)
         for name, value in values[0].items():
             builder.add_value(name, value)
         return builder.build(f"files of ranks, {self.files}")
+
+
+Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
+"""The name of an array, the array, and the coordinate of its rank along each axis."""
+
+
+def add_described_arrays(
+    tree: FileTree,
+    builder: Builder,
+    rules: Spec | str,
+    axes: Mapping[str, int],
+    files: Iterable[str],
+    rows: Iterable[Row],
+    sizes: Mapping[str, int],
+) -> Mapping[tuple[str, int], Sequence[str]]:
+    """Add the tensors that rules make of the arrays of all ranks, before anything else.
+
+    Args:
+        tree, builder: as a reader gets them.
+        rules: the parsed specification, or the name of a built-in one.
+        axes: the sizes of the axes of the ranks.
+        files: the names of the files.
+        rows: the arrays in them.
+        sizes: the numbers that the specification declares with `let`.
+
+    Returns:
+        For the file and the start of each stored box, the names of the tensors that have it.
+
+    Raises:
+        MismatchError: the rules do not fit; `problems` lists everything that is wrong.
+    """
+    rules = load_builtin(rules) if isinstance(rules, str) else rules
+    catalogue = build_catalogue(list(map(tree.file, files)), axes, rows)
+    layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(tree))
+    builder.add_layout(layout)
+    names: dict[tuple[str, int], list[str]] = {}
+    for pieces in (layout.pieces, layout.replicas):
+        columns = (pieces.file, pieces.start, pieces.tensor)
+        for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
+            names.setdefault((layout.files[file].name, start), []).append(
+                layout.tensors[tensor].name
+            )
+    return names
 
 
 def spec(
@@ -104,7 +146,9 @@ def spec(
     return Specification(parse(path.read_text(encoding="utf-8"), str(path)), sizes, files)
 
 
-def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapping[str, Any]]]:
+def _read_rank_files(
+    tree: FileTree, pattern: str
+) -> tuple[Mapping[str, int], Iterable[str], Sequence[Row], list[Mapping[str, Any]]]:
     """Read files of torch.save or safetensors: list all arrays, and read plain values.
 
     Names of nested values are joined by dots. No array is read.
@@ -113,7 +157,8 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
         pattern: the pattern of the names of the files; see `spec`.
 
     Returns:
-        All arrays, and the plain values of each rank by name.
+        The sizes of the axes, the names of the files, all arrays, and the plain values of each rank
+        by name.
 
     Raises:
         CheckpointNotFoundError: no file matches the pattern.
@@ -137,8 +182,7 @@ def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapp
         for file, (arrays, _) in contents_by_file.items()
         for name, array in arrays.items()
     ]
-    catalogue = build_catalogue(list(map(tree.file, coordinate_by_file)), sizes, rows)
-    return catalogue, [values for _, values in contents_by_file.values()]
+    return sizes, coordinate_by_file, rows, [values for _, values in contents_by_file.values()]
 
 
 def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.manifest.layout import StoredFile
+from shardwise.formats.file_tree import MOST_FILES
 from shardwise.ports.reader import (
     CheckpointNotFoundError,
     FileTree,
@@ -162,6 +164,7 @@ class Rank:
 
     Attributes:
         numbers: the numbers in the name of its directory.
+        position: the tensor-parallel rank, the pipeline stage, and the expert-parallel rank.
         path: the path of its directory.
         chunks: the arrays by name of each chunk of the model; there is one chunk unless pipeline
             stages are interleaved.
@@ -173,6 +176,7 @@ class Rank:
     """
 
     numbers: DirectoryNumbers
+    position: tuple[int, int, int]
     path: str
     chunks: Sequence[Arrays]
     optimizer: Any
@@ -220,11 +224,6 @@ def parameters_of(rank: Rank) -> list[Parameter]:
         for name, array in arrays.items()
         if not name.endswith(_BUFFER_SUFFIXES)
     ]
-
-
-def list_files(tree: FileTree, files: IterationFiles) -> tuple[StoredFile, ...]:
-    """Return the files of all ranks, in the order that the file indices of arrays refer to."""
-    return tuple(tree.file(path) for paths in files.ranks.values() for path in paths.values())
 
 
 def read_ranks(tree: FileTree, files: IterationFiles) -> list[Rank]:
@@ -275,7 +274,10 @@ def _parse_rank(
         for key, value in state.items()
         if key not in (ARGS, OPTIMIZER, *chunks) or isinstance(value, UnknownObject)
     }
-    return Rank(numbers, directory, arrays, state.get(OPTIMIZER), buffers, fields, values, unread)
+    coordinate = dict(zip(directory_axes(numbers, fields), numbers, strict=True))
+    position = coordinate["tp"], coordinate.get("pp", 0), coordinate.get("ep", 0)
+    optimizer = state.get(OPTIMIZER)
+    return Rank(numbers, position, directory, arrays, optimizer, buffers, fields, values, unread)
 
 
 def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[Any, Any]]:
@@ -314,61 +316,50 @@ def _flatten(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield name, item
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The axes of the parallel ranks.
-
-    Attributes:
-        sizes: the sizes of the axes tp, pp and ep, and of vp: the chunks of the model in a stage.
-        directory_axes: the axes that the numbers in the names of directories count.
-        gates: 2 if feed-forward layers are gated, else 1.
-    """
-
-    sizes: Mapping[str, int]
-    directory_axes: tuple[str, ...]
-    gates: int
-
-    def coordinate_of(self, rank: Rank, chunk: int) -> tuple[int, ...]:
-        """Return the coordinate of a chunk of a rank along the axes."""
-        return (*_position_of(rank, self.directory_axes), chunk)
-
-    def coordinate_without_expert(self, rank: Rank, chunk: int) -> tuple[int, ...]:
-        """Return the coordinate of a chunk of a rank, without the axis of the experts."""
-        tensor, stage, _ = _position_of(rank, self.directory_axes)
-        return tensor, stage, chunk
-
-    def stage_of(self, rank: Rank) -> int:
-        """Return the pipeline stage of a rank."""
-        return _position_of(rank, self.directory_axes)[1]
-
-
-def directory_axes(rank: Rank) -> tuple[str, ...]:
+def directory_axes(numbers: DirectoryNumbers, args: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the axes that the numbers in the names of directories count."""
-    stages, experts = (rank.args.get(SIZE_ARGS[axis]) for axis in ("pp", "ep"))
-    if len(rank.numbers) == 2 and stages == 1 and type(experts) is int and experts > 1:
+    stages, experts = (args.get(SIZE_ARGS[axis]) for axis in ("pp", "ep"))
+    if len(numbers) == 2 and stages == 1 and type(experts) is int and experts > 1:
         return "tp", "ep"
-    return tuple(SIZE_ARGS)[: len(rank.numbers)]
+    return tuple(SIZE_ARGS)[: len(numbers)]
 
 
-def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
-    """Derive the axes from the names of directories, the shapes and the arguments.
+def find_sizes(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> dict[str, int]:
+    """Return the sizes of the axes tp, pp and ep, and require the directories of all ranks.
 
     Raises:
-        FormatError: they contradict each other.
+        FormatError: directories are missing, or contradict the arguments.
     """
-    args = ranks[0].args
-    axes = directory_axes(ranks[0])
-    counts = [
-        max(column) + 1 for column in zip(*(_position_of(r, axes) for r in ranks), strict=True)
-    ]
-    sizes = dict(zip(SIZE_ARGS, counts, strict=True))
-    for axis, size in sizes.items():
-        recorded = args.get(SIZE_ARGS[axis])
-        if type(recorded) is int and recorded != size:
+    first = ranks[0]
+    axes = directory_axes(first.numbers, first.args)
+    sizes = {}
+    for i, (axis, key) in enumerate(SIZE_ARGS.items()):
+        found, recorded = max(rank.position[i] for rank in ranks) + 1, first.args.get(key)
+        sizes[axis] = recorded if type(recorded) is int else found
+        if sizes[axis] < found or (axis not in axes and sizes[axis] > found):
             raise FormatError(
-                f"{path}: {SIZE_ARGS[axis]} was {recorded}, but there are directories of {size} "
+                f"{tree}: {key} was {recorded}, but there are directories of {found} "
                 "ranks: copy all directories from a complete copy of the checkpoint"
             )
+    if math.prod(sizes.values()) > MOST_FILES:
+        raise FormatError(
+            f"{tree}: directories and saved arguments say that "
+            f"{' × '.join(str(sizes[axis]) for axis in axes)} ranks saved this checkpoint, but at "
+            f"most {MOST_FILES} files are supported: copy the checkpoint again from an intact "
+            "source"
+        )
+    model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
+    all_numbers = product(*(range(sizes[axis]) for axis in axes))
+    tree.require((files.path_of(numbers, model_file) for numbers in all_numbers), NEEDED_BY)
+    return sizes
+
+
+def count_chunks_and_gates(ranks: Sequence[Rank], path: str) -> tuple[int, int]:
+    """Return the number of chunks of the model on a stage, and 2 if it has gated layers, else 1.
+
+    Raises:
+        FormatError: ranks or layers differ.
+    """
     path_by_count = {len(rank.chunks): rank.path for rank in ranks}
     if len(path_by_count) > 1:
         examples = " and ".join(f"{count} in {example}" for count, example in path_by_count.items())
@@ -382,13 +373,7 @@ def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
             f"{path}: some feed-forward layers are gated and some are not, which is not supported: "
             "describe the model by a specification (spec=)"
         )
-    return Geometry({**sizes, "vp": len(ranks[0].chunks)}, axes, gates.pop())
-
-
-def _position_of(rank: Rank, axes: Sequence[str]) -> tuple[int, int, int]:
-    """Return the tensor-parallel rank, the pipeline stage, and the expert-parallel rank."""
-    numbers = dict(zip(axes, rank.numbers, strict=True))
-    return numbers["tp"], numbers.get("pp", 0), numbers.get("ep", 0)
+    return len(ranks[0].chunks), gates.pop()
 
 
 def _count_gates(rank: Rank) -> set[int]:

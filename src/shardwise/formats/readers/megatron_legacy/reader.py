@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.formats.containers.pickle_parts import find_unknown
-from shardwise.formats.file_tree import MOST_FILES
-from shardwise.formats.foreign import CatalogueRow, build_catalogue
-from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import (
     GROUPS,
     PARAMS,
-    make_hyperparameters_key,
-    merge_param_groups,
 )
 from shardwise.formats.readers.megatron_legacy.optimizers import (
     MASTER,
@@ -28,36 +21,30 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     BUFFERS_FILE,
     EMBEDDING,
     ITERATION,
-    MODEL_FILE,
     NEEDED_BY,
-    OLD_MODEL_FILE,
     OPTIMIZER,
     OUTPUT,
     RNG,
-    SIZE_ARGS,
     UNTIED,
     DirectoryNumbers,
-    Geometry,
     IterationFiles,
     Parameter,
     Rank,
-    directory_axes,
+    count_chunks_and_gates,
     find_files,
-    find_geometry,
+    find_sizes,
     has_rank_files,
-    list_files,
     parameters_of,
     read_ranks,
     require_files,
 )
-from shardwise.formats.specs import load_builtin
+from shardwise.formats.specification import Row, add_described_arrays
 from shardwise.formats.values import describe_differing_values
-from shardwise.layout.columns import Int
-from shardwise.manifest.layout import Layout
 from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader
 
 FORMAT = "legacy Megatron-LM"
 SPEC_NAME = "megatron"
+_OF_WEIGHTS = ("model.", "module.")
 
 MasterDtypes: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
 """For each chunk of the model, the dtypes of master weights by name."""
@@ -79,22 +66,21 @@ def read(tree: FileTree, builder: Builder) -> None:
     files = find_files(tree)
     require_files(tree, files)
     ranks = read_ranks(tree, files)
-    check_ranks(tree, files, ranks)
-    geometry = find_geometry(ranks, str(tree))
-    _refuse_unsupported(ranks[0], geometry)
-    optimizers = _find_optimizers(ranks, geometry)
-    master_dtypes = _find_master_dtypes(ranks, optimizers, geometry)
+    sizes = find_sizes(tree, files, ranks)
+    _check_ranks(tree, files, ranks)
+    chunks, gates = count_chunks_and_gates(ranks, str(tree))
+    _refuse_unsupported(ranks[0], sizes)
+    optimizers = _find_optimizers(ranks, sizes["pp"])
+    master_dtypes = _find_master_dtypes(ranks, optimizers)
     rows = [
         row
         for rank, optimizer in zip(ranks, optimizers, strict=True)
-        for row in _rows_of_rank(rank, optimizer, geometry, master_dtypes)
+        for row in _rows_of_rank(rank, optimizer, master_dtypes)
     ]
-    catalogue = build_catalogue(list_files(tree, files), geometry.sizes, rows)
-    assembled = apply_spec(
-        load_builtin(SPEC_NAME), catalogue, sizes={"gates": geometry.gates}, checkpoint=str(tree)
-    )
-    builder.add_layout(assembled)
-    _add_param_groups(builder, assembled, optimizers)
+    axes = {**sizes, "vp": chunks}
+    paths = [path for paths_of_rank in files.ranks.values() for path in paths_of_rank.values()]
+    names = add_described_arrays(tree, builder, SPEC_NAME, axes, paths, rows, {"gates": gates})
+    _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
     step = ranks[0].values.get(ITERATION)
@@ -102,29 +88,8 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.world_size = len(ranks)
 
 
-def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
-    """Check that no rank is missing, no directory was renamed, and all are from one iteration.
-
-    Raises:
-        FormatError: a check fails; the message names the files.
-    """
-    first = ranks[0]
-    sizes_found = [
-        max(column) + 1 for column in zip(*(rank.numbers for rank in ranks), strict=True)
-    ]
-    sizes_recorded = [first.args.get(SIZE_ARGS[axis]) for axis in directory_axes(first)]
-    sizes = [
-        max(n, m) if type(m) is int else n for n, m in zip(sizes_found, sizes_recorded, strict=True)
-    ]
-    if math.prod(sizes) > MOST_FILES:
-        raise FormatError(
-            f"{tree}: directories and saved arguments say that {' × '.join(map(str, sizes))} "
-            f"ranks saved this checkpoint, but at most {MOST_FILES} files are supported: copy the "
-            "checkpoint again from an intact source"
-        )
-    model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
-    required = (files.path_of(numbers, model_file) for numbers in product(*map(range, sizes)))
-    tree.require(required, NEEDED_BY)
+def _check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
+    """Check that no buffer is missing, no directory was renamed, and all are from one iteration."""
     without_buffers = [
         rank.numbers for rank in ranks if rank.buffers is None and _needs_buffers(rank.optimizer)
     ]
@@ -183,13 +148,13 @@ def _check_rank_order(tree: FileTree, ranks: Mapping[DirectoryNumbers, Rank]) ->
                 )
 
 
-def _refuse_unsupported(rank: Rank, geometry: Geometry) -> None:
+def _refuse_unsupported(rank: Rank, sizes: Mapping[str, int]) -> None:
     expert_size = rank.args.get("expert_tensor_parallel_size")
     has_experts = any(".experts." in name for chunk in rank.chunks for name in chunk)
-    if has_experts and type(expert_size) is int and expert_size != geometry.sizes["tp"]:
+    if has_experts and type(expert_size) is int and expert_size != sizes["tp"]:
         raise FormatError(
             f"{rank.path}: experts are divided among {expert_size} ranks and the rest among "
-            f"{geometry.sizes['tp']} (expert_tensor_parallel_size), which is not supported: "
+            f"{sizes['tp']} (expert_tensor_parallel_size), which is not supported: "
             "convert the checkpoint to torch_dist with Megatron-LM, and open the result"
         )
     version = rank.values.get("checkpoint_version", 3.0)
@@ -201,7 +166,7 @@ def _refuse_unsupported(rank: Rank, geometry: Geometry) -> None:
         )
 
 
-def _find_optimizers(ranks: Sequence[Rank], geometry: Geometry) -> list[RankOptimizer]:
+def _find_optimizers(ranks: Sequence[Rank], stages: int) -> list[RankOptimizer]:
     """Return the optimizer state of each rank.
 
     If it cannot be assigned to parameters on one rank, it is left out on all: state that some ranks
@@ -209,8 +174,7 @@ def _find_optimizers(ranks: Sequence[Rank], geometry: Geometry) -> list[RankOpti
     """
     optimizers = []
     for rank in ranks:
-        stage, stages = geometry.stage_of(rank), geometry.sizes["pp"]
-        bucketings = list_bucketings(rank.args, stage, stages)
+        bucketings = list_bucketings(rank.args, rank.position[1], stages)
         optimizers.append(find_optimizer_state(rank, parameters_of(rank), bucketings))
     reason = next((each.reason_unassigned for each in optimizers if each.reason_unassigned), "")
     if not reason:
@@ -218,38 +182,34 @@ def _find_optimizers(ranks: Sequence[Rank], geometry: Geometry) -> list[RankOpti
     return [RankOptimizer(values=each.values, reason_unassigned=reason) for each in optimizers]
 
 
-def _find_master_dtypes(
-    ranks: Sequence[Rank], optimizers: Sequence[RankOptimizer], geometry: Geometry
-) -> MasterDtypes:
+def _find_master_dtypes(ranks: Sequence[Rank], optimizers: Sequence[RankOptimizer]) -> MasterDtypes:
     # The distributed optimizer saves state that several expert ranks share on the first of them.
     dtypes: dict[tuple[int, ...], dict[str, str]] = {}
     for rank, optimizer in zip(ranks, optimizers, strict=True):
         for parameter, arrays in optimizer.arrays.items():
             if MASTER in arrays:
-                coordinate = geometry.coordinate_without_expert(rank, parameter.chunk)
+                coordinate = (*rank.position[:2], parameter.chunk)
                 dtypes.setdefault(coordinate, {})[parameter.name] = arrays[MASTER].dtype
     return dtypes
 
 
-def _rows_of_rank(
-    rank: Rank, optimizer: RankOptimizer, geometry: Geometry, master_dtypes: MasterDtypes
-) -> list[CatalogueRow]:
+def _rows_of_rank(rank: Rank, optimizer: RankOptimizer, master_dtypes: MasterDtypes) -> list[Row]:
     """Return the arrays of a rank under the names that the specification uses.
 
     The last pipeline stage of a tied model has a copy of the embedding as its output layer. It gets
     the embedding's name, so that it is compared with the embedding as a replica.
     """
-    rows: list[CatalogueRow] = []
+    rows: list[Row] = []
     ties = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
     for chunk, chunk_arrays in enumerate(rank.chunks):
-        coordinate = geometry.coordinate_of(rank, chunk)
-        dtypes = master_dtypes.get(geometry.coordinate_without_expert(rank, chunk), {})
+        coordinate = (*rank.position, chunk)
+        dtypes = master_dtypes.get((*rank.position[:2], chunk), {})
         for name, array in chunk_arrays.items():
             is_trained = dtypes.get(name, array.dtype) == array.dtype
             name = ties.get(name, name)
             rows.append((name if is_trained else f"module.{name}", array, coordinate))
     for parameter, arrays in optimizer.arrays.items():
-        coordinate = geometry.coordinate_of(rank, parameter.chunk)
+        coordinate = (*rank.position, parameter.chunk)
         name = ties.get(parameter.name, parameter.name)
         for key, array in arrays.items():
             rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, coordinate))
@@ -257,20 +217,22 @@ def _rows_of_rank(
 
 
 def _add_param_groups(
-    builder: Builder, assembled: Layout, optimizers: Sequence[RankOptimizer]
+    builder: Builder,
+    names: Mapping[tuple[str, int], Sequence[str]],
+    optimizers: Sequence[RankOptimizer],
 ) -> None:
     """Add the param groups of all ranks, and numbers in the state of parameters."""
-    names = _names_by_start(assembled)
     groups: list[ParamGroup] = []
     scalars: dict[str, float] = {}
     settings_key_by_name: dict[str, str] = {}
 
     def name_of(parameter: Parameter) -> str | None:
-        return names.get((parameter.array.file, parameter.array.start))
+        tensors = names.get((parameter.array.file, parameter.array.start), ())
+        return next((n.partition(".")[2] for n in tensors if n.startswith(_OF_WEIGHTS)), None)
 
     for optimizer in optimizers:
         for members, hyperparameters in optimizer.groups:
-            settings_key = make_hyperparameters_key(hyperparameters)
+            settings_key = repr(sorted(hyperparameters.items()))
             member_names = [name for each in members if (name := name_of(each)) is not None]
             for name in member_names:
                 if settings_key_by_name.setdefault(name, settings_key) != settings_key:
@@ -292,24 +254,9 @@ def _add_param_groups(
     for tensor, value in scalars.items():
         builder.add_number(tensor, value)
     if groups:
-        builder.add_groups(merge_param_groups(groups), f"optimizer.{GROUPS}")
+        builder.add_groups(groups, f"optimizer.{GROUPS}", merge=True)
     if optimizers[0].reason_unassigned:
         builder.left_out.append(f"optimizer.*: {optimizers[0].reason_unassigned}")
-
-
-def _names_by_start(assembled: Layout) -> dict[tuple[str, int], str]:
-    """Return the names of parameters by the file and offset at which a rank's weights begin."""
-    names: dict[tuple[str, int], str] = {}
-    tables: list[tuple[Int, Int, Int]] = [
-        (pieces.file, pieces.start, pieces.tensor)
-        for pieces in (assembled.pieces, assembled.replicas)
-    ]
-    for columns in tables:
-        for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
-            prefix, _, name = assembled.tensors[tensor].name.partition(".")
-            if prefix in ("model", "module"):
-                names[assembled.files[file].name, start] = name
-    return names
 
 
 def _add_values(
