@@ -5,9 +5,10 @@ Readers are found by entry points, those of shardwise like those of other packag
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib.metadata import EntryPoint
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
@@ -67,13 +68,18 @@ _BUILT_IN = (
 )
 
 
-@cache
 def load_readers() -> Mapping[str, Reader]:
     """Return all readers by their keys: `dcp` in `format="dcp"`. Import them.
 
     Raises:
         StateError: the reader of another package cannot be imported, or has the key of another one.
     """
+    return _load_readers(tuple(sys.path))
+
+
+@lru_cache(1)
+def _load_readers(search_path: tuple[str, ...]) -> Mapping[str, Reader]:
+    """Return all readers of the packages in `sys.path`, whose metadata takes time to read."""
     points = {point.name: point for point in _BUILT_IN}
     for key, point in find_plugins(GROUP).items():
         if key in points:

@@ -1,0 +1,167 @@
+"""Readers: ours and the example of the page pass the suite, and the page's rules hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import shardwise as sw
+from shardwise.ports.reader import Reader
+from shardwise.testing.reader_suite import (
+    ReaderSuite,
+    Tensors,
+    Write,
+    make_tensors,
+    reader_of,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "ports" / "reader.md"
+
+
+def install(folder: Path, name: str, entry: str, code: str, patch: pytest.MonkeyPatch) -> None:
+    """Install a module with an entry point of the group `shardwise.readers`."""
+    described = folder / f"{name}-1.0.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text(f"[shardwise.readers]\n{entry} = {name}:READER\n")
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    patch.syspath_prepend(str(folder))
+    patch.delitem(sys.modules, name, raising=False)
+
+
+class TestHuggingFace(ReaderSuite):
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return reader_of("hf")
+
+    @pytest.fixture
+    def write(self) -> Write:
+        def write(folder: Path, tensors: Tensors) -> Path:
+            names = [*tensors]
+            files = {
+                name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(names)
+            }
+            for file in set(files.values()):
+                save_file({n: tensors[n] for n in names if files[n] == file}, folder / file)
+            index = {"metadata": {}, "weight_map": files}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+            return folder
+
+        return write
+
+
+class TestTorchSave(ReaderSuite):
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return reader_of("torch")
+
+    @pytest.fixture(params=[True, False])
+    def write(self, request: pytest.FixtureRequest) -> Write:
+        def write(folder: Path, tensors: Tensors) -> Path:
+            place = folder / "last.pt"
+            state = {"model": dict(tensors)}
+            torch.save(state, place, _use_new_zipfile_serialization=request.param)
+            return place
+
+        return write
+
+
+class TestDcp(ReaderSuite):
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return reader_of("dcp")
+
+    @pytest.fixture
+    def write(self) -> Write:
+        def write(folder: Path, tensors: Tensors) -> Path:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save({"model": dict(tensors)}, checkpoint_id=folder, no_dist=True)
+            return folder
+
+        return write
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of the page, installed as a package."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    install(tmp_path / "packages", "stripes", "stripes", code, monkeypatch)
+
+
+def write_stripes(folder: Path, tensors: Tensors, ranks: int = 2) -> Path:
+    for rank in range(ranks):
+        stripes, data = [], b""
+        for name, tensor in tensors.items():
+            rows = tensor.chunk(ranks)[rank].contiguous()
+            first = rank * -(-len(tensor) // ranks)
+            stripes.append(
+                {
+                    "name": name,
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "shape": list(tensor.shape),
+                    "first_row": first,
+                    "rows": len(rows),
+                    "start": len(data),
+                }
+            )
+            data += rows.view(torch.uint8).numpy().tobytes()
+        header = json.dumps({"step": 7, "stripes": stripes}).encode()
+        file = folder / f"rank{rank}-of-{ranks}.stripes"
+        file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+    return folder
+
+
+class TestTheExample(ReaderSuite):
+    prefix = ""
+
+    @pytest.fixture
+    def reader(self, example: None) -> Reader:
+        return reader_of("stripes")
+
+    @pytest.fixture
+    def write(self) -> Write:
+        return write_stripes
+
+
+@pytest.mark.usefixtures("example")
+def test_the_example_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    write_stripes(folder, make_tensors(), ranks=3)
+    checkpoint = sw.open(folder)
+    assert checkpoint.step == 7
+    out = torch.zeros(6, 8)
+    sw.load(folder, {"first.weight": out}, format="stripes")
+    assert torch.equal(out, make_tensors()["first.weight"])
+    (folder / "rank1-of-3.stripes").unlink()
+    with pytest.raises(sw.FormatError, match=r"rank1-of-3\.stripes"):
+        sw.open(folder)
+
+
+def test_a_reader_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import nothing_of_this_name"
+    install(tmp_path / "packages", "broken_reader", "broken", code, monkeypatch)
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(sw.StateError, match=r"package broken_reader .*nothing_of_this_name"):
+        sw.open(tmp_path / "a.pt")
+
+
+def test_the_key_of_a_reader_of_shardwise_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "packages", "mine", "dcp", "READER = None", monkeypatch)
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(sw.StateError, match="mine:READER is registered as a reader of 'dcp'"):
+        sw.open(tmp_path / "a.pt")
