@@ -45,7 +45,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     if is_dtensor(tensor):
         fragments = fragments_like(name, tensor._local_tensor, tensor)
         shape, key = tuple(tensor.shape), _tie_key(tensor, fragments)
-        sharding = _sharding_of(tensor)
+        sharding = _sharding_of(name, tensor)
         return TensorLeaf(name, tensor.dtype, shape, fragments, key, sharding=sharding)
     if tensor.is_nested:
         raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
@@ -181,13 +181,22 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
-def _sharding_of(tensor: DTensor) -> Sharding | None:
-    """Return how a DTensor is split over its mesh; None on a rank outside of the mesh."""
+def _sharding_of(name: str, tensor: DTensor) -> Sharding | None:
+    """Return how a DTensor is split over its mesh; None on a rank outside of the mesh.
+
+    Raises:
+        StateError: a placement is a pending reduction.
+    """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    splits, _ = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    splits, pending = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    if pending is not None:
+        raise StateError(
+            f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
+            "are not reduced yet: redistribute it to Replicate() or Shard() first"
+        )
     return Sharding(mesh, splits)
 
 
@@ -201,27 +210,20 @@ def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragm
         StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
-    shape, mesh, placements = tuple(like.shape), like.device_mesh, like.placements
-    local = with_memory(name, local)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    local, shape = with_memory(name, local), tuple(like.shape)
+    sharding = _sharding_of(name, like)
+    if sharding is None:
         return ()
-    splits, pending = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), placements)
-    if pending is not None:
-        raise StateError(
-            f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
-            "are not reduced yet: redistribute it to Replicate() or Shard() first"
-        )
     try:
-        pairs, size = _boxes_and_size(shape, splits)
+        pairs, size = _boxes_and_size(shape, sharding.splits)
     except LayoutError as error:
-        raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
+        raise LayoutError(f"{name}: {error}: correct the placements {like.placements}") from error
     if size != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
-            f"part of the global shape {list(shape)}, with placements {placements} over mesh "
-            f"{tuple(mesh.shape)}, has {size} elements: pass the right shape= and stride= to "
-            "DTensor.from_local()"
+            f"part of the global shape {list(shape)}, with placements {like.placements} over mesh "
+            f"{tuple(like.device_mesh.shape)}, has {size} elements: pass the right shape= and "
+            "stride= to DTensor.from_local()"
         )
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)
