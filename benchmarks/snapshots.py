@@ -24,7 +24,7 @@ import shardwise as sw
 from benchmarks.harness import ROWS, Bench, Size, parse_arguments, round_digits
 from benchmarks.limits import direct_write, make_copier
 from benchmarks.peers import Begun, Peer, Tensors, local, peers
-from shardwise.plan.replica_sets import choose_ranges
+from shardwise.divergence.replica_sets import choose_ranges
 
 THREADS = 4
 HALF = Size(tensors=64)  # with all peers, memory holds about ten copies

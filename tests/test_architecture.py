@@ -30,7 +30,7 @@ LAYERS = (
     ("formats.readers", "sharing"),
     ("ports",),
     ("memory", "formats"),
-    ("tiers",),
+    ("divergence", "tiers"),
     ("retention",),
     ("engine", "adapters"),
     ("ports.binding",),

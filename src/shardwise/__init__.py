@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.convert.write import ConversionReport as ConversionReport
+    from shardwise.divergence.differences import Divergence as Divergence
     from shardwise.engine.compare import Comparison as Comparison
-    from shardwise.engine.divergence import Divergence as Divergence
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
@@ -74,7 +74,7 @@ _MODULE_OF_NAME = {
     "ConversionReport": "convert.write",
     "CorruptionError": "errors",
     "Damage": "engine.verify",
-    "Divergence": "engine.divergence",
+    "Divergence": "divergence.differences",
     "Event": "events",
     "FormatError": "errors",
     "Keep": "retention",

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.divergence import replica_sets
+from shardwise.divergence.replica_sets import SHARE, saves_per_round
 from shardwise.errors import MismatchError
-from shardwise.plan import replica_sets
-from shardwise.plan.replica_sets import SHARE, saves_per_round
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import memory_of, shm
 

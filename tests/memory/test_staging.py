@@ -20,8 +20,8 @@ import torch
 
 import shardwise as sw
 from shardwise.deadline import Deadline
+from shardwise.divergence.comparison import ReplicaSample, SampledSet
 from shardwise.engine.planning import PlannedSave
-from shardwise.engine.replica_comparison import ReplicaSample, SampledSet
 from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
 from shardwise.engine.write_file import FileSource
 from shardwise.layout import Box

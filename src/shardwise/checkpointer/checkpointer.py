@@ -30,11 +30,11 @@ from shardwise.checkpointer.settings import (
     prepare_root_and_check_memory,
 )
 from shardwise.checkpointer.signals import AfterSignal
+from shardwise.divergence.comparison import ReplicaComparison
+from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.compile_and_gc import skip_compile
-from shardwise.engine.divergence import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.options import check_integer
-from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import State

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
-from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.errors import ShardwiseError
 from shardwise.events import Recorder, Sink
 from shardwise.plugins import find_plugins, load_plugin

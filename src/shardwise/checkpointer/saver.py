@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.planning import SaveRequest
-from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.save import save_all
 from shardwise.errors import StoreError
 from shardwise.events import Recorder

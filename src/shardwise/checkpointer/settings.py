@@ -14,7 +14,7 @@ import msgspec
 
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
-from shardwise.engine.divergence import DivergencePolicy
+from shardwise.divergence.differences import DivergencePolicy
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers_below

@@ -23,11 +23,10 @@ import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
-from shardwise.engine.divergence import find_differing_sets
 from shardwise.engine.exchange import exchange, require_equal, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.replica_comparison import ReplicaComparison, ReplicaSample
+from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
 from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
@@ -219,8 +218,7 @@ class Agreement(msgspec.Struct, array_like=True):
         is_cached: whether all ranks have the plan in their caches.
         describers: the ranks that send their structures: one of each structure.
         value_senders: the ranks that send their plain values; none if the values are equal.
-        differing: the sets of replicas that differed at the last save, as `find_differing_sets`
-            returns them.
+        differing: the sets of replicas that differed at the last save; see `ReplicaWatch`.
         save_id: the id of the save; "" if the save is skipped.
     """
 
@@ -264,7 +262,7 @@ def encode_offer(
     described: DescribedSave,
     plan_cache: PlanCache,
     group: Group,
-    comparison: ReplicaComparison | None = None,
+    watch: ReplicaWatch | None = None,
 ) -> bytes:
     """Return this rank's message to rank 0, for `agree_on_save`.
 
@@ -272,7 +270,7 @@ def encode_offer(
         described: the save.
         plan_cache: plans of earlier saves.
         group: the ranks.
-        comparison: has compared replicas at the last save.
+        watch: has compared replicas at the last save.
     """
     offer = _Offer(
         described.request.terms,
@@ -280,7 +278,7 @@ def encode_offer(
         described.description.coordinates,
         plan_cache.fingerprints(group.rank),
         described.values.digest(),
-        b"" if comparison is None else comparison.encode_message(),
+        b"" if watch is None else watch.encode_message(),
     )
     return msgspec.msgpack.encode(offer)
 
@@ -289,12 +287,13 @@ def agree_on_save(
     encoded: Sequence[bytes],
     request: SaveRequest,
     plan_cache: PlanCache,
+    watch: ReplicaWatch | None = None,
 ) -> Agreement:
     """Compare the offers of all ranks on rank 0. The caller adds the id of the save.
 
     Args:
         encoded: the offer of each rank.
-        request, plan_cache: those of rank 0.
+        request, plan_cache, watch: those of rank 0.
 
     Raises:
         MismatchError: ranks do not save the same checkpoint.
@@ -316,7 +315,7 @@ def agree_on_save(
         is_cached,
         _first_of_each([each.fingerprint for each in offers]),
         value_senders if len(value_senders) > 1 else [],
-        find_differing_sets([each.digests for each in offers]),
+        {} if watch is None else watch.find_differing([each.digests for each in offers]),
     )
 
 
@@ -326,7 +325,7 @@ def complete_plan(
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    comparison: ReplicaComparison | None = None,
+    watch: ReplicaWatch | None = None,
 ) -> PlannedSave:
     """Send structures and plain values as far as other ranks lack them, and plan the save.
 
@@ -338,7 +337,7 @@ def complete_plan(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        comparison: compares the replicas of this save.
+        watch: compares the replicas of this save.
 
     Raises:
         MismatchError: plain values, or dtypes or shapes of tensors, differ between ranks.
@@ -356,9 +355,9 @@ def complete_plan(
             )
             plan_cache.put(agreement.plan, group.rank, plan)
     sample = None
-    if comparison is not None:
+    if watch is not None:
         step = described.request.options.step or 0
-        sample = comparison.begin(
+        sample = watch.begin(
             agreement.save_id, step, plan, described.description, described.fragments
         )
     return PlannedSave(

@@ -25,7 +25,7 @@ from shardwise.engine.planning import (
     describe_save,
     encode_offer,
 )
-from shardwise.engine.replica_comparison import ReplicaComparison
+from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes, format_count
@@ -90,7 +90,7 @@ def save_all(
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    comparison: ReplicaComparison | None = None,
+    watch: ReplicaWatch | None = None,
 ) -> SaveReport:
     """Save the local states of all ranks as one checkpoint. All ranks call this function together.
 
@@ -99,7 +99,7 @@ def save_all(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        comparison: compares replicas at several saves, if it is not None.
+        watch: compares replicas at several saves, if it is not None.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
@@ -110,18 +110,18 @@ def save_all(
         def offer() -> tuple[DescribedSave, bytes]:
             with recorder.stage("describe"):
                 described = describe_save(prepare())
-            return described, encode_offer(described, plan_cache, group, comparison)
+            return described, encode_offer(described, plan_cache, group, watch)
 
         def reply(own: DescribedSave, offers: list[bytes]) -> bytes:
-            agreement = agree_on_save(offers, own.request, plan_cache)
+            agreement = agree_on_save(offers, own.request, plan_cache, watch)
             agreement.save_id = lock_place(own.request, lock)
             return msgspec.msgpack.encode(agreement)
 
         described, encoded = exchange_with_local_value(group, "agreeing on a save", offer, reply)
         agreement = msgspec.msgpack.decode(encoded, type=Agreement)
-        if comparison is not None:
-            comparison.conclude(agreement.differing, group, recorder)
-        planned = complete_plan(described, agreement, group, plan_cache, recorder, comparison)
+        if watch is not None:
+            watch.conclude(agreement.differing, group, recorder)
+        planned = complete_plan(described, agreement, group, plan_cache, recorder, watch)
         save = planned.save
         if save.options.check_replicas:
             with recorder.stage("check_replicas"):

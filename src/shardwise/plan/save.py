@@ -20,7 +20,6 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors
 from shardwise.manifest.pieces import add_pieces
 from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
-from shardwise.plan.replica_sets import ReplicaSet
 from shardwise.plan.structure import Description, Structure, World
 from shardwise.plan.tables import PieceTable, piece_table
 
@@ -92,20 +91,6 @@ class SavePlan:
         rows = slice(int(self.limits[rank]), int(self.limits[rank + 1]))
         fragments = self.boxes.fragment[self.box[rows]]
         return piece_table(description, fragments, self.offset[rows], self.shape[rows])
-
-    def replica_sets_of(self, rank: int) -> tuple[ReplicaSet, ...]:
-        """Return the sets of replicas that this rank holds."""
-        found = []
-        for number, (holders, rows) in enumerate(self.replicas):
-            if rank not in holders:
-                continue
-            # Wider types come first, so that every offset in the sequence is aligned to its type.
-            itemsize = self.itemsize[self.boxes.tensor[rows]]
-            order = np.argsort(-itemsize, kind="stable")
-            sizes = self.boxes.shape[rows].prod(axis=1) * itemsize
-            start = np.concatenate([[0], np.cumsum(sizes[order])])
-            found.append(ReplicaSet(number, len(holders), self.boxes.fragment[rows[order]], start))
-        return tuple(found)
 
     def manifest(self) -> ManifestPlan:
         """Return the planned part of the manifest."""
@@ -271,16 +256,16 @@ class RankPlan:
 
     Attributes:
         plan: the plan of all ranks.
+        rank: the rank.
         pieces: the pieces that the rank writes.
         header: the entries of these pieces in the header of the rank's file.
-        replica_sets: the sets of replicas of this rank.
         manifest: on rank 0, the part of the manifest that depends on the plan alone.
     """
 
     plan: SavePlan
+    rank: int
     pieces: PieceTable
     header: HeaderEntries
-    replica_sets: tuple[ReplicaSet, ...]
     manifest: ManifestPlan | None
 
     @classmethod
@@ -299,7 +284,7 @@ class RankPlan:
         pieces = plan.pieces_of(rank, description)
         header = encode_header_entries(pieces.describe_pieces(description))
         manifest = plan.manifest() if rank == 0 else None
-        return cls(plan, pieces, header, plan.replica_sets_of(rank), manifest)
+        return cls(plan, rank, pieces, header, manifest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
+from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.exchange import exchange, exchange_with_local_value, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.planning import (
@@ -22,7 +23,6 @@ from shardwise.engine.planning import (
     describe_save,
     encode_offer,
 )
-from shardwise.engine.replica_comparison import ReplicaComparison
 from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
@@ -180,7 +180,7 @@ class Snapshots:
             message_type = tuple[bytes, bool, AgentInfo]
             decoded = [msgspec.msgpack.decode(each, type=message_type) for each in encoded]
             offers = [each for each, _, _ in decoded]
-            agreement = agree_on_save(offers, own.request, plan_cache)
+            agreement = agree_on_save(offers, own.request, plan_cache, self._comparison)
             self.membership.nodes = list({info.node: info for _, _, info in decoded}.values())
             has_slots = all(has_slot for _, has_slot, _ in decoded)
             if has_slots or self._options.when_full != "skip":

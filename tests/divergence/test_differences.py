@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shardwise.engine.divergence import (
+from shardwise.divergence.differences import (
     Divergence,
     DivergencePolicy,
     SampleDetails,

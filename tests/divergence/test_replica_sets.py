@@ -9,17 +9,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import Box
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan.replica_sets import (
+from shardwise.divergence.replica_sets import (
     SHARE,
     ReplicaSet,
     choose_pieces,
     choose_ranges,
     leave_out_tensors,
     most_bytes_compared,
+    replica_sets_of,
     saves_per_round,
 )
+from shardwise.layout import Box
+from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.structure import Description
 from shardwise.testing.strategies import BoxesByRank, Tensor
 from tests.plan.test_save import described, plan_of, plans_of, worlds
@@ -57,7 +58,7 @@ def test_the_ranges_of_a_round_cover_each_byte_once(nbytes: int, holders: int, f
 
 
 def sets_of(descriptions: list[Description]) -> list[tuple[ReplicaSet, ...]]:
-    return [plan.replica_sets_of(rank) for rank, plan in enumerate(plans_of(descriptions))]
+    return [replica_sets_of(plan, rank) for rank, plan in enumerate(plans_of(descriptions))]
 
 
 def compared_boxes(

@@ -19,6 +19,7 @@ import numpy as np
 from shardwise.layout import Box, boxes_of_range
 from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.plan.save import SavePlan
 from shardwise.plan.structure import Description
 from shardwise.plan.tables import PieceTable
 
@@ -54,6 +55,26 @@ class ReplicaSet:
     def nbytes(self) -> int:
         """The bytes of all boxes."""
         return int(self.start[-1])
+
+
+def replica_sets_of(plan: SavePlan, rank: int) -> tuple[ReplicaSet, ...]:
+    """Return the sets of replicas that this rank holds.
+
+    Args:
+        plan: the plan of a save, as this rank has computed it.
+        rank: this rank.
+    """
+    found = []
+    for number, (holders, rows) in enumerate(plan.replicas):
+        if rank not in holders:
+            continue
+        # Wider types come first, so that every offset in the sequence is aligned to its own type.
+        itemsize = plan.itemsize[plan.boxes.tensor[rows]]
+        order = np.argsort(-itemsize, kind="stable")
+        sizes = plan.boxes.shape[rows].prod(axis=1) * itemsize
+        start = np.concatenate([[0], np.cumsum(sizes[order])])
+        found.append(ReplicaSet(number, len(holders), plan.boxes.fragment[rows[order]], start))
+    return tuple(found)
 
 
 def leave_out_tensors(

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.divergence import Divergence, DivergencePolicy
-from shardwise.engine.replica_comparison import ReplicaComparison
+from shardwise.divergence import replica_sets
+from shardwise.divergence.comparison import ReplicaComparison
+from shardwise.divergence.differences import Divergence, DivergencePolicy
+from shardwise.divergence.replica_sets import saves_per_round
 from shardwise.events import Recorder
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan import replica_sets
-from shardwise.plan.replica_sets import saves_per_round
 from shardwise.plan.save import RankPlan
 from shardwise.state.leaves import Fragment
 from shardwise.testing.strategies import BoxesByRank, Tensor

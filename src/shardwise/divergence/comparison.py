@@ -1,7 +1,7 @@
 """Compares replicas: at each save, their holders compare checksums of a part of them.
 
-At a save, `plan/replica_sets.py` chooses the part, which is the same on all holders. Each holder
-copies the part at the same moment as the state, and takes checksums of the copy afterwards. With
+At a save, `replica_sets.py` chooses the part, which is the same on all holders. Each holder copies
+the part at the same moment as the state, and takes checksums of the copy afterwards. With
 its next save, it sends a digest of these checksums to rank 0. Only if digests differ do the holders
 send the checksums themselves, so that rank 0 can say which boxes differ, and on which ranks.
 """
@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.buffers import aligned_buffer
-from shardwise.engine.divergence import (
+from shardwise.divergence.differences import (
     Divergence,
     DivergencePolicy,
     FoundDivergences,
@@ -29,19 +28,21 @@ from shardwise.engine.divergence import (
     find_differing_sets,
     find_divergences,
 )
+from shardwise.divergence.replica_sets import (
+    ReplicaSet,
+    choose_pieces,
+    leave_out_tensors,
+    most_bytes_compared,
+    replica_sets_of,
+    saves_per_round,
+)
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.manifest.checksums import crc32
-from shardwise.plan.replica_sets import (
-    ReplicaSet,
-    choose_pieces,
-    leave_out_tensors,
-    most_bytes_compared,
-    saves_per_round,
-)
 from shardwise.plan.save import RankPlan
 from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment
@@ -235,7 +236,10 @@ class ReplicaComparison:
         ignored = [
             self._policy.reaction_to(name) == "ignore" for name in description.structure.names
         ]
-        sets = [leave_out_tensors(each, ignored, description) for each in plan.replica_sets]
+        sets = [
+            leave_out_tensors(each, ignored, description)
+            for each in replica_sets_of(plan.plan, plan.rank)
+        ]
         self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
         self._position, self._equal_at = None, {}
 
@@ -249,6 +253,14 @@ class ReplicaComparison:
         }
         sample = self._sample
         return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
+
+    def find_differing(self, messages: Sequence[bytes]) -> dict[int, int]:
+        """Return the sets of replicas that differ; see `find_differing_sets`. Runs on rank 0.
+
+        Args:
+            messages: the message of each rank.
+        """
+        return find_differing_sets(messages)
 
     def conclude(
         self,

@@ -1,0 +1,82 @@
+"""What a save asks of a comparison of replicas. `divergence` has the implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from shardwise.engine.group import Group
+from shardwise.engine.write_file import FileSource
+from shardwise.events import Recorder
+from shardwise.plan.save import RankPlan
+from shardwise.plan.structure import Description
+from shardwise.state.leaves import Fragment
+from shardwise.store.store import Buffer
+
+
+class ReplicaSample(Protocol):
+    """The boxes that a `ReplicaWatch` compares at one save."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the boxes."""
+        ...
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """The accelerators that hold some of the boxes."""
+        ...
+
+    @property
+    def source(self) -> FileSource:
+        """The bytes to copy."""
+        ...
+
+    def take_from_state(self) -> None:
+        """Take the checksums of the present state."""
+        ...
+
+    def expect_copy(self) -> None:
+        """Wait with the comparison until `take_checksums` or `cancel` is called."""
+        ...
+
+    def take_checksums(self, data: Buffer) -> None:
+        """Take the checksums of a copy of the bytes."""
+        ...
+
+    def cancel(self) -> None:
+        """Compare nothing at this save."""
+        ...
+
+
+class ReplicaWatch(Protocol):
+    """Compares what several ranks hold, save after save. `divergence` has the implementation."""
+
+    def encode_message(self) -> bytes:
+        """Return this rank's message about its last sample."""
+        ...
+
+    def find_differing(self, messages: Sequence[bytes]) -> dict[int, int]:
+        """Return which sets of replicas differ, from the messages of all ranks. Runs on rank 0."""
+        ...
+
+    def conclude(self, differing: Mapping[int, int], group: Group, recorder: Recorder) -> None:
+        """End the comparison of the last sample. All ranks call this together.
+
+        Raises:
+            MismatchError: on all ranks: replicas differ, and the user wants an error.
+        """
+        ...
+
+    def begin(
+        self,
+        save_id: str,
+        step: int,
+        plan: RankPlan,
+        description: Description,
+        fragments: Sequence[Fragment],
+    ) -> ReplicaSample | None:
+        """Choose what to compare at a save; return None if this rank has nothing to compare."""
+        ...
