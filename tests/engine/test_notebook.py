@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.state.leaves import same_bytes
+from tests.equal import same_bytes
 
 TABLE = torch.randn(500, 40, 3)
 STATE: dict[str, Any] = {

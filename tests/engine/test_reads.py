@@ -11,14 +11,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.engine.group import SoloGroup
-from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.names import MANIFEST
-from shardwise.store import LocalStore, ReadableFile
-from shardwise.store.store import Buffer
+from shardwise.ports.store import Buffer, ReadableFile
+from shardwise.store import LocalStore
 from shardwise.testing.strategies import BoxesByRank, boxes_of_ranks
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
+
+BLOCK = 64 * 1024
 
 SHAPE = (40, 30, 64)
 WORLDS = st.integers(1, 6)
@@ -33,7 +32,7 @@ class CountingStore(LocalStore):
 
     def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
         file = super().open(path)
-        return file if path == MANIFEST else _CountingFile(file, path, self.blocks)
+        return file if path == "manifest.json" else _CountingFile(file, path, self.blocks)
 
 
 class _CountingFile:
@@ -80,7 +79,7 @@ def test_no_rank_reads_a_block_twice(case: tuple[BoxesByRank, BoxesByRank, int])
         run_ranks(len(held), save)
         store = CountingStore(path)
         target = shards(torch.zeros_like(values), wanted[rank])
-        report = sw.load(store, {"t": target}, group=SoloGroup())
+        report = sw.load(store, {"t": target}, group=sw.SoloGroup())
     for fragment in target.fragments:
         assert torch.equal(fragment.data, values[fragment.box.slices()])
     assert max(store.blocks.values(), default=1) == 1

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.store import LocalStore, ReadableFile
-from shardwise.store.store import Buffer
+from shardwise.ports.store import Buffer, ReadableFile
+from shardwise.store import LocalStore
 from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
+
+BLOCK = 64 * 1024
 
 
 def raw_values(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -28,7 +28,7 @@ def raw_values(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
     They stand for the values, as torch cannot even copy tensors of some dtypes.
     """
-    shape = *tensor.shape, DTYPES[tensor.dtype].itemsize
+    shape = *tensor.shape, getattr(torch, tensor.dtype).itemsize
     return np.random.default_rng(math.prod(shape)).integers(0, 256, shape, np.uint8)
 
 
@@ -116,7 +116,7 @@ def test_any_sharding_loads_into_any_other(
             return sw.save(path, state, group=group, staging_bytes=1 << 20)
 
         reports = run_ranks(source, save)
-        total = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in described)
+        total = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in described)
         assert {report.bytes_total for report in reports} == {total}
 
         def load(group: ThreadGroup) -> None:
@@ -128,7 +128,7 @@ def test_any_sharding_loads_into_any_other(
                 for box, fragment in zip(boxes[group.rank], shards.fragments, strict=True):
                     assert content(fragment.data) == content(part_of(tensor, box))
             assert report.bytes_needed == sum(
-                box.size * DTYPES[tensor.dtype].itemsize
+                box.size * getattr(torch, tensor.dtype).itemsize
                 for tensor, boxes in zip(described, wanted, strict=True)
                 for box in boxes[group.rank]
             )
