@@ -13,7 +13,7 @@ from shardwise.events import Recorder
 from shardwise.plan.save import RankPlan
 from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment
-from shardwise.store import Buffer
+from shardwise.store.store import Buffer
 
 
 class ReplicaSample(Protocol):
