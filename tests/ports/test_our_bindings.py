@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import shardwise as sw
-from shardwise.testing.binding_suite import BindingSuite, State
+from shardwise.testing.binding_suite import BindingSuite, State, content
 
 
 def model_of(seed: int) -> nn.Module:
@@ -49,6 +50,17 @@ class TestOptimizers(BindingSuite):
             model(torch.randn(8, 3)).square().sum().backward()
             optimizer.step()
         return {"model": model, "optimizer": optimizer}
+
+    def test_a_load_before_the_first_step_makes_the_state(self, tmp_path: Path) -> None:
+        saved, target = self.make_state(1, 0, 1), self.make_state(2, 0, 1)
+        sw.save(tmp_path / "c", saved)
+        target["optimizer"].state.clear()
+        sw.load(tmp_path / "c", target)
+        assert content([target]) == content([saved])
+        target["optimizer"].state.clear()
+        sw.save(tmp_path / "none", target)
+        sw.load(tmp_path / "none", saved)
+        assert not saved["optimizer"].state
 
 
 class TestPlainValues(BindingSuite):
