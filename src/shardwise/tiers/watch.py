@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
-from dataclasses import dataclass
 
+from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
@@ -22,30 +22,23 @@ PAUSE, LONGEST_PAUSE = 0.01, 0.5
 log = logging.getLogger("shardwise")
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The time, which tests replace.
-
-    Attributes:
-        now: seconds since 1970.
-        sleep: sleeps for a number of seconds.
-    """
-
-    now: Callable[[], float] = time.time
-    sleep: Callable[[float], object] = time.sleep
-
-
 class MirrorWatch:
     """Follows the mirror of a root.
 
     Args:
         root: the root.
-        clock: the time.
+        clock: seconds since 1970.
+        sleep: sleeps for a number of seconds.
     """
 
-    def __init__(self, root: Store, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        root: Store,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self._root = root
-        self._clock = clock or Clock()
+        self._now, self._sleep = clock, sleep
         self._reported_stages: Set[tuple[str, int, str | float]] | None = None
         self._reported_at = 0.0
 
@@ -60,7 +53,7 @@ class MirrorWatch:
         record = self.record()
         if record is None or record.failing_since is None:
             return ""
-        minutes = max(0.0, self._clock.now() - record.failing_since) / 60
+        minutes = max(0.0, self._now() - record.failing_since) / 60
         pinned = (
             f"; of them, {len(record.pinned)} stay in {self._root} only until they are copied"
             if record.pinned
@@ -81,14 +74,15 @@ class MirrorWatch:
             **{("mirror", step, each.save_id): each.seconds for step, each in record.steps.items()},
             **{("repair", step, each.time): each.seconds for step, each in record.repaired.items()},
         }
-        for stage, seconds in done.items() if self._reported_stages is not None else ():
-            if self._reported_stages is not None and stage not in self._reported_stages:
+        reported = done.keys() if self._reported_stages is None else self._reported_stages
+        for stage, seconds in done.items():
+            if stage not in reported:
                 recorder.add(stage[0], seconds)
         self._reported_stages = done.keys()
         if record.failing_since is None:
             self._reported_at = 0.0
-        elif self._clock.now() - self._reported_at >= REPORT_PERIOD:
-            self._reported_at = self._clock.now()
+        elif self._now() - self._reported_at >= REPORT_PERIOD:
+            self._reported_at = self._now()
             log.error("%s", self.describe_problem())
 
     def wait(self, step: int, timeout: float | None) -> None:
@@ -101,20 +95,19 @@ class MirrorWatch:
             TimeoutError: `timeout` seconds have passed.
             StoreError: without `timeout`, the mirror has failed for `LONGEST_COPY` seconds.
         """
-        start = self._clock.now()
+        start = self._now()
         for _ in self._attempts():
-            manifest = saved_manifest(self._root.at(step_directory(step)))
             record = self.record()
-            if manifest is None or (record and record.has(step, manifest.save_id)):
+            if self._is_mirrored(record, step):
                 return
-            seconds = self._clock.now() - start
+            seconds = self._now() - start
             if timeout is not None and seconds >= timeout:
                 raise TimeoutError(
                     f"step {step} is not in the mirror after {timeout:g} s; the copy continues: "
                     f"wait again, with a longer timeout. {self.describe_problem()}".rstrip()
                 )
             since = record and record.failing_since
-            if timeout is None and since and self._clock.now() - since >= LONGEST_COPY:
+            if timeout is None and since and self._now() - since >= LONGEST_COPY:
                 raise StoreError(
                     f"step {step} is not in the mirror: {self.describe_problem()}; remove the "
                     "cause, and the copy is tried again"
@@ -133,12 +126,12 @@ class MirrorWatch:
             Why the mirror lacks checkpoints; "" if it lacks none.
         """
         before: MirrorRecord | None = None
-        changed_at = self._clock.now()
+        changed_at = self._now()
         for _ in self._attempts():
             record = self.record()
             if record is not None and not record.waiting and self._is_mirrored(record, step):
                 return ""
-            now = self._clock.now()
+            now = self._now()
             if record != before:
                 before, changed_at = record, now
             if record is not None and record.failing_since is not None:
@@ -148,15 +141,11 @@ class MirrorWatch:
                 return f"no checkpoint was copied to the mirror for {LONGEST_COPY:.0f} s"
         return ""
 
-    def _is_mirrored(self, record: MirrorRecord, step: int | None) -> bool:
-        if step is None:
-            return True
-        manifest = saved_manifest(self._root.at(step_directory(step)))
-        return manifest is None or record.has(step, manifest.save_id)
+    def _is_mirrored(self, record: MirrorRecord | None, step: int | None) -> bool:
+        """Return whether the mirror has the save of a step that the root has, if it has one."""
+        manifest = None if step is None else saved_manifest(self._root.at(step_directory(step)))
+        return manifest is None or (record is not None and record.has(step or 0, manifest.save_id))
 
     def _attempts(self) -> Iterator[None]:
-        pause = PAUSE
-        while True:
-            yield
-            self._clock.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+        deadline = Deadline(None, self._now, self._sleep)
+        return deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE)
