@@ -196,18 +196,16 @@ def test_a_tied_weight_is_told_to_be_tied(checkpoints: Checkpoints) -> None:
 def test_the_place_may_be_the_tag_itself(checkpoints: Checkpoints) -> None:
     place = checkpoints.place("zero1-float32")
     inside = place / "global_step3"
-    assert reader.recognise(FileTree(place))
-    assert reader.recognise(FileTree(inside))
+    assert reader.READER.recognise(FileTree(place))
+    assert reader.READER.recognise(FileTree(inside))
     assert read_tensors(inside, read(inside)).keys() == read_tensors(place, read(place)).keys()
-    by_tag = validate_layout(describe(reader, FileTree(place), "global_step3"))
-    assert by_tag.tensors == read(place).tensors
 
 
 def test_other_places_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert not reader.recognise(FileTree(tmp_path))
+    assert not reader.READER.recognise(FileTree(tmp_path))
     (tmp_path / "latest").write_text("nowhere")
-    assert not reader.recognise(FileTree(tmp_path))
+    assert not reader.READER.recognise(FileTree(tmp_path))
 
 
 def test_files_of_another_run_are_told(checkpoints: Checkpoints, tmp_path: Path) -> None:

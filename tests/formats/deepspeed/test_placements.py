@@ -161,10 +161,6 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
     write(tmp_path, full, lambda state: state.pop("universal_checkpoint_info"))
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
-    foreign = validate_layout(
-        describe(reader, FileTree(tmp_path), place=parse_placement_rule(INFO, "here"))
-    )
-    assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def test_a_root_with_both_is_read_as_native(checkpoints: Checkpoints) -> None:
     place = checkpoints.place(CONVERTED[0])
     assert read_foreign(FileTree(place)).format == reader.FORMAT
     assert read_foreign(FileTree(place), "deepspeed-universal").format == universal.FORMAT
-    assert not reader.recognise(FileTree(place / "universal"))
-    assert universal.recognise(FileTree(place / "universal"))
+    assert not reader.READER.recognise(FileTree(place / "universal"))
+    assert universal.READER.recognise(FileTree(place / "universal"))
 
 
 def test_a_root_with_universal_ones_only_is_recognised(
@@ -58,8 +58,8 @@ def test_a_root_with_universal_ones_only_is_recognised(
 ) -> None:
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", tmp_path / "universal")
     (tmp_path / "latest_universal").write_text("universal")
-    assert universal.recognise(FileTree(tmp_path))
-    assert not reader.recognise(FileTree(tmp_path))
+    assert universal.READER.recognise(FileTree(tmp_path))
+    assert not reader.READER.recognise(FileTree(tmp_path))
     assert validate_layout(describe(universal, FileTree(tmp_path))).tensors
 
 

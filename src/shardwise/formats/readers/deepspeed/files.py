@@ -75,7 +75,7 @@ def has_native_files(tree: FileTree) -> bool:
     If the tag that `latest` names is missing, return True if the directory has another tag, or
     only the files in `FILES_WITHOUT_STATE`. An error that names the missing tag then follows.
     """
-    folder = folder_of_tag(tree)
+    folder = _folder_of_latest_tag(tree)
     if folder is None:
         return bool(_list_tags(tree)) or tree.sizes.keys() <= {*FILES_WITHOUT_STATE}
     has_ranks = any(
@@ -86,16 +86,16 @@ def has_native_files(tree: FileTree) -> bool:
 
 def has_universal_files(tree: FileTree) -> bool:
     """Return whether a directory has the parameter files of a universal checkpoint."""
-    folder = folder_of_tag(tree, universal=True)
+    folder = _folder_of_latest_tag(tree, universal=True)
     return folder is not None and _has_parameter_files(tree, folder)
 
 
-def folder_of_tag(tree: FileTree, tag: str | None = None, *, universal: bool = False) -> str | None:
-    """Return the folder of a tag (by default the latest one) with a final `/`.
+def _folder_of_latest_tag(tree: FileTree, *, universal: bool = False) -> str | None:
+    """Return the folder of the latest tag with a final `/`.
 
     The folder is "" if the tree itself is the folder of a tag, and None if the tag has no files.
     """
-    tag = _read_latest_tag(tree, universal=universal) if tag is None else tag
+    tag = _read_latest_tag(tree, universal=universal)
     if tag is None:
         return ""
     folder = f"{tag.strip('/')}/"
@@ -124,14 +124,14 @@ def _has_parameter_files(tree: FileTree, folder: str) -> bool:
     return any(name.startswith(f"{folder}zero/") and name.endswith(endings) for name in tree.sizes)
 
 
-def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> TagFiles:
-    """Find the files of a tag, and require the files of all ranks up to the last one found.
+def find_files(tree: FileTree, *, universal: bool = False) -> TagFiles:
+    """Find the files of the latest tag, and require those of all ranks up to the last one found.
 
     Raises:
         CheckpointNotFoundError: the path is a single file of a checkpoint of several files.
         FormatError: the tag or files of ranks are missing.
     """
-    folder = _require_folder(tree, tag, universal=universal)
+    folder = _require_folder(tree, universal=universal)
     model: dict[RankKey, str] = {}
     optimizer: dict[RankKey, str] = {}
     layers: dict[tuple[int, int], str] = {}
@@ -178,19 +178,18 @@ def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> T
     return files
 
 
-def _require_folder(tree: FileTree, tag: str | None, *, universal: bool) -> str:
+def _require_folder(tree: FileTree, *, universal: bool) -> str:
     if tree.single_file is not None and not _FIRST_MODEL.fullmatch(tree.single_file):
         raise _single_file_error(tree)
-    folder = folder_of_tag(tree, tag, universal=universal)
+    folder = _folder_of_latest_tag(tree, universal=universal)
     if folder is not None:
         return folder
-    requested = repr(tag)
-    if tag is None:
-        latest = LATEST_UNIVERSAL if universal else LATEST
-        requested = f"{_read_latest_tag(tree, universal=universal)!r}, which {latest!r} names,"
+    latest = LATEST_UNIVERSAL if universal else LATEST
+    tag = _read_latest_tag(tree, universal=universal)
     existing = ", ".join(_list_tags(tree)[:MOST_TAGS_SHOWN])
     raise FormatError(
-        f"{tree}: the tag {requested} is missing: copy it from a complete copy of the checkpoint"
+        f"{tree}: the tag {tag!r}, which {latest!r} names, is missing: copy it from a complete "
+        "copy of the checkpoint"
         + (f", or open one of the tags that exist: {existing}" if existing else "")
     )
 

@@ -26,37 +26,23 @@ from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, R
 FORMAT = "DeepSpeed"
 
 
-def recognise(tree: FileTree) -> bool:
-    """Return whether a place looks like a checkpoint of DeepSpeed's engine, or a folder of them."""
-    return has_native_files(tree)
-
-
-def read(
-    tree: FileTree,
-    builder: Builder,
-    tag: str | None = None,
-    *,
-    place: PlacementRule | None = None,
-) -> None:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a checkpoint of DeepSpeed's engine; no tensor is read.
 
     Args:
         tree: the directory of a tag, or its parent.
         builder: receives the tensors and values.
-        tag: the tag; by default the one that `latest` names.
-        place: the rule by which tensor-parallel shards make up parameters; by default the
-            checkpoint records it.
 
     Raises:
         CheckpointNotFoundError: the place is one of several files.
         FormatError: the checkpoint is malformed or incomplete, or does not say how it is divided.
     """
-    files = find_files(tree, tag)
+    files = find_files(tree)
     ranks = read_ranks(tree, files)
     for name in tree.sizes:
         builder.add_file(name)
     builder.left_out += ranks.left_out
-    place = place or ranks.placement_rule()
+    place = ranks.placement_rule()
     modules = ranks.modules()
     if ranks.optimizers:
         _add_zero_optimizer(builder, ranks, place)
@@ -221,7 +207,7 @@ def add_values(builder: Builder, ranks: AllRanks) -> None:
 
 READER = Reader(
     FORMAT,
-    recognise,
+    has_native_files,
     read,
     # DeepSpeed's converter and trainers write other formats into the same directory.
     overrides=("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),

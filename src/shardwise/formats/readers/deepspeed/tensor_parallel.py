@@ -17,6 +17,14 @@ MOST_REPEATS = 3
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
 _MOST_SHAPES_SHOWN = 8
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGED = "parameter_to_average_patterns"
+_IN_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+_ROW_PARALLEL = "parameter_with_row_parallelism_patterns"
+"""Parameters that are divided along the second dimension; others are divided along the first."""
+_VOCABULARY = "vocabulary_parameter_patterns"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_PATTERN_KEYS = (_REPLICATED, _AVERAGED, _IN_HALVES, _ROW_PARALLEL, _VOCABULARY, _UNSUPPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +116,17 @@ def place_side_by_side(
     return Placement(shape, tuple(parts))
 
 
-def drop_padding_rows(name: str, placement: Placement, rows: int) -> Placement:
+def drop_padding_rows(name: str, placement: Placement, rows: object) -> Placement:
     """Return the placement without the rows after the first `rows`, which pad a vocabulary.
 
     Raises:
-        FormatError: there are fewer rows.
+        FormatError: there are fewer rows, or their number is unknown.
     """
+    if type(rows) is not int or rows < 0:
+        raise FormatError(
+            f"{name}: the vocabulary is padded, and original_vocab_size is missing from "
+            "universal_checkpoint_info"
+        )
     if not placement.shape or placement.shape[0] < rows:
         raise FormatError(
             f"{name}: its shape {list(placement.shape)} has fewer rows than the original "
@@ -146,11 +159,33 @@ def parse_placement_rule(info: object, path: str) -> PlacementRule:
             "shards make up parameters: save it with a `universal_checkpoint_info` in "
             "client_state, which DeepSpeed's own converter needs too"
         )
-    patterns = _parse_info(info, path)
+    patterns = {key: _parse_patterns(info, key, path) for key in _PATTERN_KEYS}
+    fused, rows = _parse_fused(info, path), info.get("original_vocab_size")
+
+    def matches(name: str, key: str) -> bool:
+        return any(pattern.match(name) for pattern in patterns[key])
+
+    def place_unpadded(name: str, shapes: Sequence[Shape]) -> Placement:
+        if matches(name, _UNSUPPORTED):
+            raise FormatError(
+                f"{name}: the checkpoint says that its shards cannot be joined ({_UNSUPPORTED})"
+            )
+        if matches(name, _REPLICATED) or matches(name, _AVERAGED):
+            return place_whole(name, shapes, averaged=not matches(name, _REPLICATED))
+        if matches(name, _IN_HALVES):
+            halves = [_half_of_rows(shape, name) for shape in shapes]
+            return place_side_by_side(name, shapes, 0, [halves, halves])
+        if rule := next((rule for rule in fused if rule.pattern.match(name)), None):
+            widths = rule.compute_widths(name, shapes)
+            return place_side_by_side(name, shapes, rule.dim, widths)
+        return place_side_by_side(name, shapes, 1 if matches(name, _ROW_PARALLEL) else 0)
 
     def place(name: str, shapes: Sequence[Shape]) -> Placement:
         try:
-            return patterns.place(name, shapes)
+            placement = place_unpadded(name, shapes)
+            if not matches(name, _VOCABULARY):
+                return placement
+            return drop_padding_rows(name, placement, rows)
         except FormatError as error:
             raise FormatError(
                 f"{path}: {error}. If the files are from different saves, copy all files of one "
@@ -158,79 +193,6 @@ def parse_placement_rule(info: object, path: str) -> PlacementRule:
             ) from error
 
     return place
-
-
-@dataclass(frozen=True, slots=True)
-class _Patterns:
-    """The patterns of parameter names in a `universal_checkpoint_info`.
-
-    Attributes:
-        replicated: parameters that every rank has whole, with equal values.
-        averaged: parameters that every rank has whole, with different values.
-        in_halves: parameters that consist of two equal halves, each divided along the first
-            dimension.
-        row_parallel: parameters that are divided along the second dimension; others are divided
-            along the first.
-        vocabulary: parameters with a padded vocabulary.
-        unsupported: parameters whose shards cannot be joined.
-        fused: parameters that are fused into one tensor.
-        vocabulary_size: the number of rows without padding.
-    """
-
-    replicated: tuple[re.Pattern[str], ...]
-    averaged: tuple[re.Pattern[str], ...]
-    in_halves: tuple[re.Pattern[str], ...]
-    row_parallel: tuple[re.Pattern[str], ...]
-    vocabulary: tuple[re.Pattern[str], ...]
-    unsupported: tuple[re.Pattern[str], ...]
-    fused: Sequence[_FusedRule]
-    vocabulary_size: object
-
-    def place(self, name: str, shapes: Sequence[Shape]) -> Placement:
-        """Return the placement of a parameter.
-
-        Raises:
-            FormatError: its shards do not fit together.
-        """
-        if _matches_any(self.unsupported, name):
-            raise FormatError(
-                f"{name}: the checkpoint says that its shards cannot be joined "
-                "(autotp_unsupported_parameter_patterns)"
-            )
-        if _matches_any(self.replicated, name):
-            placement = place_whole(name, shapes)
-        elif _matches_any(self.averaged, name):
-            placement = place_whole(name, shapes, averaged=True)
-        elif _matches_any(self.in_halves, name):
-            halves = [_half_of_rows(shape, name) for shape in shapes]
-            placement = place_side_by_side(name, shapes, 0, [halves, halves])
-        elif rule := next((rule for rule in self.fused if rule.pattern.match(name)), None):
-            widths = rule.compute_widths(name, shapes)
-            placement = place_side_by_side(name, shapes, rule.dim, widths)
-        else:
-            dim = 1 if _matches_any(self.row_parallel, name) else 0
-            placement = place_side_by_side(name, shapes, dim)
-        if not _matches_any(self.vocabulary, name):
-            return placement
-        if type(self.vocabulary_size) is not int or self.vocabulary_size < 0:
-            raise FormatError(
-                f"{name}: the vocabulary is padded, and original_vocab_size is missing from "
-                "universal_checkpoint_info"
-            )
-        return drop_padding_rows(name, placement, self.vocabulary_size)
-
-
-def _parse_info(info: Mapping[Any, Any], path: str) -> _Patterns:
-    return _Patterns(
-        replicated=_parse_patterns(info, "tp_replicated_parameter_patterns", path),
-        averaged=_parse_patterns(info, "parameter_to_average_patterns", path),
-        in_halves=_parse_patterns(info, "parameter_with_2_sub_params_cat_dim_0", path),
-        row_parallel=_parse_patterns(info, "parameter_with_row_parallelism_patterns", path),
-        vocabulary=_parse_patterns(info, "vocabulary_parameter_patterns", path),
-        unsupported=_parse_patterns(info, "autotp_unsupported_parameter_patterns", path),
-        fused=_parse_fused(info, path),
-        vocabulary_size=info.get("original_vocab_size"),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,10 +317,6 @@ def _require_widths(values: object, label: str) -> tuple[int, ...]:
             f"found {values!r:.60}: copy the file again from an intact source"
         )
     return tuple(values)
-
-
-def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
-    return any(pattern.match(name) for pattern in patterns)
 
 
 def _half_of_rows(shape: Shape, name: str) -> int:

@@ -44,18 +44,7 @@ ParameterFiles: TypeAlias = Mapping[tuple[str, str], str]
 """The file of each parameter and key of its state."""
 
 
-def recognise(tree: FileTree) -> bool:
-    """Return whether a place looks like a universal checkpoint, or a directory with one."""
-    return has_universal_files(tree)
-
-
-def read(
-    tree: FileTree,
-    builder: Builder,
-    tag: str | None = None,
-    *,
-    place: PlacementRule | None = None,
-) -> None:
+def read(tree: FileTree, builder: Builder) -> None:
     """Read a universal checkpoint; no tensor is read.
 
     Weights and optimizer state come from the files of the parameters. Frozen parameters and
@@ -65,13 +54,11 @@ def read(
     Args:
         tree: the universal directory, or its parent.
         builder: receives the tensors and values.
-        tag: the tag; by default the one that `latest_universal` names.
-        place: as for `reader.read`.
 
     Raises:
         FormatError: the checkpoint is malformed or incomplete.
     """
-    files = find_files(tree, tag, universal=True)
+    files = find_files(tree, universal=True)
     ranks = read_ranks(tree, files, universal=True)
     for name in tree.sizes:
         builder.add_file(name)
@@ -88,7 +75,7 @@ def read(
     values = read_values(tree, [*parameter_files.values(), settings_file], builder.left_out)
     settings = values[settings_file]
     trained = _trained_shapes(ranks)
-    place = place or ranks.placement_rule()
+    place = ranks.placement_rule()
     _require_parameter_files(tree, f"{files.folder}zero", parameter_files, ranks, settings)
     _add_parameters(builder, tree, parameter_files, values, trained, place)
     _add_settings(builder, ranks, settings, tree.label(settings_file))
@@ -253,4 +240,4 @@ def _add_untrained_weights(
         )
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader(FORMAT, has_universal_files, read)

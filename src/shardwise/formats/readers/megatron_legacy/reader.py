@@ -50,11 +50,6 @@ MasterDtypes: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
 """For each chunk of the model, the dtypes of master weights by name."""
 
 
-def recognise(tree: FileTree) -> bool:
-    """Return whether a place has directories of ranks as Megatron-LM writes them."""
-    return has_rank_files(tree)
-
-
 def read(tree: FileTree, builder: Builder) -> None:
     """Read the latest iteration; no tensor is read.
 
@@ -297,4 +292,4 @@ def _select_plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, A
     return plain
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader(FORMAT, has_rank_files, read)
