@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardwise.store.store import LOCK_EXPIRY, Store
 
@@ -31,35 +30,6 @@ SAME_TIME_SECONDS = 5.0
 _LEASE = re.compile(r"(?P<key>.+)\.[0-9a-f]{16}\.lease")
 
 log = logging.getLogger("shardwise")
-
-
-class LeaseFiles(Protocol):
-    """The directory of a store that has the leases."""
-
-    def touch(self, name: str) -> None:
-        """Create an empty file, or replace it, so that the server gives it the present time.
-
-        Raises:
-            PermissionError: this process may not write here.
-        """
-        ...
-
-    def create_empty(self, name: str) -> None:
-        """Create an empty file. Do nothing if the file exists."""
-        ...
-
-    def modification_times(self, prefix: str) -> Mapping[str, float]:
-        """Return when each file whose name begins with `prefix` was modified.
-
-        Returns:
-            Seconds by the clock of the server, by the name of the file. Empty if the directory does
-            not exist.
-        """
-        ...
-
-    def delete(self, name: str) -> None:
-        """Delete a file, if it exists."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +46,24 @@ class LeasesIn:
     list_times: Callable[[], Mapping[str, float]]
 
     def touch(self, name: str) -> None:
-        """See `LeaseFiles.touch`."""
+        """Create an empty file, or replace it, so that the server gives it the present time.
+
+        Raises:
+            PermissionError: this process may not write here.
+        """
         self.store.publish(name, b"", replace=True)
 
     def create_empty(self, name: str) -> None:
-        """See `LeaseFiles.create_empty`."""
+        """Create an empty file. Do nothing if the file exists."""
         if self.store.stat(name) is None:
             self.touch(name)
 
     def modification_times(self, prefix: str) -> Mapping[str, float]:
-        """See `LeaseFiles.modification_times`."""
+        """Return when each file whose name begins with `prefix` was modified."""
         return {name: time for name, time in self.list_times().items() if name.startswith(prefix)}
 
     def delete(self, name: str) -> None:
-        """See `LeaseFiles.delete`."""
+        """Delete a file, if it exists."""
         self.store.delete(name)
 
 
@@ -119,7 +93,7 @@ def lease_name(key: str) -> str:
 
 
 @contextmanager
-def hold(files: LeaseFiles, key: str, *, times: LeaseTimes | None = None) -> Iterator[bool]:
+def hold(files: LeasesIn, key: str, *, times: LeaseTimes | None = None) -> Iterator[bool]:
     """Lock a file exclusively by a lease while the block runs. Create the file if it is missing.
 
     A process that dies leaves its lease, which expires.
@@ -157,7 +131,7 @@ def hold(files: LeaseFiles, key: str, *, times: LeaseTimes | None = None) -> Ite
         _delete_quietly(files, name)
 
 
-def remove_expired(files: LeaseFiles, *, times: LeaseTimes | None = None) -> list[str]:
+def remove_expired(files: LeasesIn, *, times: LeaseTimes | None = None) -> list[str]:
     """Delete the expired leases of a directory, and return the names of the others.
 
     Raises:
@@ -176,7 +150,7 @@ def remove_expired(files: LeaseFiles, *, times: LeaseTimes | None = None) -> lis
     return sorted(set(live) - {clock})
 
 
-def _is_held(files: LeaseFiles, key: str, name: str, times: LeaseTimes) -> bool:
+def _is_held(files: LeasesIn, key: str, name: str, times: LeaseTimes) -> bool:
     """Return whether there is no lease of the key but `name`, which was just written."""
     for _ in range(MOST_LISTINGS):
         modified = files.modification_times(key)
@@ -204,7 +178,7 @@ def _key_of(lease: str) -> str:
 
 
 def _delete_expired(
-    files: LeaseFiles, modified: Mapping[str, float], now: float, times: LeaseTimes
+    files: LeasesIn, modified: Mapping[str, float], now: float, times: LeaseTimes
 ) -> list[str]:
     """Delete the leases that have expired at `now`, and return the others."""
     leases = [name for name in modified if is_lease(name)]
@@ -214,9 +188,7 @@ def _delete_expired(
     return live
 
 
-def _renew(
-    files: LeaseFiles, key: str, name: str, times: LeaseTimes, stop: threading.Event
-) -> None:
+def _renew(files: LeasesIn, key: str, name: str, times: LeaseTimes, stop: threading.Event) -> None:
     """Renew a lease until `stop` is set."""
     while not stop.wait(times.lease / RENEWALS_PER_LEASE):
         if not _renew_once(files, key, name, stop):
@@ -229,7 +201,7 @@ def _renew(
             return
 
 
-def _renew_once(files: LeaseFiles, key: str, name: str, stop: threading.Event) -> bool:
+def _renew_once(files: LeasesIn, key: str, name: str, stop: threading.Event) -> bool:
     """Renew a lease. Return whether it still existed, as far as is known."""
     try:
         if name not in files.modification_times(key):
@@ -241,7 +213,7 @@ def _renew_once(files: LeaseFiles, key: str, name: str, stop: threading.Event) -
     return True
 
 
-def _delete_quietly(files: LeaseFiles, name: str) -> None:
+def _delete_quietly(files: LeasesIn, name: str) -> None:
     try:
         files.delete(name)
     except OSError as error:
