@@ -6,7 +6,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from shardwise.formats.detect import read_foreign
+import shardwise as sw
+from shardwise.formats.detect import load_readers, read_foreign
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign_builder import Builder
 from shardwise.manifest.layout import Layout
@@ -29,6 +30,17 @@ def describe(reader: Any, tree: FileTree, *args: Any, **options: Any) -> Layout:
     return builder.build(reader.FORMAT)
 
 
+def values_of(place: Path) -> dict[str, Any]:
+    """Return the plain values of a checkpoint by name."""
+    found = sw.open(place).items()
+    return {name: value for name, value in found if not isinstance(value, sw.SavedTensor)}
+
+
 def opened(place: Path) -> Layout:
     """Return the checked description of a checkpoint by the reader that recognises it."""
     return validate_layout(read_foreign(FileTree(place)))
+
+
+def formats_read() -> set[str]:
+    """Return the names of all formats that are read."""
+    return {reader.name for reader in load_readers().values()}

@@ -13,24 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers.dcp import reader
-from shardwise.manifest.layout import Layout
-from shardwise.manifest.validate import validate_layout
-from shardwise.state.plain_values import decode
 from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
-from tests.formats.foreign_goldens import describe
+from tests.formats.foreign_goldens import opened, values_of
 from tests.formats.reference import read_tensors
 from tests.multirank.models import WORLDS, build
-
-
-def opened(place: Path) -> Layout:
-    return validate_layout(describe(reader, FileTree(place)))
-
-
-def values_of(foreign: Layout) -> dict[str, Any]:
-    return {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -47,7 +34,7 @@ def test_it_reads_what_torch_loads(dcp_saved: Path, kind: str) -> None:
     assert sorted(read) == sorted(expected)
     assert sum(name.endswith(".exp_avg") for name in read) == 4 * 6 + 2
     assert not [name for name in expected if not same(read[name], expected[name])]
-    values = values_of(foreign)
+    values = values_of(dcp_saved / kind)
     groups = values.pop("optimizer.param_groups")
     by_member = {member: group["value"] for group in groups for member in group["members"]}
     assert by_member == settings_of(state)
@@ -164,7 +151,7 @@ def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64).conj()}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(sw.FormatError, match=r"\.distcp: model\.b: a conjugated .*resolve_conj"):
-        describe(reader, FileTree(tmp_path / "dcp"))
+        sw.open(tmp_path / "dcp")
 
 
 def test_files_that_are_missing_are_named(dcp_saved: Path, tmp_path: Path) -> None:

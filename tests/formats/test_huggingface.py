@@ -11,10 +11,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.detect import read_foreign
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers import huggingface
 from tests.formats.comparing import assert_same
+from tests.formats.foreign_goldens import opened
 from tests.formats.reference import read_tensors
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -54,8 +52,8 @@ def write_sharded(folder: Path, weights: dict[str, torch.Tensor], suffix: str) -
 
 def assert_is(place: Path, weights: dict[str, torch.Tensor]) -> None:
     expected = {f"model.{name}": each for name, each in weights.items()}
-    foreign = read_foreign(FileTree(place))
-    assert (foreign.format, foreign.left_out) == (huggingface.FORMAT, ())
+    foreign = opened(place)
+    assert (foreign.format, foreign.left_out) == ("Hugging Face", ())
     read = read_tensors(place, foreign)
     assert_same({name: read[name] for name in expected}, expected)
     target = {"model": {name: torch.zeros_like(each) for name, each in weights.items()}}
@@ -113,7 +111,7 @@ def test_tied_weights_are_both_there(name: str, tmp_path: Path) -> None:
         torch.save(model.state_dict(), tmp_path / name)
     else:
         safetensors.save_model(model, str(tmp_path / name))
-    foreign = read_foreign(FileTree(tmp_path))
+    foreign = opened(tmp_path)
     assert sum(entry.same_as is not None for entry in foreign.tensors) == 1
     fresh = Tied()
     sw.load(tmp_path, {"model": fresh})
@@ -128,11 +126,11 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     index = write_sharded(tmp_path, weights, ".safetensors")
     text = json.dumps({"weight_map": {k: v for k, v in index.items() if k != "flags"}})
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    foreign = read_foreign(FileTree(tmp_path))
+    foreign = opened(tmp_path)
     assert [line.split(" in ")[0] for line in foreign.left_out] == ["flags"]
     torch.save({**weights, "step": 3}, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors.index.json").unlink()
-    foreign = read_foreign(FileTree(tmp_path))
+    foreign = opened(tmp_path)
     assert foreign.left_out == ("step in pytorch_model.bin: not a tensor",)
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.state.plain_values import decode
 from tests.formats.comparing import assert_same
-from tests.formats.foreign_goldens import opened, unpacked
+from tests.formats.foreign_goldens import opened, unpacked, values_of
 from tests.formats.reference import read_tensors
 
 WORLDS = {
@@ -68,8 +67,7 @@ def test_it_reads_what_megatron_restores(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", WORLDS)
 def test_groups_have_their_members(kind: str, tmp_path: Path) -> None:
     """Biases and what has one dimension do not decay, which is Megatron's own rule."""
-    foreign = opened(unpacked(f"megatron_{kind}", tmp_path))
-    values = {entry.name: decode(entry.value, entry.name, lambda _: 0) for entry in foreign.objects}
+    values = values_of(unpacked(f"megatron_{kind}", tmp_path))
     members = {
         group["value"]["wd_mult"]: group["members"] for group in values["optimizer.param_groups"]
     }

@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import shardwise as sw
-from shardwise.formats.detect import read_foreign
-from shardwise.formats.file_tree import FileTree
-from shardwise.manifest.validate import validate_layout
 from tests.formats.comparing import assert_same
 from tests.formats.conftest import GOLDEN_OR_LIVE, LEGACY, Checkpoints
+from tests.formats.foreign_goldens import opened
 from tests.formats.reference import read_tensors
 
 TIED = ("float32", "interleaved")
@@ -40,10 +38,10 @@ def wanted(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", [*LEGACY, "llama"])
 def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> None:
-    tree = FileTree(megatron.place(case, 4))
-    foreign = validate_layout(read_foreign(tree))
+    place = megatron.place(case, 4)
+    foreign = opened(place)
     assert (foreign.format, foreign.step) == ("legacy Megatron-LM", 2)
-    read = read_tensors(Path(str(tree)), foreign)
+    read = read_tensors(place, foreign)
     expected = wanted(megatron.expected(case, 4))
     if case in TIED:  # the last stage has a copy, under a name of its own
         for name in [name for name in expected if ".output_layer." in name]:

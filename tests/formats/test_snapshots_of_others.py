@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.state.plain_values import decode
 from tests.formats.comparing import assert_same
-from tests.formats.foreign_goldens import opened, unpacked
+from tests.formats.foreign_goldens import opened, unpacked, values_of
 from tests.formats.reference import read_tensors
 
 
@@ -31,8 +30,8 @@ def test_it_reads_what_they_restore(name: str, within: str, tmp_path: Path) -> N
 
 
 def test_bytecheckpoint_has_groups_step_and_extra_state(tmp_path: Path) -> None:
-    foreign = opened(unpacked("bytecheckpoint", tmp_path) / "global_step_3")
-    values = {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
+    place = unpacked("bytecheckpoint", tmp_path) / "global_step_3"
+    foreign, values = sw.open(place), values_of(place)
     (group,) = values["optimizer.param_groups"]
     assert group["members"] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
     assert group["value"]["lr"] == 0.01
@@ -43,8 +42,7 @@ def test_bytecheckpoint_has_groups_step_and_extra_state(tmp_path: Path) -> None:
 
 def test_torchsnapshot_has_values_and_replicas(tmp_path: Path) -> None:
     place = unpacked("torchsnapshot", tmp_path)
-    foreign = opened(place)
-    values = {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
+    foreign, values = opened(place), values_of(place)
     assert values["more.flags"] == [True, {"x": b"12"}]
     assert (values["more.epoch"], values["more.rate"], values["more.name"]) == (2, 0.5, "a/b")
     assert values["optimizer.param_groups"][0]["params"] == [0, 1, 2, 3, 4]

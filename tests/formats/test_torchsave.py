@@ -13,10 +13,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers import torch_save
 from tests.formats.comparing import assert_same
-from tests.formats.foreign_goldens import describe
+from tests.formats.foreign_goldens import opened
 from tests.formats.reference import read_tensors
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
@@ -123,7 +121,7 @@ def test_ties_views_and_repeated_elements(tmp_path: Path) -> None:
         }
     }
     torch.save(state, tmp_path / "a.pt")
-    foreign = describe(torch_save, FileTree(tmp_path / "a.pt"))
+    foreign = opened(tmp_path / "a.pt")
     assert {t.name: t.same_as for t in foreign.tensors if t.same_as} == {"w.tied": "w.base"}
     read = read_tensors(tmp_path / "a.pt", foreign)
     target = {"w": {key: torch.zeros_like(each).contiguous() for key, each in state["w"].items()}}

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.formats.detect import load_readers, read_foreign
-from shardwise.formats.file_tree import FileTree
 from shardwise.testing import Gang
 from tests.breadth import OLD_TORCH, mostly_long
+from tests.formats.foreign_goldens import formats_read, opened
 from tests.formats.matrix.sources import SOURCES
 from tests.formats.matrix.targets import KINDS, load_each, uncovered
 from tests.formats.matrix.wanted import Wanted
@@ -29,7 +28,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for source in SOURCES:
         folder = tmp_path_factory.mktemp(source.name)
         place, wanted = source.make(request, folder)
-        assert read_foreign(FileTree(place)).format == source.format
+        assert opened(place).format == source.format
         file = tmp_path_factory.mktemp("wanted") / "wanted.pt"
         torch.save(wanted, file)
         made.append((str(place), str(file), wanted))
@@ -50,9 +49,7 @@ def test_it_loads_from_every_format(gang: Gang, saved: Saved, kind: str) -> None
 
 
 def test_every_format_that_is_read_is_in_it() -> None:
-    assert {source.format for source in SOURCES} == {
-        reader.name for reader in load_readers().values()
-    }
+    assert {source.format for source in SOURCES} == formats_read()
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="a source is left out")
