@@ -103,7 +103,7 @@ def find_readers(tree: FileTree) -> dict[str, Reader]:
 
 
 def read_foreign(tree: FileTree, format: str | None = None) -> Layout:  # noqa: A002 - as in `open`
-    """Read the description of a foreign checkpoint. No tensor is read.
+    """Read the layout of a foreign checkpoint. No tensor is read.
 
     Args:
         tree: the files.

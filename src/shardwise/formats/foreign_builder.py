@@ -1,4 +1,4 @@
-"""Build the description of a foreign checkpoint from arrays, boxes, numbers and plain values."""
+"""Build the layout of a foreign checkpoint from arrays, boxes, numbers and plain values."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ class Builder:
             )
 
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
-        """Store a tensor in the description; return its array. Equal bytes are stored once."""
+        """Store a tensor in the layout; return its array. Equal bytes are stored once."""
         data = bytes_of_tensor(tensor)
         content = self._contents.setdefault(CONTENT_FILE, bytearray())
         start = self._content_starts.setdefault(data, len(content))
@@ -371,7 +371,7 @@ class Builder:
         self.step = layout.step if layout.step is not None else self.step
 
     def build(self, format: str) -> Layout:  # noqa: A002 - the name in `Layout`
-        """Return the description of everything that was added.
+        """Return the layout of everything that was added.
 
         Args:
             format: the name of the format, for people.

@@ -1,4 +1,4 @@
-"""Encodes the description of a foreign checkpoint as bytes (its index), which a file can keep."""
+"""Encodes the layout of a foreign checkpoint as bytes (its index), which a file can keep."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_index(layout: Layout) -> bytes:
-    """Encode the description of a foreign checkpoint as bytes."""
+    """Encode the layout of a foreign checkpoint as bytes."""
     index = _IndexBody(
         layout.format,
         tuple((file.name, file.size, file.content) for file in layout.files),

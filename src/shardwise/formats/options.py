@@ -24,7 +24,7 @@ class OpenOptions:
         spec: the specification of how to assemble the tensors.
         skip_unknown: skip pickled values of unknown classes instead of raising.
         format: the format to read if the directory has several.
-        index: a file that caches the description of a foreign checkpoint.
+        index: a file that keeps the layout of a foreign checkpoint.
         step: the selected step, if the place is the root of a run.
     """
 
