@@ -21,8 +21,7 @@ from shardwise.memory.registry import (
     NODES_DIRECTORY,
     NodeRegistry,
     Registration,
-    remove_entry,
-    update_address,
+    registry_of,
 )
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore, private
@@ -161,15 +160,17 @@ def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     run = Home(tmp_path / "shm").run(RUN)
     registry = NodeRegistry(LocalStore(tmp_path / "root"), RUN)
     moved = replace(HERE, url="http://127.0.0.1:7399")
-    update_address(run, moved)  # nothing is known of the root
+    assert registry_of(run) is None
     run.path.mkdir()
     write_record(run.path / ROOT_RECORD, str(LocalStore(tmp_path / "root")))
-    update_address(run, moved)
+    found = registry_of(run)
+    assert found is not None
+    found.update_address(moved)
     assert registry.read()[0] == [], "it never saved"
     registry.write_entry(HERE, 0)
-    update_address(run, moved)
+    found.update_address(moved)
     assert [info.url for info in registry.read()[0]] == [moved.url]
-    remove_entry(run, HERE.node)
+    found.remove_entry(HERE.node)
     assert registry.read()[0] == []
 
 

@@ -238,23 +238,7 @@ class Registration:
             self._warned = True
 
 
-def update_address(run: Run, info: AgentInfo) -> None:
-    """Update an agent's address in the root of a run, if the root has an entry of the node."""
-    with suppress(OSError, ValueError):
-        registry = _registry_of(run)
-        if registry is not None:
-            registry.update_address(info)
-
-
-def remove_entry(run: Run, node: str) -> None:
-    """Remove the entry of a node that has no snapshots of a run any more."""
-    with suppress(OSError, ValueError):
-        registry = _registry_of(run)
-        if registry is not None:
-            registry.remove_entry(node)
-
-
-def _registry_of(run: Run) -> NodeRegistry | None:
+def registry_of(run: Run) -> NodeRegistry | None:
     """Return the entries in the root of a run; None if the root is unknown."""
     root = read_record(run.path / ROOT_RECORD, str)
     return None if root is None else NodeRegistry(open_store(root), run.name)

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
+from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
@@ -128,32 +128,3 @@ def seal(data: Buffer, entry: FileEntry) -> FileEntry:
     encoded = table.view(np.uint8)
     data[entry.checksums_at :] = encoded
     return msgspec.structs.replace(entry, checksums_crc32=crc32(encoded))
-
-
-def is_file_intact(path: Path, entry: FileEntry) -> bool:
-    """Return whether a file can be mapped, and its bytes match the checksums at its end."""
-    try:
-        return has_valid_checksums(map_file(path, entry.size), entry)
-    except (OSError, CorruptionError):
-        return False
-
-
-def has_valid_checksums(data: Buffer, entry: FileEntry) -> bool:
-    """Return whether the bytes of a sealed file match the checksums at its end."""
-    return has_valid_table(data, entry) and not find_damaged_blocks(data, entry)
-
-
-def has_valid_table(data: Buffer, entry: FileEntry) -> bool:
-    """Return whether the checksums at the end of a sealed file are those that were sealed."""
-    return crc32(data[entry.checksums_at :]) == entry.checksums_crc32
-
-
-def find_damaged_blocks(data: Buffer, entry: FileEntry) -> list[int]:
-    """Return the indices of the blocks of a sealed file that do not match their checksums."""
-    table = BlockTable(np.frombuffer(data[entry.checksums_at :].tobytes(), "<u4"))
-    damaged: list[int] = []
-    for low in range(0, entry.checksums_at, CHUNK):
-        first = low // BLOCK
-        chunk = data[low : min(low + CHUNK, entry.checksums_at)]
-        damaged += [first + index for index in table.find_damaged(first, chunk)]
-    return damaged

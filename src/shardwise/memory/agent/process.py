@@ -45,7 +45,7 @@ from shardwise.memory.prefetched import Prefetcher, discard_prefetched, parse_ra
 from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
-from shardwise.memory.registry import update_address
+from shardwise.memory.registry import registry_of
 from shardwise.memory.seal import MappedFiles
 
 LOCK_TIMEOUT = 2.0
@@ -195,8 +195,9 @@ async def _serve(
 def _update_roots(home: Home, info: AgentInfo) -> None:
     """Write this agent's address to the roots of the runs on this node."""
     for name in home.runs():
-        with contextlib.suppress(StoreError):  # not a run
-            update_address(home.run(name), info)
+        with contextlib.suppress(OSError, ValueError):  # not a run, or the root does not answer
+            if (registry := registry_of(home.run(name))) is not None:
+                registry.update_address(info)
 
 
 async def _wait_for_end(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,6 @@ from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, StageOutcome
 from shardwise.memory.remote.client import AgentClient
-from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 LOCAL_PAUSE = 0.005
@@ -244,32 +242,14 @@ class Nodes:
             self._abandoned.wait(RETRY_PAUSE)
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
-        """Fill `out` with the bytes of a file of a node from `offset`, and return `out`.
+        """Fill `out` with the bytes of a file of another node from `offset`, and return `out`.
 
         Raises:
             StoreError: the node does not answer, or the file ends earlier.
             FileNotFoundError: the node does not have the file.
         """
-        if node != self._this_node:
-            self._client(node).read_range_into(
-                self._place.run.name, self._place.step, name, offset, out
-            )
-            return out
-        path = self._place.path / name
-        fd = open_regular(path)
-        try:
-            remaining = out.data
-            while remaining:
-                count = os.preadv(fd, [remaining], offset)
-                if not count:
-                    raise StoreError(
-                        f"{path} ends at byte {offset}, {len(remaining)} bytes too early: the file "
-                        "was cut off"
-                    )
-                offset += count
-                remaining = remaining[count:]
-        finally:
-            os.close(fd)
+        run, step = self._place.run.name, self._place.step
+        self._client(node).read_range_into(run, step, name, offset, out)
         return out
 
     def _raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:

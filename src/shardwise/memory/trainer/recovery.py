@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.deadline import Deadline
+from shardwise.engine.copy_file import Throttle, is_intact
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.home import Run, SnapshotDirectory
@@ -29,8 +30,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
     make_reader,
 )
-from shardwise.memory.seal import is_file_intact
-from shardwise.store import lock_for_reading
+from shardwise.store import LocalStore, lock_for_reading
 
 if TYPE_CHECKING:
     from shardwise.memory.trainer.snapshots import Snapshots
@@ -126,6 +126,15 @@ def _find_assembly(
     return msgspec.msgpack.decode(reply, type=Assembly)
 
 
+def _is_damaged(place: SnapshotDirectory, entry: FileEntry) -> bool:
+    """Return whether this node has a file whose bytes are not those that were sealed."""
+    try:
+        store = LocalStore(place.path)
+        return place.has(entry.name) and not is_intact(store, entry, Throttle(None))
+    except OSError:
+        return True
+
+
 def _remove_damaged(place: SnapshotDirectory) -> bool:
     """Delete damaged files, so that other nodes provide them; return whether any were damaged."""
     try:
@@ -135,11 +144,7 @@ def _remove_damaged(place: SnapshotDirectory) -> bool:
     except (FormatError, StoreError):
         damaged = [MANIFEST]
     else:
-        damaged = [
-            entry.name
-            for entry in manifest.files
-            if place.has(entry.name) and not is_file_intact(place.path / entry.name, entry)
-        ]
+        damaged = [entry.name for entry in manifest.files if _is_damaged(place, entry)]
     for name in damaged:
         with suppress(IsADirectoryError):  # no file of the snapshot, so it is not listed either
             (place.path / name).unlink(missing_ok=True)
