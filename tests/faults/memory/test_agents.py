@@ -14,8 +14,6 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.home import Home
-from shardwise.memory.registry import NODES_DIRECTORY
 from shardwise.testing import Gang
 from tests.faults.memory import deaths
 from tests.faults.memory.scenario import (
@@ -120,7 +118,7 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
 def leftovers(root: Path) -> list[str]:
     """What lies in a root beside whole checkpoints."""
     below = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    files = [path for path in below if path.parts[0] != NODES_DIRECTORY]
+    files = [path for path in below if path.parts[0] != "nodes"]
     known = {"manifest.json", "run.json"}
     return [str(path) for path in files if path.name not in known and path.suffix != ".safetensors"]
 
@@ -212,9 +210,10 @@ def test_an_agent_that_is_stopped_holds_nobody_up_for_long(
 
 def test_a_card_of_an_agent_that_is_gone_is_not_taken_for_one(shm: Path) -> None:
     """Not even if another process has its number by now."""
-    home = Home(shm)
+    home = shm / f"shardwise-{os.getuid()}"
+    home.mkdir(mode=0o700)
     info = {"node": "n", "url": "http://127.0.0.1:1", "token": "t", "process": 1}
-    home.info_path.write_text(json.dumps(info))
+    (home / "agent.json").write_text(json.dumps(info))
     root = shm / "root"
     with sw.Checkpointer(root, memory=sw.Memory(dir=str(shm))) as cp:
         assert cp.restore({"step": 0}) is None

@@ -14,11 +14,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.group import SoloGroup
 from shardwise.errors import StoreUnavailableError
-from shardwise.memory.agent.status import read_status
-from shardwise.memory.home import Home
-from shardwise.memory.spawn import running_agent
 from shardwise.store import open_store
 from shardwise.testing import Gang
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
@@ -119,7 +115,7 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
             until(handle.why_retrying, SECONDS)
             with pytest.raises(TimeoutError, match=r"the agent tries again: .*does not answer"):
                 handle.result(0.1)
-            (run,) = read_status(Home(shm)).runs
+            (run,) = sw.NodeAgent(shm).status().runs
             newest = run.snapshots[-1]
             assert (newest.step, newest.persist.state) == (2, "under way")
             assert "the agent tries again" in newest.persist.failure
@@ -178,7 +174,7 @@ def test_a_restart_in_an_outage_waits_as_long_as_the_url_says_and_loses_nothing(
         with pytest.raises(StoreUnavailableError, match="memory of this node keeps step 7"):
             opened(url.replace("retry=0.5", "retry=1"), shm)
         assert 0.5 < time.monotonic() - started < 20.0
-        (snapshot,) = Home(shm).path.glob("runs/*/step-00000007")
+        (snapshot,) = shm.glob("shardwise-*/runs/*/step-00000007")
         state = state_of(0)
         with opened(str(tmp_path / "other"), shm, start_from=snapshot) as other:
             assert other.restore(state) == 7
@@ -249,14 +245,14 @@ def test_an_agent_is_killed_at_a_request_and_the_next_one_goes_on(
         first = checkpointer.save(1, state_of(1))
         assert first is not None
         first.result(SECONDS)
-        agent = running_agent(Home(shm))
+        agent = sw.NodeAgent(shm).status().process
         assert agent is not None
         hang = HttpFault(FaultKind.HANG, index=at, path="step-00000002")
         proxy.inject(hang)
         handle = checkpointer.save(2, state_of(2))
         assert handle is not None
         until(lambda: handle.done() or any(r.fault == hang for r in proxy.requests), SECONDS)
-        os.kill(agent.process, signal.SIGKILL)
+        os.kill(agent, signal.SIGKILL)
         proxy.clear()  # the fault may not have hit the agent, and is not for the restore
         assert_restores(url, 2 if handle.done() else checkpointer.latest() or 0)
         handle.result(SECONDS)
@@ -315,7 +311,7 @@ def test_of_eight_jobs_that_save_a_step_one_wins_and_the_others_are_told(
     def attempt(number: int) -> str:
         start.wait()
         try:
-            sw.save(url, state_of(number), group=SoloGroup())
+            sw.save(url, state_of(number), group=sw.SoloGroup())
         except sw.CheckpointExistsError:
             return "told"
         return "won"
