@@ -140,7 +140,7 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
 
 def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, home: Home) -> None:
     """The stage "protect" of a run on one node is done at once, and protects nothing."""
-    place = home.run(home.runs()[0]).step_path(1)
+    place = home.runs()[0].step_path(1)
     (place / records.save_record("protect", SAVE)).unlink()
     status = ["agent", "status", "--dir", home.path.parent]
 

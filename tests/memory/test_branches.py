@@ -13,7 +13,7 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.decide import Periods, is_superseded
 from shardwise.memory.files import write_record
-from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory, new_run_id
+from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
@@ -187,7 +187,7 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
     lineage = read_or_create_lineage(store)
     store.publish("run.json", msgspec.json.encode(Lineage(run.name)), replace=True)
     assert lineage.run != run.name
-    write_record(run.path / ROOT_RECORD, str(store))
+    run.set_root(str(store))
     for step in steps:
         resume_from(store, run.name, step)
     for step in (7, 8):

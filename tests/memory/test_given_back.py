@@ -38,7 +38,7 @@ class Node:
         """Return how many snapshots are left so many seconds later."""
         self._agent.after(seconds)
         (run,) = self._agent.home.runs()
-        return len(self._agent.home.run(run).steps())
+        return len(run.steps())
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""
@@ -63,13 +63,13 @@ def test_a_user_clears_runs_that_have_ended(
 ) -> None:
     train(tmp_path / "one", shm, every=1)
     home = Home(shm)
-    (one,) = home.runs()
+    (one,) = (run.name for run in home.runs())
     memory = sw.Memory(dir=str(shm), when_full="wait")
     with sw.Checkpointer(tmp_path / "two", save_every=1000, memory=memory) as cp:
         handle = cp.save(7, {"t": torch.full((1000,), 7)})
         assert handle is not None
         handle.result(20.0)
-        (two,) = set(home.runs()) - {one}
+        (two,) = {run.name for run in home.runs()} - {one}
 
         listed = run_command("agent", "clear", "--dir", shm, "--json").document
         assert listed["cleared"] == []
@@ -88,12 +88,12 @@ def test_a_user_clears_runs_that_have_ended(
         refused = run_command("agent", "clear", "--dir", shm, "--all")
         assert refused.status == 2
         assert "nothing was removed" in refused.err
-        assert set(home.runs()) == {one, two}
+        assert {run.name for run in home.runs()} == {one, two}
 
         cleared = run_command("agent", "clear", "--dir", shm, "--run", one)
         assert cleared.status == 0
         assert "cleared 1 run" in cleared.out
-        assert home.runs() == [two]
+        assert [run.name for run in home.runs()] == [two]
         assert run_command("agent", "clear", "--dir", shm, "--run", one).status == 2
 
         forced = run_command("agent", "clear", "--dir", shm, "--all", "--force", "--json")

@@ -45,7 +45,7 @@ def test_a_restore_takes_the_step_before(kind: str, tmp_path: Path, shm: Path) -
         cp.close(wait=False)
     end_agents(shm)
     home = Home(shm)
-    run = home.run(home.runs()[0])
+    run = home.runs()[0]
     for path in [*run.step_path(3).iterdir(), *run.free_directory.iterdir()]:
         replace(path, kind)
     replace(run.step_path(4), kind)

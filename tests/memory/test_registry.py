@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.memory.files import write_record
-from shardwise.memory.home import ROOT_RECORD, Home
+from shardwise.memory.home import Home
 from shardwise.memory.identity import make_run_token, read_or_create_node_name
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import (
@@ -162,7 +161,7 @@ def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     moved = replace(HERE, url="http://127.0.0.1:7399")
     assert registry_of(run) is None
     run.path.mkdir()
-    write_record(run.path / ROOT_RECORD, str(LocalStore(tmp_path / "root")))
+    run.set_root(str(LocalStore(tmp_path / "root")))
     found = registry_of(run)
     assert found is not None
     found.update_address(moved)

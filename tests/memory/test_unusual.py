@@ -77,7 +77,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
         assert handle is not None
         handle.result(20.0)
         home = Home(shm)
-        place = SnapshotDirectory(home.run(home.runs()[0]), 1)
+        place = SnapshotDirectory(home.runs()[0], 1)
         pending = PendingManifest(
             save_id="0" * 16,
             step=1,

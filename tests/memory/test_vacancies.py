@@ -41,7 +41,7 @@ def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     kept.step_path(7).mkdir()
     (kept.step_path(7) / f"r00000-{7:016x}.safetensors").touch()
     Attendant(home).after(10.0)
-    assert home.runs() == [kept.name]
+    assert home.runs() == [kept]
     assert (kept.free_directory / "r00000-0.slot").exists()
     assert not run.path.exists()
     assert not list(home.path.glob("vacant-*"))
@@ -124,7 +124,8 @@ def test_what_is_begun_anew_is_vacant_only_later(home: Home) -> None:
 def test_what_is_no_run_stays(home: Home) -> None:
     (home.path / "runs" / "something else").mkdir()
     Attendant(home).after(10.0)
-    assert home.runs() == ["something else"]
+    assert home.runs() == []
+    assert (home.path / "runs" / "something else").exists()
 
 
 def test_an_agent_of_which_nothing_is_needed_ends(

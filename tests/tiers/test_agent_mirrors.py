@@ -134,10 +134,10 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     until(lambda: (root / "mirror.json").exists())
     mirrors.update_tasks()
     assert mirrors.is_busy()
-    first = mirrors._active[RUN].worker
+    first = mirrors._active[home.run(RUN)].worker
     now += 601.0
     until(
-        lambda: (mirrors.update_tasks(), mirrors._active[RUN].worker is not first)[1]
+        lambda: (mirrors.update_tasks(), mirrors._active[home.run(RUN)].worker is not first)[1]
     )  # opened anew
     now += 86500.0
     until(lambda: (mirrors.update_tasks(), not mirrors.is_busy())[1])

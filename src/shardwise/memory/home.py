@@ -30,14 +30,14 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
-from shardwise.memory.files import lock_directory, read_record, ring_bell
+from shardwise.memory.files import lock_directory, read_record, ring_bell, write_record
 from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.store import LocalStore, open_store
 from shardwise.store.local_files import open_regular, try_lock
 
 BELL_FILE = "agent.bell"
 FREE_DIRECTORY = "free"
-ROOT_RECORD = "root.json"
+_ROOT_RECORD = "root.json"
 OUTCOMES_DIRECTORY = "ended"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
@@ -100,9 +100,10 @@ class Home:
         """The agent's log file."""
         return self.path / "agent.log"
 
-    def runs(self) -> list[str]:
-        """Return the ids of the runs on this node."""
-        return sorted(_list_directories(self.path / "runs"))
+    def runs(self) -> list[Run]:
+        """Return the runs on this node, by id. Directories that are no runs are left out."""
+        names = sorted(filter(_RUN_ID.fullmatch, _list_directories(self.path / "runs")))
+        return [Run(self.path / "runs" / name) for name in names]
 
     def run(self, run: str) -> Run:
         """Return the run with this id.
@@ -176,6 +177,16 @@ class Run:
         """Wake the agent of this node, if one runs."""
         ring_bell(self.path.parents[1] / BELL_FILE)
 
+    def root(self) -> str | None:
+        """Return the root of the run's checkpoints; None if it is unknown."""
+        with suppress(StoreError):  # the record is damaged
+            return read_record(self.path / _ROOT_RECORD, str)
+        return None
+
+    def set_root(self, root: str) -> None:
+        """Record the root of the run's checkpoints."""
+        write_record(self.path / _ROOT_RECORD, root)
+
     def steps(self) -> list[int]:
         """Return the steps that have a directory, in ascending order."""
         try:
@@ -201,15 +212,13 @@ def find_newest_snapshot(home: Home, root: str) -> int | None:
     The options of the root's URL need not be equal.
     """
     place = root.partition("?")[0]
-    steps: list[int] = []
-    for name in home.runs():
-        with suppress(StoreError):  # not a run, or its record is damaged
-            run = home.run(name)
-            saved_to = read_record(run.path / ROOT_RECORD, str)
-            if saved_to is not None and saved_to.partition("?")[0] == place:
-                steps += [
-                    each for each in run.steps() if SnapshotDirectory(run, each).is_committed()
-                ]
+    steps = (
+        step
+        for run in home.runs()
+        if (run.root() or "").partition("?")[0] == place
+        for step in run.steps()
+        if SnapshotDirectory(run, step).is_committed()
+    )
     return max(steps, default=None)
 
 

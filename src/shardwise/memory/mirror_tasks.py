@@ -17,7 +17,7 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Run
+from shardwise.memory.home import Home, Run
 from shardwise.memory.records import StorageTask
 
 TASKS_DIRECTORY = "mirrors"
@@ -68,9 +68,15 @@ def mirror_task_age(run: Run, now: float) -> float:
         return 0.0
 
 
-def runs_with_mirrors(home: Path) -> list[str]:
-    """Return the ids of the runs that have a task, sorted."""
-    return sorted(path.stem for path in (home / TASKS_DIRECTORY).glob("[!.]*.json"))
+def mirror_tasks(home: Home) -> dict[Run, StorageTask]:
+    """Return the task of each run that has one."""
+    found: dict[Run, StorageTask] = {}
+    for path in sorted((home.path / TASKS_DIRECTORY).glob("[!.]*.json")):
+        with suppress(StoreError):  # not the name of a run
+            run = home.run(path.stem)
+            if (task := read_mirror_task(run)) is not None:
+                found[run] = task
+    return found
 
 
 def _task_path(run: Run) -> Path:

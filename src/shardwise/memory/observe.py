@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -53,7 +53,7 @@ class Observer:
     def node(self) -> dict[Run, RunView | Exception]:
         """Read all runs of the node. For a run that cannot be read, return the error."""
         with self._lock:
-            read = {run: self._try_to_read_run(run) for run in self._list_runs()}
+            read = {run: self._try_to_read_run(run) for run in self._home.runs()}
             self._cache.forget_unused()
             names = {run.name for run in read}
             for known in (self._unattended_since, self._unused_since, self._roots):
@@ -70,11 +70,6 @@ class Observer:
         """Store what the root of a run contains, for the next views."""
         with self._lock:
             self._roots[run.name] = root
-
-    def _list_runs(self) -> Iterator[Run]:
-        for name in self._home.runs():
-            with suppress(StoreError):  # not a run
-                yield self._home.run(name)
 
     def _try_to_read_run(self, run: Run) -> RunView | Exception:
         try:

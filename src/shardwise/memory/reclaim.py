@@ -27,11 +27,10 @@ from shardwise.errors import StateError, StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
-from shardwise.memory.files import lock_directory, read_record, write_record
+from shardwise.memory.files import lock_directory
 from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
 from shardwise.memory.home import (
     OUTCOMES_DIRECTORY,
-    ROOT_RECORD,
     Home,
     Run,
     SnapshotDirectory,
@@ -231,16 +230,13 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
 
     A run is kept if it has a trainer on this node, or if the agent does not release its snapshots.
     """
-    write_record(run.path / ROOT_RECORD, root)
-    for name in home.runs():
-        if name != run.name and _saves_to(home, name, root):
-            other = home.run(name)
-            if has_trainers(other):
-                continue
+    run.set_root(root)
+    for other in home.runs():
+        if other != run and other.root() == root and not has_trainers(other):
             try:
                 discard_all(other)
             except StoreError as error:
-                log.warning("cannot remove run %s of the same root: %s", name, error)
+                log.warning("cannot remove run %s of the same root: %s", other.name, error)
                 continue
             shutil.rmtree(other.path, ignore_errors=True)
 
@@ -332,12 +328,6 @@ def _remove_run(home: Home, run: Run) -> None:
 
 def _has_neither_trainers_nor_snapshots(run: Run) -> bool:
     return not run.steps() and not has_trainers(run)
-
-
-def _saves_to(home: Home, name: str, root: str) -> bool:
-    with suppress(StoreError):  # not a run, or its record is damaged
-        return read_record(home.run(name).path / ROOT_RECORD, str) == root
-    return False
 
 
 def _refuse_trainers(run: Run, force: bool) -> None:

@@ -25,7 +25,7 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import ROOT_RECORD, Run
+from shardwise.memory.home import Run
 from shardwise.memory.identity import make_run_token, serves_own_host_only
 from shardwise.memory.lineage import Epoch
 from shardwise.memory.records import AgentInfo
@@ -240,7 +240,7 @@ class Registration:
 
 def registry_of(run: Run) -> NodeRegistry | None:
     """Return the entries in the root of a run; None if the root is unknown."""
-    root = read_record(run.path / ROOT_RECORD, str)
+    root = run.root()
     return None if root is None else NodeRegistry(open_store(root), run.name)
 
 

@@ -94,7 +94,7 @@ def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
             f"shardwise: stop it (kill {info.process}), and start an agent of the version that "
             "trains"
         )
-    if any(has_trainers(home.run(run)) for run in home.runs()):
+    if any(map(has_trainers, home.runs())):
         raise StoreError(
             f"the agent of {home} (process {info.process}) belongs to another version of "
             "shardwise, and a training run uses it: wait until that run has ended, or choose "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ABANDONED_MARKER, ROOT_RECORD
+from shardwise.memory.home import ABANDONED_MARKER
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import KNOWN_NODES_RECORD as NODES_DIRECTORY
 
@@ -241,7 +241,7 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
-                if folder.name in (ROOT_RECORD, NODES_DIRECTORY):
+                if folder.name in ("root.json", NODES_DIRECTORY):
                     continue
                 known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)

@@ -31,7 +31,7 @@ from shardwise.memory.decide import (
     Seal,
 )
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import ROOT_RECORD, SnapshotDirectory
+from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.observe import Observer
@@ -254,7 +254,7 @@ def look_up_root(action: LookUpRoot, observer: Observer) -> None:
     run, now = action.run, observer.clock()
     earlier = observer.run(run).root or RootView(read_at=now)
     try:
-        path = read_record(run.path / ROOT_RECORD, str)
+        path = run.root()
         store = None if path is None else open_store(path)
         lineage = None if store is None else read_lineage(store)
         if lineage is not None and lineage.run != run.name:

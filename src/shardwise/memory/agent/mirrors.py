@@ -6,16 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwise.errors import ShardwiseError, StoreError
+from shardwise.errors import ShardwiseError
 from shardwise.memory.home import Home, Run
 from shardwise.memory.mirror_tasks import (
     mirror_task_age,
-    read_mirror_task,
+    mirror_tasks,
     remove_mirror_task,
-    runs_with_mirrors,
 )
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import StorageTask
@@ -52,7 +50,7 @@ class Mirrors:
     def __init__(self, home: Home, clock: Callable[[], float] = time.time) -> None:
         self._home = home
         self._clock = clock
-        self._active: dict[str, _ActiveTask] = {}
+        self._active: dict[Run, _ActiveTask] = {}
         self._bell = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="mirrors", daemon=True)
@@ -77,26 +75,21 @@ class Mirrors:
 
     def is_busy(self) -> bool:
         """Return whether there is any task."""
-        return bool(runs_with_mirrors(self._home.path))
+        return bool(mirror_tasks(self._home))
 
     def update_tasks(self) -> None:
         """Start threads for new tasks, update the other threads, and remove completed tasks."""
-        tasks: dict[str, tuple[Run, StorageTask]] = {}
-        for name in runs_with_mirrors(self._home.path):
-            with suppress(StoreError):  # not the name of a run
-                run = self._home.run(name)
-                if (task := read_mirror_task(run)) is not None:
-                    tasks[name] = run, task
-        for name in self._active.keys() - tasks.keys():
-            self._end_task(name)
-        for name, (run, task) in tasks.items():
-            self._update_task(name, task)
-            if self._is_finished(run, self._active[name]):
+        tasks = mirror_tasks(self._home)
+        for run in self._active.keys() - tasks.keys():
+            self._end_task(run)
+        for run, task in tasks.items():
+            self._update_task(run, task)
+            if self._is_finished(run, self._active[run]):
                 remove_mirror_task(run)
-                self._end_task(name)
+                self._end_task(run)
 
-    def _update_task(self, name: str, task: StorageTask) -> None:
-        active = self._active.get(name)
+    def _update_task(self, run: Run, task: StorageTask) -> None:
+        active = self._active.get(run)
         if active is not None and _have_same_tiers(active.task, task):
             # Opened anew, the stores may find other credentials.
             age = self._clock() - active.started_at
@@ -108,8 +101,8 @@ class Mirrors:
                 active.task = task
                 return
         if active is not None:
-            self._end_task(name)
-        self._active[name] = _ActiveTask(task, _start_worker(task), self._clock())
+            self._end_task(run)
+        self._active[run] = _ActiveTask(task, _start_worker(task), self._clock())
 
     def _is_finished(self, run: Run, active: _ActiveTask) -> bool:
         """Return whether a run has ended, and its mirror is complete or has failed for too long."""
@@ -126,8 +119,8 @@ class Mirrors:
         )
         return True
 
-    def _end_task(self, name: str) -> None:
-        active = self._active.pop(name)
+    def _end_task(self, run: Run) -> None:
+        active = self._active.pop(run)
         if active.worker is not None:
             active.worker.stop(STOP_TIMEOUT)
 

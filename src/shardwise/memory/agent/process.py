@@ -194,9 +194,9 @@ async def _serve(
 
 def _update_roots(home: Home, info: AgentInfo) -> None:
     """Write this agent's address to the roots of the runs on this node."""
-    for name in home.runs():
-        with contextlib.suppress(OSError, ValueError):  # not a run, or the root does not answer
-            if (registry := registry_of(home.run(name))) is not None:
+    for run in home.runs():
+        with contextlib.suppress(OSError, ValueError):  # the root does not answer
+            if (registry := registry_of(run)) is not None:
                 registry.update_address(info)
 
 

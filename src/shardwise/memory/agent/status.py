@@ -12,8 +12,8 @@ from pathlib import Path
 from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ROOT_RECORD, Home, Run, SnapshotDirectory
-from shardwise.memory.mirror_tasks import read_mirror_task, runs_with_mirrors
+from shardwise.memory.home import Home, Run, SnapshotDirectory
+from shardwise.memory.mirror_tasks import mirror_tasks
 from shardwise.memory.observe import read_snapshots
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
@@ -184,11 +184,7 @@ def read_runs(home: Home, node: str | None = None) -> list[RunStatus]:
         with suppress(StoreError):
             info = read_record(home.info_path, AgentInfo)
             node = info.node if info is not None else ""
-    runs = []
-    for name in home.runs():
-        with suppress(StoreError):  # the directory is not a run
-            runs.append(_run_status(home.run(name), node))
-    return runs
+    return [_run_status(run, node) for run in home.runs()]
 
 
 def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
@@ -215,19 +211,16 @@ def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
 
 
 def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
-    for name in runs_with_mirrors(home.path):
-        task = record = None
+    for run, task in mirror_tasks(home).items():
+        record = None
         failure = "the agent has not copied anything yet"
         try:
-            task = read_mirror_task(home.run(name))
-            record = None if task is None else read_mirror_record(open_store(task.root))
+            record = read_mirror_record(open_store(task.root))
         except OSError as error:
             failure = f"the state of the mirror is unknown: {error}"
-        if task is None:
-            continue
         since = None if record is None else record.failing_since
         yield MirrorStatus(
-            run=name,
+            run=run.name,
             root=task.root,
             mirror=task.mirror.place if task.mirror else "",
             newest=None if record is None else max(record.steps, default=None),
@@ -240,15 +233,12 @@ def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
 
 def _run_status(run: Run, node: str) -> RunStatus:
     now = time.time()
-    root: str | None = None
-    with suppress(StoreError):
-        root = read_record(run.path / ROOT_RECORD, str)
     views = read_snapshots(run, cache=RecordCache(logs=False))
     snapshots = [_snapshot_status(each, node, now) for each in views]
     free = [_file_size(path) for path in run.free_directory.glob("*.slot")]
     return RunStatus(
         run=run.name,
-        root=root,
+        root=run.root(),
         training=has_trainers(run),
         bytes=sum(map(_file_size, run.path.rglob("*"))),
         slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
