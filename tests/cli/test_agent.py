@@ -18,7 +18,7 @@ from shardwise.manifest.manifest import (
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id
-from shardwise.memory.rank_locks import training_lock
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import (
     AgentInfo,
     ProtectRequest,
@@ -120,12 +120,14 @@ def test_it_tells_what_would_be_lost(run: Run, home: Home) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_told_of(run: Run, home: Home) -> None:
-    with home.agent_lock(), training_lock(home):
+    rank = RankLock(home.runs()[0], 0)
+    with home.agent_lock():
         ran = run("agent", "status", "--dir", home.path.parent, "--json")
         assert (ran.document["alive"], ran.document["answers"]) == (True, False)
         assert ran.document["training"]
         ran = run("agent", "status", "--dir", home.path.parent)
         assert "runs, but does not answer" in ran.out
+    rank.release()
 
 
 def test_it_speaks_to_people_too(run: Run, home: Home) -> None:

@@ -13,7 +13,7 @@ from shardwise.memory.agent.actions import Follower
 from shardwise.memory.decide import DEFAULT_PERIODS
 from shardwise.memory.home import Home
 from shardwise.memory.identity import read_or_create_node_name
-from shardwise.memory.rank_locks import training_lock
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.seal import MappedFiles
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
@@ -109,10 +109,11 @@ def test_a_user_stops_the_agent_and_the_next_one_goes_on(
     assert run_command("agent", "stop", "--dir", shm).status == 2
     train(tmp_path / "root", shm, every=1000)
     home = Home(shm)
-    with training_lock(home):
-        refused = run_command("agent", "stop", "--dir", shm)
-        assert refused.status == 2
-        assert "training runs on this node" in refused.err
+    rank = RankLock(home.runs()[0], 0)
+    refused = run_command("agent", "stop", "--dir", shm)
+    assert refused.status == 2
+    assert "training runs on this node" in refused.err
+    rank.release()
     assert home.has_agent()
     stopped = run_command("agent", "stop", "--dir", shm)
     assert stopped.status == 0

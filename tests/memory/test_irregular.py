@@ -67,7 +67,7 @@ def test_a_restore_takes_the_step_before(kind: str, tmp_path: Path, shm: Path) -
 def test_the_error_names_the_path(kind: str, tmp_path: Path) -> None:
     home, path = Home(tmp_path), tmp_path / "it"
     replace(path, kind)
-    for name in ("agent.lock", "start.lock", "training.lock"):
+    for name in ("agent.lock", "start.lock"):
         replace(home.path / name, kind)
         with pytest.raises(sw.StoreError, match=f"{name} is .*(regular file|symbolic link).*: r"):
             home.open_lock(name)

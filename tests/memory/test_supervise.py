@@ -19,7 +19,7 @@ from shardwise.memory import spawn
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import RankLock, is_training
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import ensure_agent, running_agent
@@ -68,7 +68,6 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
     first = ensure_agent(home, options)
     with closing(AgentClient(first)) as client, kept(home, options):
         assert client.list_failing() == []
-        until(lambda: is_training(home))
         start = time.monotonic()
         kill(first)
         until(lambda: (info := running_agent(home)) and info.process != first.process)
@@ -79,7 +78,6 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
         assert client.list_failing() == []
         until(lambda: "runs again" in caplog.text)
         assert "ended; starting another" in caplog.text
-    assert not is_training(home)
     kill(second)
     until(lambda: not home.has_agent())
     time.sleep(1.5)
@@ -214,7 +212,7 @@ def test_a_home_that_disappears_is_no_harm(
 def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
     supervisor = AgentSupervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
-    until(lambda: is_training(home))
+    thread = supervisor._thread
     with home.agent_lock():
         del supervisor
-        until(lambda: not is_training(home))
+        until(lambda: not thread.is_alive())

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +24,7 @@ from shardwise.memory.agent.lead import Leader
 from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
 from shardwise.memory.observe import read_outcome
-from shardwise.memory.rank_locks import is_training, training_lock
+from shardwise.memory.rank_locks import is_training
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.remote.search import list_own_files
@@ -199,19 +198,14 @@ def test_a_checkpointer_is_refused_in_a_forked_child_and_stays_the_parents(
     assert checkpointer.steps() == [1, 2]
 
 
-def test_a_forked_child_waits_for_no_copy_and_keeps_no_lock(tmp_path: Path) -> None:
+def test_a_forked_child_waits_for_no_copy() -> None:
     copying = CopyProgress(1, None)
-    home = Home(tmp_path)
 
     def child() -> None:
         with pytest.raises(StoreError, match="wait in that process"):
             copying.wait()
-        attending.close()
 
-    with ExitStack() as attending:
-        attending.enter_context(training_lock(home))
-        assert forked(child) == 0
-        assert is_training(home)
+    assert forked(child) == 0
 
 
 def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, shm: Path) -> None:

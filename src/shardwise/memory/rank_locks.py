@@ -1,14 +1,12 @@
-"""Locks that show which ranks of a run are alive on this node, and whether any training runs."""
+"""Locks that show which ranks of a run are alive on this node."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.deadline import Deadline
@@ -18,7 +16,6 @@ from shardwise.memory.home import Home, Run
 from shardwise.store.local_files import NotRegularFileError, open_regular, try_lock
 
 LOCK_TIMEOUT = 10.0
-_TRAINING = "training.lock"
 _RANK = re.compile(r"[0-9]{5,9}")
 
 
@@ -150,32 +147,9 @@ def forget_lost_ranks(run: Run) -> None:
         _lock_file(run, rank).unlink(missing_ok=True)
 
 
-@contextmanager
-def training_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that shows the agent that a training runs on this node.
-
-    Several trainings can hold it at once.
-    """
-    process = os.getpid()
-    fd = home.open_lock(_TRAINING)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only while `is_training` briefly locks exclusively
-        try:
-            yield
-        finally:
-            if os.getpid() == process:  # a forked child shares the lock, and must not release it
-                fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        os.close(fd)
-
-
 def is_training(home: Home) -> bool:
-    """Return whether a training runs on this node."""
-    fd = home.open_lock(_TRAINING)
-    try:
-        return not try_lock(fd)
-    finally:
-        os.close(fd)
+    """Return whether a rank of any run is alive on this node."""
+    return any(map(has_trainers, home.runs()))
 
 
 def _lock_directory(run: Run) -> Path:

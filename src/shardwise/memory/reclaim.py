@@ -245,7 +245,8 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
     """Remove everything that a node stores for a run.
 
     Args:
-        force: whether to remove it even if a trainer of the run is alive on the node.
+        force: whether to remove it even if a trainer of the run is alive on the node. Then the
+            directory of the run stays, with the locks of its ranks.
 
     Raises:
         StoreError: a trainer is alive, or the agent does not release a snapshot.
@@ -254,7 +255,10 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
     discard_all(run)
     with lock_directory(run.path, shared=False) as locked:
         _refuse_trainers(run, force)
-        if locked:
+        if locked and has_trainers(run):
+            delete_free_slots(run, lambda rank: False)
+            delete_smallest_spares(run, 0)
+        elif locked:
             _remove_run(home, run)
         elif run.path.exists():
             raise StoreError(

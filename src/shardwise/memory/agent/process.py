@@ -42,7 +42,6 @@ from shardwise.memory.identity import (
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.prefetched import Prefetcher, discard_prefetched, parse_ranks
-from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
 from shardwise.memory.registry import registry_of
@@ -209,7 +208,7 @@ async def _wait_for_end(
             await asyncio.to_thread(release_free_memory)
             trimmed_at = time.monotonic()
         _restore_info(home, info)
-        if not until_idle or home.runs() or is_training(home) or mirrors.is_busy():
+        if not until_idle or home.runs() or mirrors.is_busy():
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE_TIMEOUT:
             log.info("the node stores nothing, and no training runs: exiting")

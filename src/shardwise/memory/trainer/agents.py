@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import ExitStack
 from dataclasses import replace
 
 import msgspec
@@ -21,7 +20,6 @@ from shardwise.memory.home import Home
 from shardwise.memory.identity import refuse_unreachable_agents
 from shardwise.memory.lineage import Lineage, read_or_create_lineage
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
@@ -112,11 +110,9 @@ class AgentSupervisor:
         self._checks = _AgentChecks(home, options)
         stopping = self._stopping = threading.Event()
         weakref.finalize(self, stopping.set)
-        locks = ExitStack()
-        locks.enter_context(training_lock(home))
         self._thread = threading.Thread(
             target=_check_repeatedly,
-            args=(self._checks, stopping, locks),
+            args=(self._checks, stopping),
             name="shardwise-supervisor",
             daemon=True,
         )
@@ -138,10 +134,9 @@ class AgentSupervisor:
         self._thread.join(CHECK_PERIOD + ANSWER_TIMEOUT)
 
 
-def _check_repeatedly(checks: _AgentChecks, stopping: threading.Event, locks: ExitStack) -> None:
-    with locks:
-        while not stopping.wait(CHECK_PERIOD):
-            checks.check()
+def _check_repeatedly(checks: _AgentChecks, stopping: threading.Event) -> None:
+    while not stopping.wait(CHECK_PERIOD):
+        checks.check()
 
 
 class _AgentChecks:
