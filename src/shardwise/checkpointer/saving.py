@@ -148,6 +148,7 @@ class Saving:
     def log_failures(self) -> None:
         """Wait until all saves are durable or have failed, and log the failures."""
         while (error := _failure_of_saves(self._saver)) is not None:
+            self._hooks.call("failed", error)
             log.error("a save failed: %s", error)
             if self._saver.take_failure() is None:  # no further failure: the agent is gone
                 return
@@ -193,6 +194,7 @@ class Saving:
         if self._settings.on_failure == "raise":
             return self._save(call, durable=durable)
         while earlier := self._saver.take_failure():
+            self._hooks.call("failed", earlier)
             log.error("an earlier save failed; the training continues: %s", earlier)
         handle: SaveHandle | None = None
         failure: Exception | None = None

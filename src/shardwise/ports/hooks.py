@@ -77,7 +77,7 @@ class RunHook:
 
     The training waits for each call, in the thread that called the Checkpointer. All ranks call
     `staged`, `restored` and `closed` together, so these may communicate. `saved` and `failed` can
-    come at different times on different ranks.
+    come at different times on different ranks, and `failed` on some ranks only.
 
     If a method raises a `ShardwiseError`, the call of the Checkpointer raises it. Raise one only
     on all ranks together. Any other exception is logged, and the training continues.
