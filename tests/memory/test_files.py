@@ -16,11 +16,10 @@ from shardwise.memory.files import (
     listen_to_bell,
     lock_directory,
     read_record,
-    replace_atomically,
     ring_bell,
-    try_lock,
     write_record,
 )
+from shardwise.store.local_files import try_lock, write_atomically
 
 
 class Clock:
@@ -74,13 +73,13 @@ def test_a_deadline_without_seconds_never_passes() -> None:
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(path, {"step": 1})
-    with pytest.raises(TypeError), replace_atomically(path) as file:
+    with pytest.raises(TypeError), write_atomically(path) as file:
         file.write("text")  # type: ignore[arg-type]
     assert read_record(path, dict[str, int]) == {"step": 1}
     assert os.listdir(tmp_path) == ["record.json"]
     assert path.stat().st_mode & 0o777 == 0o600
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    with replace_atomically("record.json", dir_fd=fd) as file:
+    with write_atomically("record.json", dir_fd=fd) as file:
         file.write(encode_record({"step": 2}))
     os.close(fd)
     assert read_record(path, dict[str, int]) == {"step": 2}
