@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer import starting
-from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks
+from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_plugin_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.restoring import Restoring, resolve_choice
 from shardwise.checkpointer.saver import DirectSaver, Saver
@@ -33,6 +33,7 @@ from shardwise.checkpointer.signals import AfterSignal
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.compile_and_gc import skip_compile
+from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.options import check_integer
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
@@ -167,6 +168,8 @@ class Checkpointer:
         can_use_memory, steps = prepare_root_and_check_memory(
             settings, self._signals, group, has_start=self._start_from is not None
         )
+        run = Run(settings.root, group.rank, group.size)
+        of_packages = run_on_all(group, "making hooks", lambda: make_plugin_hooks(run))
         place = settings.mirror_store
         watch = None if place is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, comparison, watch)
@@ -179,7 +182,8 @@ class Checkpointer:
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
         hooks.add(DivergenceWatch(comparison, group, settings.on_event))
-        hooks.add_plugins(Run(settings.root, group.rank, group.size))
+        for hook in of_packages:
+            hooks.add(hook)
         return saver, steps
 
     def __enter__(self) -> Checkpointer:

@@ -24,17 +24,6 @@ class RunHooks:
         """Add a hook, which is called after the others."""
         self._hooks.append(hook)
 
-    def add_plugins(self, run: Run) -> None:
-        """Add the hooks of other packages.
-
-        Raises:
-            StateError: the hook of a package cannot be imported.
-        """
-        for entry in find_plugins(GROUP).values():
-            hook: RunHook | None = load_plugin(entry)(run)
-            if hook is not None:
-                self.add(hook)
-
     def call(self, verb: str, *arguments: object, **options: object) -> None:
         """Call a method of all hooks, also if one raises.
 
@@ -51,6 +40,16 @@ class RunHooks:
                 log.exception("%s of the hook %r failed; the training continues", verb, hook)
         if failures:
             raise failures[0]
+
+
+def make_plugin_hooks(run: Run) -> list[RunHook]:
+    """Return the hooks of other packages for a run.
+
+    Raises:
+        StateError: the hook of a package cannot be imported.
+    """
+    made: list[RunHook | None] = [load_plugin(each)(run) for each in find_plugins(GROUP).values()]
+    return [hook for hook in made if hook is not None]
 
 
 class DivergenceWatch(RunHook):
