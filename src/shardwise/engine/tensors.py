@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Protocol
 
 import numpy as np
@@ -76,10 +78,15 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """A fragment in the memory of an accelerator."""
+    """A fragment in the memory of an accelerator.
+
+    Whatever thread writes, the write is part of the stream that was the current one of the thread
+    which created this object.
+    """
 
     def __init__(self, data: torch.Tensor) -> None:
         self._numpy_view = view_for_numpy(data)
+        self._stream = _current_stream(data.device)
         self.device: torch.device | None = data.device
         self.itemsize = data.element_size()
         self.dtype = torch.empty(0, dtype=self._numpy_view.dtype, device="cpu").numpy().dtype
@@ -90,9 +97,8 @@ class DeviceMemory:
 
     def write(self, index: Slices, source: Array) -> None:
         """Copy a host buffer to a box."""
-        self._numpy_view[index] = torch.from_numpy(np.ascontiguousarray(source)).to(
-            self._numpy_view.device
-        )
+        with _as_current(self._stream):
+            self._numpy_view[index] = _tensor_of(source).to(self._numpy_view.device)
 
 
 class CastingMemory:
@@ -107,6 +113,7 @@ class CastingMemory:
 
     def __init__(self, data: torch.Tensor, saved_dtype: torch.dtype) -> None:
         self._data = data.detach()
+        self._stream = _current_stream(data.device)
         self._saved_dtype = saved_dtype
         example = view_for_numpy(torch.empty(0, dtype=saved_dtype, device="cpu"))
         self.dtype = example.numpy().dtype
@@ -120,8 +127,53 @@ class CastingMemory:
 
     def write(self, index: Slices, source: Array) -> None:
         """Convert a host buffer, and copy the result to a box."""
-        values = torch.from_numpy(np.ascontiguousarray(source)).view(self._saved_dtype)
-        self._data[index] = values.reshape(source.shape).to(self._data.device, self._data.dtype)
+        values = _tensor_of(source).view(self._saved_dtype).reshape(source.shape)
+        with _as_current(self._stream):
+            self._data[index] = values.to(self._data.device, self._data.dtype)
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream of this thread on an accelerator; None for the host."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def _as_current(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream the current one of this thread while the block runs.
+
+    `with stream:` would not do: no two threads can use the same stream in this way.
+    """
+    if stream is None:
+        yield
+        return
+    with torch.accelerator.device_index(stream.device.index):
+        previous = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(previous)
+
+
+def _tensor_of(source: Array) -> torch.Tensor:
+    """Return a tensor of a contiguous array's memory, which is only read.
+
+    torch warns of arrays that are not writable, such as mapped files.
+    """
+    array = np.ascontiguousarray(source)
+    if not array.flags.writeable:
+        memory = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        array = np.asarray(SimpleNamespace(__array_interface__=memory, keeps_alive=array))
+    return torch.from_numpy(array)
+
+
+def wait_for_current_streams(devices: Iterable[torch.device]) -> None:
+    """Block this thread until the work is done that is queued on its current streams.
+
+    Other threads, whose current streams differ, then read the results of this work.
+    """
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def check_memory(name: str, data: torch.Tensor) -> None:

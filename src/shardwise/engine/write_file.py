@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.tensors import Memory, memory_of
+from shardwise.engine.tensors import Memory, memory_of, wait_for_current_streams
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.data_file import FileLayout
@@ -136,6 +136,7 @@ def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) ->
     Raises:
         StoreError, OSError: the file cannot be created or written.
     """
+    wait_for_current_streams(source.devices)
     layout = source.layout
     checksums = np.zeros(block_count(layout.checksums_at), "<u4")
     # The last, unaligned bytes before the checksums are written together with the checksums.
