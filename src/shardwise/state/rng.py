@@ -105,8 +105,12 @@ def _set_states(state: dict[str, Any]) -> None:
 
 
 def _device_states() -> list[torch.Tensor]:
+    """Return the states of the accelerators' generators; none if this process uses none.
+
+    To read them would create a context on an accelerator, which a process without one may not have.
+    """
     module = _accelerator()
-    if module is None:
+    if module is None or not getattr(module, "is_initialized", lambda: True)():
         return []
     return [module.get_rng_state(i).cpu() for i in range(module.device_count())]
 
