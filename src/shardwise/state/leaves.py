@@ -152,7 +152,9 @@ def memory_extent(data: torch.Tensor) -> int:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of the same shape and dtype have the same bits, also in NaNs."""
-    flat_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    flat_bytes = [
+        view_for_numpy(each).contiguous().reshape(-1).view(torch.uint8) for each in (a, b)
+    ]
     return torch.equal(*flat_bytes)
 
 
