@@ -269,7 +269,7 @@ def die_while_copying(root: str, shm: str) -> None:
         assert handle is not None
         handle.result(40.0)
 
-    def killed(fill: Fill, low: int, high: int, out: Buffer, pool: object) -> None:
+    def killed(fill: Fill, low: int, high: int, out: Buffer, pool: object, **_: bool) -> None:
         fill(0, 5000, out[:5000])
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -325,9 +325,9 @@ def step_while_copying(root: str, shm: str) -> tuple[list[str], bool]:
     copy, resumed = staging.copy_range, threading.Event()
     ended: list[str] = []
 
-    def slowly(*args: Any) -> None:
+    def slowly(*args: Any, **options: Any) -> None:
         resumed.wait(20.0)
-        copy(*args)
+        copy(*args, **options)
         ended.append("copy")
 
     staging.copy_range = slowly

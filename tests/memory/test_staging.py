@@ -40,7 +40,7 @@ from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.trainer import device as device_module
 from shardwise.memory.trainer.copying import CopyProgress, Slack
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
-from shardwise.memory.trainer.slots import Slots
+from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.memory.view import StageState
 from shardwise.plan.tables import PieceTable
@@ -162,13 +162,15 @@ def content_of(*memories: Memory) -> FileSource:
 class Trial:
     """Staging for one rank, without an agent."""
 
-    def __init__(self, directory: Path, *, overlap: bool = True, run: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, overlap: bool = True, run: str = "", accelerator: Any = None
+    ) -> None:
         self.accelerator = Simulated()
         self.home = home = Home(directory)
         self.run: Run = home.run(run or new_run_id())
         options = sw.Memory(overlap=overlap, dir=str(directory))
-        accelerator: Any = self.accelerator
-        self.staging = Staging(home, self.run, 0, options, lambda: None, accelerator)
+        used: Any = accelerator or self.accelerator
+        self.staging = Staging(home, self.run, 0, options, lambda: None, used)
 
     def begin(
         self, content: FileSource | None, step: int = 1, sample: ReplicaSample | None = None
@@ -212,7 +214,8 @@ class Trial:
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """Staging in buckets of 4 KiB, beside a training."""
-    monkeypatch.setattr("shardwise.memory.trainer.copying.BYTES_AT_ONCE", 4096)
+    for name in ("BYTES_AT_ONCE", "BYTES_AT_ONCE_FROM_DEVICES"):
+        monkeypatch.setattr(f"shardwise.memory.trainer.copying.{name}", 4096)
     found = Trial(tmp_path)
     yield found
     found.staging.close()
@@ -506,6 +509,17 @@ def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
     assert not accelerator.locked
 
 
+def test_a_slot_that_was_cut_is_locked_up_to_its_end(slots: tuple[Slots, Simulated]) -> None:
+    """The state was on the host first. The mapping is longer than the file, which CUDA refuses."""
+    own, accelerator = slots
+    own.prepare(1_000_000)
+    for device_bytes in (0, 10_000):
+        slot = own.take(10_000, device_bytes=device_bytes)
+        assert slot is not None
+    assert accelerator.locked == {slot.buffer.ctypes.data: 3 * PAGE_SIZE}
+    own.close()
+
+
 def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simulated]) -> None:
     """A file that was cut and grew has other pages there than those that a device knows."""
     own, accelerator = slots
@@ -567,8 +581,7 @@ def test_memory_of_a_device_is_read_like_that_of_the_host(dtype: torch.dtype, wa
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
-    trial.staging._streams = CopyStreams(TorchAccelerator())
+    trial = Trial(tmp_path, accelerator=TorchAccelerator())
     tensor = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
     busy = torch.ones(4096, 4096, device="cuda")
     try:

@@ -131,9 +131,9 @@ def fork_while_copying(root: Path, shm: Path) -> None:
     """Fork a child that exits while a copy is under way in this process."""
     released, stage = threading.Event(), staging.copy_range
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any, **options: Any) -> None:
         released.wait(60.0)
-        stage(*arguments)
+        stage(*arguments, **options)
 
     def child() -> None:
         signal.alarm(20)  # kills a child that waits for the copy

@@ -15,6 +15,8 @@ from shardwise.store.store import Buffer
 
 BYTES_AT_ONCE = 8 << 20
 """The number of bytes that a thread copies at a time."""
+BYTES_AT_ONCE_FROM_DEVICES = 64 << 20
+"""The same for copies that a device makes. To queue 8 MiB takes longer than to copy them."""
 SLACK_SHARE = 0.7
 """A copy is spread over this fraction of the slack."""
 SAVES_MEASURED = 5
@@ -22,14 +24,27 @@ Fill = Callable[[int, int, Buffer], None]
 """`fill(low, high, out)` copies bytes `low:high` of a file to `out`."""
 
 
-def copy_range(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor) -> None:
-    """Copy bytes `low:high` of a file to the same offsets of `out`, with the threads of `pool`."""
+def copy_range(
+    fill: Fill,
+    low: int,
+    high: int,
+    out: Buffer,
+    pool: ThreadPoolExecutor,
+    *,
+    from_devices: bool = False,
+) -> None:
+    """Copy bytes `low:high` of a file to the same offsets of `out`, with the threads of `pool`.
+
+    Args:
+        from_devices: whether `fill` queues copies that devices make.
+    """
+    size = BYTES_AT_ONCE_FROM_DEVICES if from_devices else BYTES_AT_ONCE
 
     def copy_bucket(start: int) -> None:
-        stop = min(start + BYTES_AT_ONCE, high)
+        stop = min(start + size, high)
         fill(start, stop, out[start:stop])
 
-    starts = range(low, high, BYTES_AT_ONCE)
+    starts = range(low, high, size)
     try:
         jobs = [pool.submit(copy_bucket, start) for start in starts]
     except RuntimeError:  # the interpreter is shutting down and starts no more threads

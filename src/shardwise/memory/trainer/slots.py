@@ -297,8 +297,7 @@ class Slots:
             os.close(fd)
         if device_bytes and self._page_locker is not None and not mapping.lock_was_tried:
             mapping.lock_was_tried = True
-            nbytes = len(mapping.buffer)
-            mapping.is_locked = self._page_locker.lock_pages(mapping.address, nbytes)
+            mapping.is_locked = self._page_locker.lock_pages(mapping.address, mapping.mapped_bytes)
         return mapping
 
     def _unmap(self, inode: int) -> None:

@@ -329,7 +329,14 @@ class Staging:
         marker.touch()
         try:
             try:
-                copy_range(fill, 0, source.layout.checksums_at, slot.buffer, self._pool)
+                copy_range(
+                    fill,
+                    0,
+                    source.layout.checksums_at,
+                    slot.buffer,
+                    self._pool,
+                    from_devices=bool(source.devices),
+                )
                 self._copy_sample(part, copying)
             finally:
                 self._streams.record_copies()
@@ -357,7 +364,7 @@ class Staging:
             log.warning("step %d: replicas are not compared: %s", part.place.step, error)
             return
         fill = copying.pace_fill(self._streams.make_fill(sample.source, wait=False))
-        copy_range(fill, 0, sample.nbytes, copy, self._pool)
+        copy_range(fill, 0, sample.nbytes, copy, self._pool, from_devices=bool(sample.devices))
         self._sample_copy = copy
 
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
