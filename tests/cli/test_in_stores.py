@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
 from shardwise.convert import write
-from shardwise.store import open_store
+from shardwise.ports.store import open_store
 from tests.cli.conftest import Run
 from tests.cli.states import Model, state
 from tests.formats.test_in_stores import require_same

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.ports.store import Store, StoreUnavailableError
-from shardwise.store import open_store
+from shardwise.ports.store import Store, StoreUnavailableError, open_store
 from shardwise.testing.store_suite import StoreSuite
 
 PAGE = Path(__file__).parents[2] / "docs" / "ports" / "store.md"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.store import Store, open_store
+from shardwise.ports.store import Store, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
 
 

@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
-from shardwise.store import Store, is_file, open_store
+from shardwise.ports.store import Store, is_file, open_store
 from shardwise.testing.fault_proxy import FaultKind, HttpFault
 from tests.store.servers import moto  # noqa: F401 - a fixture
 from tests.store.test_object_faults import (  # noqa: F401 - place and proxy are fixtures

@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.store import Store, exists, open_store
+from shardwise.ports.store import Store, exists, open_store
 from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.faults.memory.scenario import end_agents

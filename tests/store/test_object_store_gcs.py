@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.store import Store, open_store
+from shardwise.ports.store import Store, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
 from tests.store.gcs_server import TOKEN, GcsServer
 

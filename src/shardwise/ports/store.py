@@ -15,6 +15,9 @@ from shardwise.store import (
     TransferOptions,
     ViewableFile,
     WritableFile,
+    exists,
+    is_file,
+    open_store,
 )
 from shardwise.store.leases import LeasesIn, hold, is_lease, remove_expired
 from shardwise.store.names import check_name, check_name_to_write, check_path
@@ -41,8 +44,11 @@ __all__ = [
     "check_name",
     "check_name_to_write",
     "check_path",
+    "exists",
     "hold",
+    "is_file",
     "is_lease",
+    "open_store",
     "parse_url",
     "remove_expired",
 ]
