@@ -212,7 +212,9 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
     sizes = [math.prod(shape) for shape in shapes.values()]
     ranges = _find_ranges(index, shapes, states)
     moved = ranges_in_whole_parameters(ranges, sizes)
-    totals = [sum(sizes[r.parameter] for r in ranges if r.rank == i) for i in range(len(states))]
+    totals = [0] * len(states)
+    for each in ranges:
+        totals[each.rank] += sizes[each.parameter]
     dtypes, flat, scalars, left_out = {}, {}, {}, []
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
         arrays = [each.get(key) for each in arrays_of_ranks]
