@@ -191,7 +191,7 @@ def test_what_is_altered_above_was_good_before() -> None:
         assert set(read_torch_file(part_of(data)).value) == {"a", "b"}
 
 
-@pytest.mark.parametrize("data", [ZIPPED, LEGACY])
+@pytest.mark.parametrize("data", [ZIPPED, LEGACY], ids=["zipped", "legacy"])
 def test_a_file_that_is_cut_is_refused(data: bytes) -> None:
     for size in range(len(data)):
         with pytest.raises(FormatError):
