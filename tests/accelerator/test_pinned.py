@@ -1,0 +1,131 @@
+"""Slots are page-locked, so that copies are fast; without that, copies still work."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.memory.home import Home, new_run_id
+from shardwise.memory.trainer.copying import BYTES_AT_ONCE
+from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
+from shardwise.memory.trainer.slots import SampleBuffer, Slots
+
+NBYTES = 1 << 30
+
+
+@pytest.fixture
+def streams(cuda: torch.device) -> CopyStreams:
+    streams = CopyStreams(TorchAccelerator())
+    streams.begin([cuda])
+    return streams
+
+
+@pytest.fixture
+def slots(shm: Path, streams: CopyStreams) -> Iterator[Slots]:
+    slots = Slots(Home(shm).run(new_run_id()), "r00000-", "staged", 1, streams)
+    yield slots
+    slots.close()
+
+
+def test_a_slot_is_page_locked_until_it_is_unmapped(slots: Slots) -> None:
+    slots.prepare(NBYTES)
+    slot = slots.take(NBYTES)
+    assert slot is not None
+    assert not torch.from_numpy(slot.buffer).is_pinned()
+    slot = slots.take(NBYTES, device_bytes=NBYTES)
+    assert slot is not None
+    tensor = torch.from_numpy(slot.buffer)
+    assert tensor.is_pinned()
+    assert tensor[-4096:].is_pinned()
+    slots.close()
+    assert not tensor.is_pinned()
+
+
+def test_a_sample_is_page_locked(streams: CopyStreams) -> None:
+    buffer = SampleBuffer(streams)
+    assert torch.from_numpy(buffer.take(1 << 20, locks=True)).is_pinned()
+    buffer.close()
+
+
+def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(slots: Slots, cuda: torch.device) -> None:
+    slots.prepare(NBYTES, device_bytes=NBYTES)
+    slot = slots.take(NBYTES, device_bytes=NBYTES)
+    assert slot is not None
+    source = torch.randint(256, (NBYTES,), dtype=torch.uint8, device=cuda)
+    pinned = torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
+
+    def copy(target: torch.Tensor) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for low in range(0, NBYTES, BYTES_AT_ONCE):
+            part = slice(low, low + BYTES_AT_ONCE)
+            target[part].copy_(source[part], non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    target = torch.from_numpy(slot.buffer)
+    seconds = {name: min(copy(each) for _ in range(5)) for name, each in
+               (("slot", target), ("pinned", pinned))}  # fmt: skip
+    print({name: f"{NBYTES / each / 1e9:.1f} GB/s" for name, each in seconds.items()})
+    assert torch.equal(target, source.cpu())
+    assert seconds["slot"] < 1.25 * seconds["pinned"]
+
+
+def test_memory_that_is_locked_already_is_warned_of_and_leaves_no_error(
+    slots: Slots, cuda: torch.device
+) -> None:
+    """The runtime keeps errors, and a later launch would raise it."""
+    slots.prepare(1 << 20, device_bytes=1 << 20)
+    slot = slots.take(1 << 20, device_bytes=1 << 20)
+    assert slot is not None
+    accelerator = TorchAccelerator()
+    address = int(slot.buffer.ctypes.data)
+    with pytest.warns(RuntimeWarning, match="could not be page-locked"):
+        assert not accelerator.lock_pages(address, 1 << 20, cuda)
+    values = torch.arange(1000, device=cuda)
+    assert int((values * 2).sum()) == 999000
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_page_locks_snapshots_are_the_same(
+    overlap: bool, tmp_path: Path, shm: Path, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        warnings.warn("not page-locked", RuntimeWarning, stacklevel=1)
+        return False
+
+    monkeypatch.setattr(TorchAccelerator, "lock_pages", refuse)
+    values = torch.randn(5_000_001, device=cuda)
+    memory = sw.Memory(dir=str(shm), overlap=overlap)
+    with sw.Checkpointer(tmp_path / "run", memory=memory) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="not page-locked"):
+            checkpointer.prepare({"x": values})
+        for step in range(1, 4):
+            values += 1
+            expected = values.cpu()
+            handle = checkpointer.save(step, {"x": values})
+            assert handle is not None
+            handle.staged()
+            values += 1
+            assert torch.equal(sw.open(handle.result().path)["x"].tensor(), expected)
+
+
+def test_a_run_locks_its_slots_without_a_warning(
+    tmp_path: Path, shm: Path, cuda: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = torch.randn(1000, 1000, device=cuda)
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "shardwise"):
+        warnings.simplefilter("error", RuntimeWarning)
+        memory = sw.Memory(dir=str(shm))
+        with sw.Checkpointer(tmp_path / "run", memory=memory) as checkpointer:
+            assert checkpointer.restore({"x": values}) is None
+            for step in range(1, 4):
+                checkpointer.save(step, {"x": values})
+    assert not caplog.records
