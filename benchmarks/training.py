@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -131,7 +132,27 @@ class Training:
             timed.waited.append(end - stepped + self._fenced)
         return timed
 
-    def step(self) -> None:
+    def run_ahead(self, steps: int, save: Callable[[], object]) -> Timed:
+        """Train like `run`, but queue the next step before a device has completed the last one."""
+        timed = Timed()
+        events = [self._record_event()]
+        for _ in range(steps):
+            self._fenced = 0.0
+            self.step(waits=False)
+            stepped = time.perf_counter()
+            save()
+            timed.waited.append(time.perf_counter() - stepped + self._fenced)
+            events.append(self._record_event())
+        events[-1].synchronize()
+        timed.steps = [a.elapsed_time(b) / 1000 for a, b in pairwise(events)]
+        return timed
+
+    def _record_event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def step(self, *, waits: bool = True) -> None:
         """Train a step on random tokens, and wait until it is complete."""
         shape, device = self._shape, self._device
         words = torch.randint(shape.words, (shape.batch, shape.length + 1), device=device)
@@ -141,7 +162,8 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        loss.item()
+        if waits:
+            loss.item()
 
     def _before_fence(self) -> None:
         self._fence_began = time.perf_counter()
