@@ -32,6 +32,7 @@ class RngState:
 
     Each rank saves the states of its own generators. NumPy's global generator is included. Save
     generators from `numpy.random.default_rng` as separate values of the state.
+    Generators of accelerators are included if this process has used an accelerator before the save.
 
     After a load, each rank that existed at the save continues its streams bit for bit. Each
     additional rank starts a new stream. The seed of that stream is a BLAKE2 digest of rank 0's
