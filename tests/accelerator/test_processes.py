@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.plan.replica_sets import saves_per_round
+from shardwise.divergence.replica_sets import saves_per_round
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import infos
 from tests.memory.test_divergence import short_rounds
