@@ -9,13 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
+from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import seal as seal_module
-from shardwise.memory.seal import has_valid_checksums, map_file, seal
+from shardwise.memory.seal import map_file, seal
 from shardwise.store.store import Buffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def has_valid_checksums(data: Buffer, entry: FileEntry) -> bool:
+    """Whether the table at the end was sealed, and has the checksums of all blocks."""
+    end = entry.checksums_at
+    table = data[end : end + 4 * block_count(end)]
+    expected = block_checksums(data[:end]).astype("<u4").view(np.uint8)
+    return crc32(table) == entry.checksums_crc32 and bool((table == expected).all())
 
 
 def staged(path: Path, nbytes: int) -> tuple[Buffer, FileEntry]:
