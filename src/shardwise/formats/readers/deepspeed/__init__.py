@@ -18,7 +18,7 @@ from `module`.
     files                       find the files, and require all of them
     ranks, states, agreement    read and parse them, and check that they are from one save
     tensor_parallel             how the shards of tensor-parallel ranks make up parameters
-    zero                        how ZeRO's flat partitions become boxes
+    zero                        which ranges of flattened parameters each rank holds
     without_zero                the state of optimizers that ZeRO does not divide
-    manifest                    add all of these to the manifest
+    manifest                    add all of these to the builder
 """
