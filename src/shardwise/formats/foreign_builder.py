@@ -338,10 +338,6 @@ class Builder:
         """Add a file, which may have values but no tensors; return its index."""
         return self._files.setdefault(name, len(self._files))
 
-    def index_of(self, name: str) -> int:
-        """Return the index of a tensor that was added."""
-        return self._index[name]
-
     def add_pieces(self, pieces: Pieces, *, replica: bool = False) -> None:
         """Add pieces of tensors, or with `replica`, further copies of pieces."""
         self._tables[replica].append(pieces)
