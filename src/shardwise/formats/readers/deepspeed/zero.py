@@ -117,20 +117,22 @@ def ranges_of_slices(sizes: Sequence[int], ranks: int) -> list[FlatRange]:
 
 
 def ranges_in_whole_parameters(
-    ranges: Sequence[FlatRange], sizes: Sequence[int]
-) -> list[FlatRange]:
+    ranges: Sequence[FlatRange], sizes: Sequence[int], ranks: int
+) -> tuple[list[FlatRange], list[int]]:
     """Return the ranges of DeepSpeed's own Muon under ZeRO 1 and 2, which needs whole matrices.
 
     A rank has the momentum of all parameters of which it has a part, one after the other. Of
     these, a rank's own range of each parameter is read.
+
+    Returns:
+        The ranges, and the length of each rank's momentum.
     """
-    ends: dict[int, int] = {}
+    ends = [0] * ranks
     moved = []
     for each in ranges:
-        begin = ends.get(each.rank, 0)
-        ends[each.rank] = begin + sizes[each.parameter]
-        moved.append(each._replace(position=begin + each.start))
-    return moved
+        moved.append(each._replace(position=ends[each.rank] + each.start))
+        ends[each.rank] += sizes[each.parameter]
+    return moved, ends
 
 
 def find_flat_groups(
@@ -211,10 +213,7 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
     ]
     sizes = [math.prod(shape) for shape in shapes.values()]
     ranges = _find_ranges(index, shapes, states)
-    moved = ranges_in_whole_parameters(ranges, sizes)
-    totals = [0] * len(states)
-    for each in ranges:
-        totals[each.rank] += sizes[each.parameter]
+    moved, totals = ranges_in_whole_parameters(ranges, sizes, len(states))
     dtypes, flat, scalars, left_out = {}, {}, {}, []
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
         arrays = [each.get(key) for each in arrays_of_ranks]
