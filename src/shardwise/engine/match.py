@@ -13,12 +13,6 @@ import numpy.typing as npt
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.exchange import exchange_with_local_value
 from shardwise.engine.group import Group
-from shardwise.engine.rename_hints import (
-    suggest_key,
-    suggest_opened_object,
-    suggest_renames,
-    suggest_trainable,
-)
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
@@ -248,10 +242,9 @@ def _combine(
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
         unclaimed = [names[i] for i in np.flatnonzero(~claimed).tolist()]
-        hint = suggest_trainable(missing, unclaimed)
-        hint = hint or suggest_opened_object(missing, names)
-        hint = hint or suggest_renames(missing, unexpected, unclaimed, keys)
-        hint = hint or suggest_key(missing, unclaimed)
+        from shardwise.engine.rename_hints import suggest  # only errors need it
+
+        hint = suggest(missing, unexpected, unclaimed, names, keys)
         accepts = ""
         if strict and (missing or unexpected):
             accepts = "strict=False accepts missing and unexpected names; "

@@ -15,6 +15,27 @@ _MOST_NAMES = 100
 _MOST_PARTS = 4
 
 
+def suggest(
+    missing: Collection[str],
+    unexpected: Collection[str],
+    unclaimed: Collection[str],
+    names: Collection[str],
+    keys: Collection[str],
+) -> str:
+    """Return the first hint that fits, or "".
+
+    Args:
+        missing, unexpected, unclaimed, keys: as for `suggest_renames`.
+        names: all names of the checkpoint.
+    """
+    return (
+        suggest_trainable(missing, unclaimed)
+        or suggest_opened_object(missing, names)
+        or suggest_renames(missing, unexpected, unclaimed, keys)
+        or suggest_key(missing, unclaimed)
+    )
+
+
 def suggest_renames(
     missing: Collection[str],
     unexpected: Collection[str],
