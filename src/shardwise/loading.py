@@ -145,12 +145,12 @@ def load_state(
 
 def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
     """Return how the ranks read: the first strategy of a plug-in that wants to, or shardwise's."""
+    if group.size == 1:
+        return ReadAlone()
     for entry in find_plugins(READ_STRATEGIES).values():
         strategy: ReadStrategy | None = load_plugin(entry)(group, read_once)
         if strategy is not None:
             return strategy
-    if group.size == 1:
-        return ReadAlone()
     from shardwise.sharing.strategy import ReadTogether  # other loads need not import it
 
     return ReadTogether(read_once)

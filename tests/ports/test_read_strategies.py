@@ -35,10 +35,3 @@ class TestReadInTurns(ReadStrategySuite):
     def strategy(self, group: Group) -> ReadStrategy:
         strategy: ReadStrategy = module_of_page()["choose"](group, None)
         return strategy
-
-
-def test_the_example_leaves_loads_of_one_rank_to_others() -> None:
-    class One:
-        size = 1
-
-    assert module_of_page()["choose"](One(), None) is None
