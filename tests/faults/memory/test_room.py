@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.store import LocalStore
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import WAIT, Cluster, begin, end_agents, go_on, steps_in, train
@@ -118,7 +117,7 @@ def test_a_state_that_outgrows_the_memory_is_an_error_and_no_bus_error(
 def persist_to_a_full_disk(cluster: Cluster) -> tuple[list[str], list[int]]:
     """Save every step, every second of them to a disk that takes but one; what is said, and of
     which steps there are snapshots. The file system does not say how full it is."""
-    with patch.object(LocalStore, "free_bytes", lambda self: None):
+    with patch("shardwise.engine.planning.free_bytes", lambda store: None):
         return _persist_to_a_full_disk(cluster)
 
 
