@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.plugins import find_plugins, load_plugin
+from shardwise.plugins import call_plugin, find_plugins, load_plugin
 
 GROUP = "shardwise.tests"
 
@@ -46,3 +46,13 @@ def test_two_plugins_of_one_name_are_an_error(site: Path) -> None:
         sw.StateError, match=r"two packages provide .*first .*second|second .*first"
     ):
         find_plugins(GROUP)
+
+
+def test_what_a_plugin_makes_is_checked(site: Path) -> None:
+    install(site, "made", "one = math:sqrt\nother = math:log")
+    found = find_plugins(GROUP)
+    assert call_plugin(found["one"], float, 4) == 2
+    with pytest.raises(sw.StateError, match=r"package made .* returned a float instead of a str"):
+        call_plugin(found["one"], str, 4)
+    with pytest.raises(sw.StateError, match=r"package made .* math:log failed: ValueError"):
+        call_plugin(found["other"], float, 0)

@@ -24,7 +24,7 @@ from shardwise.formats.options import OpenOptions
 from shardwise.manifest.layout import Layout
 from shardwise.opening import open_any
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
-from shardwise.plugins import find_plugins, load_plugin
+from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import (
     GROUP as READ_STRATEGIES,
@@ -148,7 +148,7 @@ def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
     if group.size == 1:
         return ReadAlone()
     for entry in find_plugins(READ_STRATEGIES).values():
-        strategy: ReadStrategy | None = load_plugin(entry)(group, read_once)
+        strategy = call_plugin(entry, ReadStrategy, group, read_once)  # type: ignore[type-abstract]
         if strategy is not None:
             return strategy
     from shardwise.sharing.strategy import ReadTogether  # other loads need not import it

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from shardwise.errors import StateError
+from shardwise.errors import ShardwiseError, StateError
+
+T = TypeVar("T")
 
 
 def find_plugins(group: str) -> Mapping[str, EntryPoint]:
@@ -40,6 +42,38 @@ def load_plugin(entry: EntryPoint) -> Any:
             f"{entry.value} cannot be imported: {type(error).__name__}: {error}; update or "
             "uninstall the package"
         ) from error
+
+
+def call_plugin(entry: EntryPoint, kind: type[T], *arguments: object) -> T | None:
+    """Call the function of an entry point, and return what it made; None if it made nothing.
+
+    Args:
+        entry: the entry point.
+        kind: what the function returns, unless it returns None.
+        arguments: the arguments of the function.
+
+    Raises:
+        StateError: the import or the call fails, or the function returns something else. The error
+            names the package.
+        ShardwiseError, OSError: the function raised it.
+    """
+    function = load_plugin(entry)
+    try:
+        made = function(*arguments)
+    except (ShardwiseError, OSError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"the package {_package(entry)} provides {entry.group} {entry.name!r}, but "
+            f"{entry.value} failed: {type(error).__name__}: {error}; correct or uninstall it"
+        ) from error
+    if made is not None and not isinstance(made, kind):
+        raise StateError(
+            f"the package {_package(entry)} provides {entry.group} {entry.name!r}, but "
+            f"{entry.value} returned a {type(made).__name__} instead of a {kind.__name__}: see the "
+            "page of this port in the documentation"
+        )
+    return made
 
 
 def _package(entry: EntryPoint) -> str:

@@ -8,7 +8,7 @@ from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
 from shardwise.errors import ShardwiseError
 from shardwise.events import Recorder, Sink
-from shardwise.plugins import find_plugins, load_plugin
+from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.hooks import GROUP, RestoreReport, Run, RunHook
 
 log = logging.getLogger("shardwise")
@@ -46,9 +46,9 @@ def make_plugin_hooks(run: Run) -> list[RunHook]:
     """Return the hooks of other packages for a run.
 
     Raises:
-        StateError: the hook of a package cannot be imported.
+        StateError: the hook of a package cannot be imported or made.
     """
-    made: list[RunHook | None] = [load_plugin(each)(run) for each in find_plugins(GROUP).values()]
+    made = [call_plugin(each, RunHook, run) for each in find_plugins(GROUP).values()]
     return [hook for hook in made if hook is not None]
 
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint
 
-from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    ShardwiseError,
+    StateError,
+)
 from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign_builder import Builder
@@ -74,11 +79,22 @@ def load_readers() -> Mapping[str, Reader]:
     Raises:
         StateError: the reader of another package cannot be imported, or has the key of another one.
     """
-    return _load_readers(tuple(sys.path))
+    return {key: _load_reader(point) for key, point in _find_points(tuple(sys.path)).items()}
+
+
+@lru_cache
+def _load_reader(point: EntryPoint) -> Reader:
+    reader = load_plugin(point)
+    if not isinstance(reader, Reader):
+        raise StateError(
+            f"{point.value} is registered as a reader, but is a {type(reader).__name__}: name a "
+            "Reader(name, recognise, read)"
+        )
+    return reader
 
 
 @lru_cache(1)
-def _load_readers(search_path: tuple[str, ...]) -> Mapping[str, Reader]:
+def _find_points(search_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     """Return all readers of the packages in `sys.path`, whose metadata takes time to read."""
     points = {point.name: point for point in _BUILT_IN}
     for key, point in find_plugins(GROUP).items():
@@ -88,7 +104,19 @@ def _load_readers(search_path: tuple[str, ...]) -> Mapping[str, Reader]:
                 "itself: rename the entry point, or uninstall its package"
             )
         points[key] = point
-    return {key: load_plugin(point) for key, point in points.items()}
+    return points
+
+
+def _recognises(key: str, reader: Reader, tree: FileTree) -> bool:
+    try:
+        return reader.recognise(tree)
+    except (ShardwiseError, OSError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{tree}: the reader {key!r} failed to recognise the files: {type(error).__name__}: "
+            f"{error}; correct or uninstall its package, or pass format="
+        ) from error
 
 
 def find_readers(tree: FileTree) -> dict[str, Reader]:
@@ -97,7 +125,9 @@ def find_readers(tree: FileTree) -> dict[str, Reader]:
     Raises:
         CheckpointNotFoundError: the place does not exist.
     """
-    found = {key: reader for key, reader in load_readers().items() if reader.recognise(tree)}
+    found = {
+        key: reader for key, reader in load_readers().items() if _recognises(key, reader, tree)
+    }
     overridden = {key for reader in found.values() for key in reader.overrides}
     return {key: reader for key, reader in found.items() if key not in overridden}
 
@@ -114,15 +144,16 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Layout:  # noqa: 
         FormatError: the checkpoint is malformed.
         StateError: several readers recognise the files, or `format` is unknown.
     """
-    readers = load_readers()
-    if format is not None and format not in readers:
-        known = ", ".join(readers)
+    points = _find_points(tuple(sys.path))
+    if format is not None and format not in points:
+        known = ", ".join(points)
         raise StateError(f"format={format!r}: unknown format; known formats are {known}")
-    chosen = find_readers(tree)
-    if format is not None and readers[format].recognise(tree):
-        chosen = {format: readers[format]}
-    elif format is not None or not chosen:
-        raise CheckpointNotFoundError(_describe_unrecognised(tree, chosen))
+    if format is not None and _recognises(format, _load_reader(points[format]), tree):
+        chosen = {format: _load_reader(points[format])}
+    else:
+        chosen = find_readers(tree)
+        if format is not None or not chosen:
+            raise CheckpointNotFoundError(_describe_unrecognised(tree, chosen))
     (key, reader), *others = chosen.items()
     if others:
         names = " and ".join(each.name for each in chosen.values())

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.exchange import exchange as exchange
@@ -53,6 +53,7 @@ class BytesMoved:
     received: int = 0
 
 
+@runtime_checkable
 class ReadStrategy(Protocol):
     """Reads the bytes that the ranks of a load need."""
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.local import LocalStore
@@ -103,11 +102,14 @@ def _open_remote(url: str, scheme: str) -> Store:
         from shardwise.store.hdfs import open_hdfs
 
         return open_hdfs(url)
-    from shardwise.plugins import find_plugins, load_plugin
+    from shardwise.plugins import call_plugin, find_plugins
 
     plugin = find_plugins(PLUGINS).get(scheme)
     if plugin is not None:
-        return cast("Store", load_plugin(plugin)(url))
+        store = call_plugin(plugin, Store, url)  # type: ignore[type-abstract]
+        if store is None:
+            raise StoreError(f"{url}: {plugin.value} returned no store")
+        return store
     from shardwise.store.fsspec_store import open_fsspec
 
     return open_fsspec(url)
