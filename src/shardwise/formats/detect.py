@@ -107,6 +107,17 @@ def _find_points(search_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return points
 
 
+def _reader_of(key: str) -> Reader:
+    """Return a reader by its key. Readers of other packages need not work for this."""
+    point = _find_points(tuple(sys.path)).get(key)
+    if point is not None:
+        return _load_reader(point)
+    readers = load_readers()
+    if key not in readers:
+        raise StateError(f"format={key!r}: unknown format; known formats are {', '.join(readers)}")
+    return readers[key]
+
+
 def _recognises(key: str, reader: Reader, tree: FileTree) -> bool:
     try:
         return reader.recognise(tree)
@@ -144,13 +155,11 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Layout:  # noqa: 
         FormatError: the checkpoint is malformed.
         StateError: several readers recognise the files, or `format` is unknown.
     """
-    points = _find_points(tuple(sys.path))
-    if format is not None and format not in points:
-        known = ", ".join(points)
-        raise StateError(f"format={format!r}: unknown format; known formats are {known}")
-    if format is not None and _recognises(format, _load_reader(points[format]), tree):
-        chosen = {format: _load_reader(points[format])}
-    else:
+    chosen: dict[str, Reader] = {}
+    if format is not None:
+        named = _reader_of(format)
+        chosen = {format: named} if _recognises(format, named, tree) else {}
+    if not chosen:
         chosen = find_readers(tree)
         if format is not None or not chosen:
             raise CheckpointNotFoundError(_describe_unrecognised(tree, chosen))
