@@ -74,7 +74,8 @@ def of_torch_save(zipped: bool, request: Request, folder: Path) -> Made:
     """In one file, with names instead of numbers."""
     state = build("plain", 3)
     train(state)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model, optimizer = get_state_dict(state["model"], state["optimizer"])
     saved = {"model": model, "optimizer": optimizer}
     torch.save(saved, folder / "last.ckpt", _use_new_zipfile_serialization=zipped)
@@ -86,7 +87,8 @@ def trained() -> tuple[dict[str, Any], dict[str, Any], Wanted]:
     """Return state dicts with names of a trained model and optimizer, and the expected values."""
     state = build("plain", 5)
     train(state)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model, optimizer = get_state_dict(state["model"], state["optimizer"])
     saved = {"model": model, "optimizer": optimizer}
     return model, optimizer, of_names(named(saved), settings_of(saved), BUFFERS)
@@ -154,7 +156,8 @@ def save_shards(folder: str) -> None:
 def of_shards(request: Request, folder: Path) -> Made:
     request.getfixturevalue("gang").run(save_shards, str(folder), world=2)
     loaded = build("plain", 0)["model"].state_dict()
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp_load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return folder, of_names({f"model.{k}": v for k, v in loaded.items()}, {}, BUFFERS)
 
@@ -163,7 +166,8 @@ def save_by_ranks(kind: str, folder: str, verl: bool) -> dict[str, Any] | None:
     """Save one file with DTensors for each rank, or as verl; return the whole state on rank 0."""
     state = build(kind, 5)
     train(state)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         parts = get_state_dict(state["model"], state["optimizer"])
         options = StateDictOptions(full_state_dict=True)
         model, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
