@@ -13,8 +13,8 @@ import torch
 
 import shardwise as sw
 from benchmarks.harness import Bench, Size, parse_arguments
-from shardwise.engine import node_ranks
-from shardwise.testing.throttled_store import Meter, ThrottledStore
+from shardwise.sharing import node_ranks
+from tests.tools.throttled_store import Meter, ThrottledStore
 
 SIZE = Size(tensors=32)
 RATE = 200e6

@@ -19,9 +19,8 @@ from demo import fresh_directory
 from failures_hosts import Launch, Run, launch_trainers
 from failures_plot import draw_plot
 from failures_report import comparison_table, failed_checks, sources_table, times_table
+from hosts import Host, Hosts, HostsUnavailable
 from rich.console import Console
-
-from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
 
 COUNT = 4
 SLOTS = 2  # committed snapshots kept in memory: the default of sw.Memory

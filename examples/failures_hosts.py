@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.testing.hosts import Host
+from hosts import Host
 
 TRAIN = Path(__file__).parent / "failures_train.py"
 PATIENCE = 90.0

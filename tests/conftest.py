@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from shardwise.testing import Gang
 from tests import forked_agents
 from tests.breadth import LONG_EXAMPLES
 from tests.forked_agents import forking_agents
+from tests.tools.gang import Gang
 
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)

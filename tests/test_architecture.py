@@ -290,8 +290,8 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
         ("store/url.py", "from shardwise.layout import Box", 1),
         ("events.py", "from shardwise.errors import StoreError", 1),
         ("cli/main.py", "import shardwise as sw", 0),
-        ("cli/main.py", "from shardwise.testing import Gang", 1),
-        ("testing/gang.py", "from shardwise.cli import main", 0),
+        ("cli/main.py", "from shardwise.testing import reader_suite", 1),
+        ("testing/reader_suite.py", "from shardwise.cli import main", 0),
         ("__init__.py", "from shardwise.api import load", 0),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 MANIFEST = "manifest.json"
 

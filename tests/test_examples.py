@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
+from tests.tools.gang import Gang
 
 ROOT = Path(__file__).parents[1]
 

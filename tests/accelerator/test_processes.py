@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardwise as sw
 from shardwise.divergence.replica_sets import saves_per_round
-from shardwise.testing import Gang
 from tests.faults.memory.scenario import infos
 from tests.memory.test_divergence import short_rounds
+from tests.tools.gang import Gang
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def uses_device(process: int) -> bool:
 
 IMPORT = """
 import sys, torch
-import shardwise as sw, shardwise.cli, shardwise.data, shardwise.testing
+import shardwise as sw, shardwise.cli, shardwise.data
 sw.Checkpointer, sw.save, sw.load, sw.open, sw.export
 assert not torch.cuda.is_initialized()
 """

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import shardwise as sw
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (frameworks)")
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.formats.conftest import run
 from tests.formats.programs.small_model import Model, optimizer_of, scheduler_of, tokens_of
 from tests.multirank.test_matrix import contents
+from tests.tools.gang import Gang
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first test waits for all engines

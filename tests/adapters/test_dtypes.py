@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 6, 5
 # All types of torch under their own names, but those that need a quantizer.

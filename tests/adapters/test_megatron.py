@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing.gang import GangError
-from tests.adapters.hosted_gang import HostedGang, hosted_gang
 from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.memory.test_snapshots import end_agents
 from tests.multirank.test_matrix import contents
+from tests.tools.gang import GangError
+from tests.tools.hosted_gang import HostedGang, hosted_gang
 
 pytestmark = [
     pytest.mark.timeout(600),  # the first test waits for all trainings

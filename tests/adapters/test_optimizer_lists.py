@@ -11,9 +11,9 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.adapters.test_optimizers import assert_equal
 from tests.compat.golden import VERSION_1_LBFGS
+from tests.tools.gang import Gang
 
 
 class Factored(optim.Optimizer):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import shardwise as sw
 from shardwise.integrations import dcp
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 
 def reduced(value: float, shape: tuple[int, ...] = ()) -> torch.Tensor:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.memory.test_snapshots import memory_of, reference, rows, shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpointer.restoring import _describe_first_nodes
 from shardwise.store import LocalStore
-from shardwise.testing import Gang
 from tests.memory.test_snapshots import shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 MB = 1 << 20

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise as sw
 from shardwise.integrations.dcp import StorageWriter
-from shardwise.testing import Gang
 from tests.memory.test_snapshots import shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
 

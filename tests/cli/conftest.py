@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.testing import Gang
 from tests.cli.states import save_sharded, save_steps
 from tests.commands import Ran as Ran
 from tests.commands import Run as Run
 from tests.commands import run_command
+from tests.tools.gang import Gang
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.cli.conftest import Run
 from tests.commands import app
+from tests.tools.gang import Gang
 
 
 @pytest.fixture

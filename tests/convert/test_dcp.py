@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.formats.comparing import assert_same
 from tests.formats.test_dcp import torch_loads
 from tests.multirank.models import build, train
+from tests.tools.gang import Gang
 
 
 def tensors_of(place: Path) -> dict[str, torch.Tensor]:

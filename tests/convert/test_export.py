@@ -28,9 +28,9 @@ from shardwise.engine.group import SoloGroup
 from shardwise.manifest.checksums import crc32
 from shardwise.opening import open_any
 from shardwise.store import LocalStore
-from shardwise.testing import Gang
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import mostly_long
+from tests.tools.gang import Gang
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
 

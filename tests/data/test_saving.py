@@ -29,10 +29,10 @@ from shardwise.data import (
     ElasticStreamDataset,
     ElasticStreamLoader,
 )
-from shardwise.testing import Gang
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.data.labelled import count_tokens, label_sources, tokens_of
 from tests.memory.test_snapshots import shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 SAVE_EVERY = 3

@@ -19,10 +19,10 @@ from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.save import RankPlan
 from shardwise.state.leaves import Fragment
-from shardwise.testing.strategies import BoxesByRank, Tensor
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 from tests.plan.test_save import described, world_of, worlds
+from tests.tools.divisions import BoxesByRank, Tensor
 
 World = tuple[list[Tensor], list[BoxesByRank], int]
 Flip = tuple[int, int, int, int]

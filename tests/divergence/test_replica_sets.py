@@ -22,8 +22,8 @@ from shardwise.divergence.replica_sets import (
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.structure import Description
-from shardwise.testing.strategies import BoxesByRank, Tensor
 from tests.plan.test_save import described, plan_of, plans_of, worlds
+from tests.tools.divisions import BoxesByRank, Tensor
 
 ROUNDING = 64  # bytes of each range
 MIB = 1 << 20

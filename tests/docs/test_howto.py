@@ -23,7 +23,6 @@ import torch.distributed as dist
 import yaml
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.docs.blocks import (
     DOCS,
     PRINTED,
@@ -35,6 +34,7 @@ from tests.docs.blocks import (
     run_shardwise,
 )
 from tests.store.servers import Server, moto, s3_client  # noqa: F401 - a fixture
+from tests.tools.gang import Gang
 
 RUN_BY_OTHER_TESTS = {
     f"howto/{name}.md"

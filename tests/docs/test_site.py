@@ -16,7 +16,6 @@ import yaml
 
 import shardwise as sw
 import shardwise.data
-import shardwise.testing
 from tests.docs.blocks import DOCS, ROOT
 
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -88,7 +87,6 @@ def test_the_reference_has_every_public_name() -> None:
     expected = {
         *sw.__all__,
         *(f"data.{name}" for name in shardwise.data.__all__),
-        *(f"testing.{name}" for name in shardwise.testing.__all__),
     }
     assert len(documented) == len(set(documented))
     assert set(documented) >= expected

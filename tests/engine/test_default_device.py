@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.equal import same_bytes
+from tests.tools.gang import Gang
 
 
 def state() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from shardwise.engine.group import SoloGroup
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.manifest.names import data_file, lock_file
 from shardwise.store import LocalStore
-from shardwise.testing.faulty_store import Fault, FaultyStore
+from tests.tools.faulty_store import Fault, FaultyStore
 
 SAVE_ID = "0123456789abcdef"
 ORPHANS = [data_file(0, SAVE_ID), data_file(1, SAVE_ID), ".manifest.json.0123abcd"]

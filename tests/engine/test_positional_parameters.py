@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.multirank.models import build, module_of, train
+from tests.tools.gang import Gang
 
 
 def made(groups: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Any:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.ports.store import Buffer, ReadableFile
 from shardwise.store import LocalStore
-from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
+from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 BLOCK = 64 * 1024
 

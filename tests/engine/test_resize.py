@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.equal import same_bytes
+from tests.tools.gang import Gang
 
 RESIZE = {"model.embed.weight": "keep-common"}
 MOMENTS = ("exp_avg", "exp_avg_sq")

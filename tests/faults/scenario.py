@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing.faulty_store import Fault, FaultyStore
+from tests.tools.faulty_store import Fault, FaultyStore
 
 ROWS, COLUMNS = 12, 64
 State = dict[str, object]

@@ -10,8 +10,6 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
-from shardwise.testing.faulty_store import Fault, FaultyStore
 from tests.faults.scenario import (
     assert_values,
     leftovers,
@@ -19,6 +17,8 @@ from tests.faults.scenario import (
     state_of,
     step_directory,
 )
+from tests.tools.faulty_store import Fault, FaultyStore
+from tests.tools.gang import Gang
 
 
 def save_as_two_jobs(place: Path, rounds: int) -> list[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.testing import Gang, Outcome
 from tests.breadth import mostly_long
 from tests.faults.scenario import (
     assert_values,
@@ -20,6 +19,7 @@ from tests.faults.scenario import (
     state_of,
     step_directory,
 )
+from tests.tools.gang import Gang, Outcome
 
 WORLD = 2
 OLD, NEW, AGAIN = 1, 2, 3  # the seeds of what was there, of what is killed, of what follows

@@ -15,15 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
-from shardwise.testing.faulty_store import (
-    FULL_DISK,
-    READ_ONLY,
-    Action,
-    Fault,
-    FaultyStore,
-    make_os_error_action,
-)
 from shardwise.testing.thread_group import ThreadGroup, run_ranks_and_catch
 from tests.faults.scenario import (
     assert_values,
@@ -33,6 +24,15 @@ from tests.faults.scenario import (
     state_of,
     step_directory,
 )
+from tests.tools.faulty_store import (
+    FULL_DISK,
+    READ_ONLY,
+    Action,
+    Fault,
+    FaultyStore,
+    make_os_error_action,
+)
+from tests.tools.gang import Gang
 
 WORLD = 3
 OLD, NEW, AGAIN = 1, 2, 3

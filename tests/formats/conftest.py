@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, save_with_dcp
 from tests.formats.foreign_goldens import unpacked
 from tests.multirank.models import WORLDS
+from tests.tools.gang import Gang
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORTED_LATE = "torch._dynamo,torch._inductor.compile_fx"

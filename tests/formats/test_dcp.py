@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
 from tests.formats.foreign_goldens import opened, values_of
 from tests.formats.reference import read_tensors
 from tests.multirank.models import WORLDS, build
+from tests.tools.gang import Gang
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -36,10 +36,10 @@ from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
 from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
-from shardwise.testing import Gang
 from tests.breadth import examples
 from tests.formats.comparing import assert_same
 from tests.multirank.models import Block, Model
+from tests.tools.gang import Gang
 
 KINDS = ("fsdp2", "fsdp2-hsdp", "tensors", "dtensors", "original", "hsdp", "hsdp-groups", "tied")
 FLAT = ("tensors", "dtensors", "hsdp", "hsdp-groups", "tied")

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.formats.comparing import assert_same
+from tests.tools.gang import Gang
 
 pytestmark = pytest.mark.ranks
 

@@ -16,11 +16,11 @@ import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.store import LocalStore, Store, open_store, store_below
 from shardwise.store.object_reader import ObjectReader
-from shardwise.testing.gang import Gang
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.test_torchranks import save as save_ranks
 from tests.formats.test_trainers import assert_loads, lightning_state, trained
 from tests.store.servers import Server, moto, s3_client  # noqa: F401 - a fixture
+from tests.tools.gang import Gang
 
 LARGE = 1 << 20
 

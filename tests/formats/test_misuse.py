@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.testing import Gang, GangError
+from tests.tools.gang import Gang, GangError
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, TORCH_NAMES, Storage
-from shardwise.testing import Gang
 from tests.breadth import OLD_TORCH, examples
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train
+from tests.tools.gang import Gang
 
 KINDS = ["fsdp2_uneven", "hsdp", "fsdp2", "tp"]
 if not OLD_TORCH:  # before torch 2.10, full_tensor() orders rows wrongly

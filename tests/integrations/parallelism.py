@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.testing import Gang
 from tests.conftest import PRELOAD
+from tests.tools.gang import Gang
 
 FRAMEWORKS = ("accelerate", "deepspeed", "transformers")
 needs_frameworks = pytest.mark.skipif(

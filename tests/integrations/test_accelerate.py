@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.integrations.parallelism import (
     gang,
@@ -30,6 +29,7 @@ from tests.integrations.parallelism import (
     reset_accelerate,
     select_fsdp,
 )
+from tests.tools.gang import Gang
 
 __all__ = ["gang"]
 pytestmark = needs_frameworks

@@ -34,13 +34,13 @@ from torch.torch_version import TorchVersion
 import shardwise as sw
 from shardwise.integrations import dcp
 from shardwise.integrations.dcp.names import DCP_METADATA
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.commands import run_command
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, module_of, train
 from tests.multirank.test_matrix import contents
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.gang import Gang
 
 KINDS = ("plain", "ddp", "fsdp1", "fsdp2", "fsdp2_uneven", "hsdp", "tp", "fsdp_tp", "pipeline_fsdp")
 RESHARDED = [

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import shardwise as sw
 from shardwise.integrations import dcp
 from shardwise.integrations.dcp.names import DCP_METADATA
-from shardwise.testing import Gang
 from tests.integrations.test_dcp import Unknown, error_in, sharded, state_of
 from tests.multirank.models import build, train
 from tests.multirank.test_matrix import contents
+from tests.tools.gang import Gang
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise as sw
 from shardwise.integrations import dcp
-from shardwise.testing import Gang
 from tests.integrations.test_dcp import error_in, sharded
+from tests.tools.gang import Gang
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.integrations.parallelism import (
     deepspeed_config,
@@ -28,6 +27,7 @@ from tests.integrations.parallelism import (
     select_fsdp,
 )
 from tests.memory.test_snapshots import shm
+from tests.tools.gang import Gang
 
 __all__ = ["gang", "shm"]
 pytestmark = needs_frameworks

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.integrations.parallelism import gang, needs_frameworks, reset_accelerate
 from tests.integrations.test_transformers import (
@@ -22,6 +21,7 @@ from tests.integrations.test_transformers import (
     crash,
     train,
 )
+from tests.tools.gang import Gang
 
 __all__ = ["gang"]
 pytestmark = [

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.integrations.parallelism import gang, needs_frameworks
 from tests.integrations.test_transformers import Run, crash, train
+from tests.tools.gang import Gang
 
 __all__ = ["gang"]
 pytestmark = needs_frameworks

@@ -20,7 +20,6 @@ from shardwise.memory.agent.agent import NICENESS
 from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.spawn import running_agent
-from shardwise.testing import Gang
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import (
     columns,
@@ -32,6 +31,7 @@ from tests.memory.test_snapshots import (
     shm,
     train,
 )
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 BESIDE = {"start_agent": False}

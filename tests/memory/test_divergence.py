@@ -19,8 +19,8 @@ import shardwise as sw
 from shardwise.divergence import replica_sets
 from shardwise.divergence.replica_sets import SHARE, saves_per_round
 from shardwise.errors import MismatchError
-from shardwise.testing import Gang
 from tests.memory.test_snapshots import memory_of, shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 

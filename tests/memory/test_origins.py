@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.memory.test_snapshots import (
     COLUMNS,
     ROWS,
@@ -21,6 +20,7 @@ from tests.memory.test_snapshots import (
     reference,
     train,
 )
+from tests.tools.gang import Gang
 
 CHECKSUMS = 1 << 13
 """What is read of a file's checksums, at the most: these files have a page of them."""

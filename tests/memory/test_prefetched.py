@@ -22,12 +22,12 @@ from shardwise.memory.prefetched import (
     prefetched_files,
 )
 from shardwise.store import LocalStore, open_store
-from shardwise.testing import Gang
-from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.breadth import mostly_long
 from tests.memory.test_agents import living, started
 from tests.memory.test_snapshots import shm
 from tests.store.servers import Server, moto
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
+from tests.tools.gang import Gang
 
 __all__ = ["moto", "shm"]
 ROWS, COLUMNS = 64, 8192

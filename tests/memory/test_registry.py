@@ -24,9 +24,9 @@ from shardwise.memory.registry import (
 )
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore, private
-from shardwise.testing.faulty_store import READ_ONLY, Fault, FaultyStore
 from tests.faults.memory.scenario import end_agents
 from tests.memory.test_server import RUN, TOKEN, serve
+from tests.tools.faulty_store import READ_ONLY, Fault, FaultyStore
 
 HERE = AgentInfo("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
 THERE = AgentInfo("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")

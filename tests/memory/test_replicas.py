@@ -18,9 +18,9 @@ from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.trainer.rings import form_rings
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import lose, memory_of, shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 

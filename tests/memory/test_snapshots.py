@@ -21,8 +21,8 @@ from shardwise.memory.records import AgentInfo
 from shardwise.memory.trainer import staging
 from shardwise.memory.trainer.copying import Fill
 from shardwise.store.store import Buffer
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
+from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 48, 1024
 

@@ -20,10 +20,10 @@ from shardwise.memory.free_files import (
 )
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import StagedFile
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.memory.reconciling import free_decided
 from tests.memory.test_snapshots import memory_of, rows, shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 

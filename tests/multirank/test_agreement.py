@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing import Gang
-from shardwise.testing.worker import Outcome
+from tests.tools.gang import Gang, Outcome
 
 
 def all_refused(outcomes: list[Outcome], *needles: str) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 MESHES: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ((4,), (Shard(0),)),

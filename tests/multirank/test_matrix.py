@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.multirank.models import WORLDS, build, train
+from tests.tools.gang import Gang
 
 KINDS = {world: [kind for kind in WORLDS if WORLDS[kind] == world] for world in (1, 2, 4)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from shardwise.engine.group import FIRST_SIZE, TorchGroup
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 LENGTHS = [0, 1, FIRST_SIZE - 1, FIRST_SIZE, FIRST_SIZE + 1, 3 * FIRST_SIZE, 100_000]
 

@@ -21,10 +21,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.multirank.models import CPU, VOCABULARY, WORLDS, Block, Model, build, train
 from tests.multirank.test_matrix import contents
+from tests.tools.gang import Gang
 
 TOKENS = torch.arange(VOCABULARY)
 

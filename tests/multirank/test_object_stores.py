@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.gang import Gang
 
 BLOCK = 1 << 16
 PART = 5 << 20  # the smallest that S3 allows

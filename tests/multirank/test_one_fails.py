@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 
 class Loader:

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.engine import group as groups
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import own_group
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 TIMEOUT = timedelta(seconds=40)
 SOON = 25.0  # on a busy machine, and long before the timeout

@@ -10,11 +10,11 @@ import torch
 from torch import nn, optim
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.multirank.models import WORLDS, build, optimizers_of, train
 from tests.multirank.test_matrix import contents
 from tests.multirank.test_resume import stop_and_go_on
+from tests.tools.gang import Gang
 
 
 def sgd(model: nn.Module, lr: float) -> optim.Optimizer:

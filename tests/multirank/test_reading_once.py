@@ -21,10 +21,10 @@ from shardwise.engine.group import listen
 from shardwise.manifest.checksums import BLOCK
 from shardwise.sharing import connections, links, node_ranks, read_once
 from shardwise.store import LocalStore
-from shardwise.testing import Gang
-from shardwise.testing.throttled_store import Meter, ThrottledStore
 from tests.breadth import mostly_long
 from tests.conftest import PRELOAD
+from tests.tools.gang import Gang
+from tests.tools.throttled_store import Meter, ThrottledStore
 
 ROWS, COLUMNS = 64, 4096
 TENSORS = 16

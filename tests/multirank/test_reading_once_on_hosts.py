@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing.hosts import Hosts, HostsUnavailable
+from examples.hosts import Hosts, HostsUnavailable
 
 WORLD = 4
 LOAD = """

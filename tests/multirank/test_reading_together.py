@@ -19,7 +19,7 @@ from shardwise.engine import data_reader
 from shardwise.sharing import shared_buffers, strategy
 from shardwise.sharing.ranges import Ranges
 from shardwise.sharing.within_node import ReadsOfNode, SharedReads, share_reads
-from shardwise.testing import Gang
+from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 64, 4096
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import OLD_TORCH, mostly_long
 from tests.multirank.models import (
     DEPTH,
@@ -25,6 +24,7 @@ from tests.multirank.models import (
     optimizers_of,
 )
 from tests.multirank.test_matrix import contents
+from tests.tools.gang import Gang
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.multirank.models import CPU, WORLDS, Model, Schedulers, module_of, parallelize, train
 from tests.multirank.test_matrix import contents
+from tests.tools.gang import Gang
 
 KINDS = ["plain", "ddp", "fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_uneven", "fsdp_tp", "pipeline_fsdp"]
 PAIRS = [("plain", "fsdp2_uneven"), ("fsdp_tp", "plain"), ("fsdp1_flat", "pipeline_fsdp")]

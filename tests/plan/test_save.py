@@ -22,7 +22,7 @@ from shardwise.manifest.manifest import Manifest, TensorWithPieces
 from shardwise.manifest.pieces import expand_runs, runs_of_manifest
 from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
 from shardwise.plan.structure import Description, Structure, World, find_rules
-from shardwise.testing.strategies import BoxesByRank, Tensor, boxes_of_ranks, tensors
+from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 MIB = 1 << 20
 Held = list[tuple[Tensor, list[Box]]]

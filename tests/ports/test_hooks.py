@@ -17,8 +17,8 @@ import torch
 
 import shardwise as sw
 from shardwise.ports.hooks import MakeHook, Run, RunHook
-from shardwise.testing import Gang
 from shardwise.testing.hook_suite import HookSuite
+from tests.tools.gang import Gang
 
 PAGE = Path(__file__).parents[2] / "docs" / "ports" / "hooks.md"
 Events = list[dict[str, Any]]

@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shardwise.testing import Gang
-from shardwise.testing.worker import Outcome
 from tests.soak.faults import FAULTS, Fault, Field
 from tests.soak.history import History
 from tests.soak.steadiness import Steadiness
 from tests.soak.trainer import Line, Orders, lines_of, train
+from tests.tools.gang import Gang, Outcome
 
 NODES = 4
 LONGEST_CYCLE = 60.0

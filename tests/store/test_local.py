@@ -18,8 +18,8 @@ from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
 from shardwise.store import LocalStore, Store, exists, open_store
 from shardwise.store.local_files import STALE_ATTEMPTS, is_cached
-from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
+from tests.tools.faulty_store import Fault, FaultyStore
 
 MEMORY = Path("/dev/shm")
 

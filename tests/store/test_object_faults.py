@@ -26,9 +26,9 @@ from shardwise.store.leases import is_lease
 from shardwise.store.object_store import ObjectStore
 from shardwise.store.retry import Retry, RetryingStore
 from shardwise.store.store import Buffer
-from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.store.azurite_server import AzureServer
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 
 KINDS = {
     "500": HttpFault(FaultKind.ANSWER, status=500),

@@ -12,7 +12,6 @@ import torch
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
 from shardwise.ports.store import Store, is_file, open_store
-from shardwise.testing.fault_proxy import FaultKind, HttpFault
 from tests.store.servers import moto  # noqa: F401 - a fixture
 from tests.store.test_object_faults import (  # noqa: F401 - place and proxy are fixtures
     BEGIN,
@@ -21,6 +20,7 @@ from tests.store.test_object_faults import (  # noqa: F401 - place and proxy are
     proxy,
     store_with_own_clock,
 )
+from tests.tools.fault_proxy import FaultKind, HttpFault
 
 
 def read_through(store: Store, key: str) -> bytes:

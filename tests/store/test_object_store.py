@@ -24,7 +24,6 @@ from shardwise.store.object_store import SMALLEST_WINDOW
 from shardwise.store.store import Buffer
 from shardwise.store.unfinished_uploads import abort_idle_uploads
 from shardwise.store.uploads import UploadShare
-from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.servers import (  # noqa: F401 - fixtures
     BUCKET,
@@ -35,6 +34,7 @@ from tests.store.servers import (  # noqa: F401 - fixtures
     s3_client,
     seaweedfs,
 )
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 
 
 class TestMoto(StoreSuite):

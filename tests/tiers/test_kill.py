@@ -14,10 +14,10 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from tests.breadth import mostly_long
 from tests.tiers.test_mirror import state
+from tests.tools.faulty_store import Fault, FaultyStore
 
 OLD, NEW = 0, 100  # the seeds of a step that was mirrored, and of the same step saved again
 

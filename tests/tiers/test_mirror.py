@@ -17,12 +17,12 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.testing.faulty_store import FULL_DISK, Fault, FaultyStore
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.record import MIRROR_FILE, read_mirror_record
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
+from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore
 
 COUNT = 400_000  # elements of a tensor: 1.6 MB, 25 blocks
 LAST = sw.Keep(last=1)

@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.testing.faulty_store import Fault, FaultyStore
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
 from shardwise.tiers.record import read_mirror_record
 from tests.memory.test_snapshots import shm
@@ -30,6 +29,7 @@ from tests.tiers.test_mirror import (
     save,
     state,
 )
+from tests.tools.faulty_store import Fault, FaultyStore
 
 __all__ = ["mirror", "root", "shm"]
 ALL = sw.Keep()

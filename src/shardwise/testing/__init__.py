@@ -1,6 +1,4 @@
-"""Tools for the tests of shardwise and of its users."""
+"""The conformance suites of the ports, for packages that extend shardwise.
 
-from shardwise.testing.gang import Gang, GangError
-from shardwise.testing.worker import Outcome
-
-__all__ = ["Gang", "GangError", "Outcome"]
+Each suite is a class in a module of its own, such as `shardwise.testing.store_suite`.
+"""

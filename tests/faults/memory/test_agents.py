@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.faults.memory import deaths
 from tests.faults.memory.scenario import (
     Cluster,
@@ -29,6 +28,7 @@ from tests.faults.memory.scenario import (
     train,
     until,
 )
+from tests.tools.gang import Gang
 
 SECONDS = 30.0
 SAVE = "[0-9a-f]{16}"

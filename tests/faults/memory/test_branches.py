@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import ROWS, Cluster, box_of, end_agents, strays, until
+from tests.tools.gang import Gang
 
 COLUMNS = 256
 

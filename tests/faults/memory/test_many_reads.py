@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.remote import search
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster, lose
+from tests.tools.gang import Gang
 
 SHAPE = (1000, 768)
 TENSORS = 6

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.deaths import die
 from tests.faults.memory.scenario import Cluster, begin, go_on, lose, steps_in, train, until
+from tests.tools.gang import Gang
 
 STEPS = 3
 

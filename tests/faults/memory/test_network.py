@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shardwise
-from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
+from examples.hosts import Host, Hosts, HostsUnavailable
 from tests.faults.memory import on_host
 
 TESTS = Path(__file__).parents[3]

@@ -19,7 +19,6 @@ from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
-from shardwise.testing import Gang
 from tests.faults.memory.scenario import (
     Cluster,
     Went,
@@ -31,6 +30,7 @@ from tests.faults.memory.scenario import (
     strays,
     train,
 )
+from tests.tools.gang import Gang
 
 needs_pyeclib = pytest.mark.skipif(
     importlib.util.find_spec("pyeclib") is None, reason="pyeclib is not installed"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
+from examples.hosts import Host, Hosts, HostsUnavailable
 from tests.faults.memory import bucket_on_host
 from tests.faults.memory.scenario import until
 from tests.faults.memory.test_network import RankStarter, paths_of_tests, said, start

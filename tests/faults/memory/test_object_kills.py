@@ -23,11 +23,10 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.retention import committed_steps
 from shardwise.store import abort_uploads, open_store
-from shardwise.testing import Gang
-from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
-from shardwise.testing.worker import Outcome
 from tests.faults.memory.scenario import end_agents, lose, until
 from tests.store.servers import Server, moto, seaweedfs  # noqa: F401 - fixtures
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
+from tests.tools.gang import Gang, Outcome
 
 LOCK_SECONDS = 3.0
 SECONDS = 60.0

@@ -16,11 +16,11 @@ import torch
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
 from shardwise.store import open_store
-from shardwise.testing import Gang
-from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
-from shardwise.testing.faulty_store import Fault, FaultyStore
 from tests.faults.memory.scenario import signal_agents, until
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
+from tests.tools.faulty_store import Fault, FaultyStore
+from tests.tools.gang import Gang
 
 LOCK_SECONDS = 3.0
 SECONDS = 60.0

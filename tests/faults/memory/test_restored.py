@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.faults.memory.scenario import Cluster, Went, begin, end_agents, lose, steps_in, train
+from tests.tools.gang import Gang
 
 NOT_GIVEN = {
     name: value

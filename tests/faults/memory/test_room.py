@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import WAIT, Cluster, begin, end_agents, go_on, steps_in, train
+from tests.tools.gang import Gang
 
 MEGABYTE = 1 << 20
 ENOUGH = 17 * MEGABYTE  # for the slots of two ranks with 1.5 each, and no more

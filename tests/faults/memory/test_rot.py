@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster, Went, assert_tidy, go_on, lose, until
+from tests.tools.gang import Gang
 
 SNAPSHOT = "shardwise-*/runs/*/step-{step:08d}/{name}"
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine.write_file import FileSource
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note
 from tests.faults.memory.scenario import (
@@ -32,6 +31,7 @@ from tests.faults.memory.scenario import (
     train,
     until,
 )
+from tests.tools.gang import Gang
 
 BUCKETS = 3
 LARGE = BUCKETS * (8 << 20) // (24 * 8)  # columns of which a rank's rows take so many buckets

@@ -17,7 +17,6 @@ from shardwise.engine.write_file import FileSource
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.trainer.save_handle import PendingSave
 from shardwise.store.store import Buffer
-from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import (
     SLOTS,
@@ -30,6 +29,7 @@ from tests.faults.memory.scenario import (
     train,
     until,
 )
+from tests.tools.gang import Gang
 
 PATIENCE = 1.0
 SECONDS = 30.0

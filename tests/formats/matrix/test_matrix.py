@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.testing import Gang
 from tests.breadth import OLD_TORCH, mostly_long
 from tests.formats.foreign_goldens import formats_read, opened
 from tests.formats.matrix.sources import SOURCES
 from tests.formats.matrix.targets import KINDS, load_each, uncovered
 from tests.formats.matrix.wanted import Wanted
+from tests.tools.gang import Gang
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all checkpoints to be made
 PAGE = Path(__file__).parents[3] / "docs" / "formats.md"

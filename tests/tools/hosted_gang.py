@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardwise.testing import Gang
-from shardwise.testing.gang import GangError
+from tests.tools.gang import Gang, GangError
 
 SECONDS_TO_START = 240.0
 

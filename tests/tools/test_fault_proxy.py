@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from shardwise.testing.fault_proxy import FaultKind, FaultProxy, HttpFault
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 
 CONTENT = bytes(range(256)) * 40
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardwise.testing import Gang, GangError
+from tests.tools.gang import Gang, GangError
 
 
 class UnpicklableError(Exception):

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shardwise.errors import ShardwiseError
-from shardwise.testing.worker import DISMISS, READY, STACKS_SIGNAL, Outcome, Task, serve_calls
+from tests.tools.gang_worker import DISMISS, READY, STACKS_SIGNAL, Outcome, Task, serve_calls
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.testing.hosts import MOUNT_TAG, Host, Hosts, HostsUnavailable
-from shardwise.testing.namespaces import list_mounts
+from examples.hosts import MOUNT_TAG, Host, Hosts, HostsUnavailable, list_mounts
 
 SERVE = """
 import socket, sys
@@ -58,7 +57,7 @@ if os.fork() == 0:
 LEAVE_AND_STAY = "setsid sleep 1000 & echo there; exec sleep 1000"
 OWNER = """
 import sys, time
-from shardwise.testing.hosts import Hosts
+from examples.hosts import Hosts
 with Hosts(2, sys.argv[1]) as hosts:
     print(hosts[0].run(["sleep", "1000"]).pid, flush=True)
     time.sleep(1000)
