@@ -7,11 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from shardwise.errors import SpecError
-from shardwise.formats.language import apply_spec
-from shardwise.formats.specs import builtin_names, load_builtin
-from tests.formats.language.rankfiles import NOWHERE, Array, Ranks, catalogue, same
-from tests.formats.reference import read_tensors
+import shardwise as sw
+from tests.formats.language.rankfiles import Array, Ranks, opened, read, same
 
 LAYERS, GROUPS, PER, DIM, WIDTH, INNER, VOCAB = 4, 2, 3, 2, 5, 6, 11
 TP, PP = 2, 2
@@ -37,9 +34,9 @@ def with_states(ranks: Mapping[tuple[int, ...], dict[str, Array]]) -> Ranks:
 
 
 def test_what_ships() -> None:
-    assert builtin_names() == ["megatron", "megatron_gpt2", "megatron_llama", "megatron_mixtral"]
-    with pytest.raises(SpecError, match="there are megatron, megatron_gpt2"):
-        load_builtin("of_nobody")
+    shipped = r"\(megatron, megatron_gpt2, megatron_llama, megatron_mixtral\)"
+    with pytest.raises(sw.StateError, match=f"nor a built-in specification {shipped}"):
+        sw.spec("of_nobody")
 
 
 def megatron_llama() -> tuple[Ranks, dict[str, Array]]:
@@ -86,15 +83,12 @@ def megatron_llama() -> tuple[Ranks, dict[str, Array]]:
 def test_megatron_llama() -> None:
     ranks, whole = megatron_llama()
     sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
-    foreign = apply_spec(
-        load_builtin("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
-    )
-    read = read_tensors(NOWHERE, foreign)
-    assert len(read) == 3 * len(whole)
+    found = read("megatron_llama", {"tp": TP, "pp": PP}, ranks, **sizes)
+    assert len(found) == 3 * len(whole)
     for name, array in whole.items():
-        same(read[f"model.{name}"], array)
-        same(read[f"optimizer.{name}.exp_avg"], array ^ 1)
-        same(read[f"optimizer.{name}.step"], np.array(7, np.float32))
+        same(found[f"model.{name}"], array)
+        same(found[f"optimizer.{name}.exp_avg"], array ^ 1)
+        same(found[f"optimizer.{name}.step"], np.array(7, np.float32))
 
 
 def test_a_head_that_is_not_stored_is_the_embedding() -> None:
@@ -103,13 +97,10 @@ def test_a_head_that_is_not_stored_is_the_embedding() -> None:
         for name in [name for name in arrays if "output_layer" in name]:
             del arrays[name]
     sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
-    foreign = apply_spec(
-        load_builtin("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
-    )
-    entries = {entry.name: entry.same_as for entry in foreign.tensors}
-    assert entries["model.lm_head.weight"] == "model.model.embed_tokens.weight"
-    read = read_tensors(NOWHERE, foreign)
-    same(read["model.lm_head.weight"], whole["model.embed_tokens.weight"])
+    with opened("megatron_llama", {"tp": TP, "pp": PP}, ranks, **sizes) as found:
+        entries = {entry.name: entry.same_as for entry in found.layout.tensors}
+        assert entries["model.lm_head.weight"] == "model.model.embed_tokens.weight"
+        same(found["model.lm_head.weight"][...], whole["model.embed_tokens.weight"])
 
 
 def test_megatron_gpt2_fuses_otherwise_and_transposes() -> None:
@@ -126,15 +117,12 @@ def test_megatron_gpt2_fuses_otherwise_and_transposes() -> None:
         for t in range(TP)
         for p in range(PP)
     }
-    spec, sizes = load_builtin("megatron_gpt2"), {"vocab": VOCAB, "heads": heads}
-    read = read_tensors(
-        NOWHERE, apply_spec(spec, catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
-    )
+    found = read("megatron_gpt2", {"tp": TP, "pp": PP}, ranks, vocab=VOCAB, heads=heads)
     wanted = qkv.transpose(3, 1, 0, 2).reshape(WIDTH, -1)
     for p in range(PP):
-        same(read[f"model.transformer.h.{p}.attn.c_attn.weight"], wanted + p)
-        same(read[f"model.transformer.h.{p}.attn.c_attn.bias"], wanted[0] + p)
-        same(read[f"model.transformer.h.{p}.attn.c_proj.weight"], out.T + p)
+        same(found[f"model.transformer.h.{p}.attn.c_attn.weight"], wanted + p)
+        same(found[f"model.transformer.h.{p}.attn.c_attn.bias"], wanted[0] + p)
+        same(found[f"model.transformer.h.{p}.attn.c_proj.weight"], out.T + p)
 
 
 def test_megatron_mixtral_has_experts_on_two_axes() -> None:
@@ -156,12 +144,9 @@ def test_megatron_mixtral_has_experts_on_two_axes() -> None:
                 "embedding.word_embeddings.weight"
             ]
     sizes = {"vocab": VOCAB, "heads": 4, "groups": 2}
-    foreign = apply_spec(
-        load_builtin("megatron_mixtral"), catalogue({"tp": TP, "ep": 2}, ranks), sizes=sizes
-    )
-    read = read_tensors(NOWHERE, foreign)
+    found = read("megatron_mixtral", {"tp": TP, "ep": 2}, ranks, **sizes)
     to = "model.model.layers.0.block_sparse_moe."
-    same(read[f"{to}gate.weight"], experts[0][0][:4])
+    same(found[f"{to}gate.weight"], experts[0][0][:4])
     for e, arrays_ in enumerate(experts):
         for name, array in zip(("w1", "w2", "w3"), arrays_, strict=True):
-            same(read[f"{to}experts.{e}.{name}.weight"], array)
+            same(found[f"{to}experts.{e}.{name}.weight"], array)

@@ -21,6 +21,7 @@ from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
     LARGEST_PICKLE,
     MOST_NAMES_SHOWN,
+    ParseCache,
     is_torch_file,
     read_pickle_bytes,
     read_torch_file,
@@ -191,12 +192,21 @@ class FileTree:
         """Check that files exist.
 
         Args:
+            names: the names, which may be endless.
             needed_by: a phrase for the message: "the index names".
 
         Raises:
-            FormatError: some files do not exist.
+            FormatError: some files do not exist, or there are too many names.
         """
-        missing = [name[:200] for name in names if name not in self.sizes]
+        missing = []
+        for count, name in enumerate(names):
+            if count == MOST_FILES:
+                raise FormatError(
+                    f"{self}: according to its files, {needed_by} more than {MOST_FILES} files, "
+                    "which is not supported: copy the checkpoint again from an intact source"
+                )
+            if name not in self.sizes:
+                missing.append(name[:200])
         if missing:
             extra = len(missing) - MOST_NAMES_SHOWN
             more = f" and {extra} more" if extra > 0 else ""
@@ -313,17 +323,36 @@ class FileTree:
         """
         return self.load_each([name], classes=classes)[name]
 
-    def load_each(self, names: Iterable[str], *, classes: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the value in each file of torch.save, by name; see `load`."""
-        return self.read_each(names, lambda file: self.load_range(file, classes=classes))
+    def load_each(
+        self,
+        names: Iterable[str],
+        *,
+        classes: Iterable[str] = (),
+        skip_unknown: bool | None = None,
+        once: bool = False,
+    ) -> dict[str, Any]:
+        """Return the value in each file of torch.save, by name; see `load`.
 
-    def load_range(self, file: FileRange, *, classes: Iterable[str] = ()) -> Any:
+        Args:
+            classes: as for `load`.
+            skip_unknown: leave out objects that are not read from pickles; None for the user's
+                choice.
+            once: parse equal pickles of several files once. These files then share one value,
+                whose arrays name one of them.
+        """
+        cache = ParseCache() if once else None
+        allowed = {**RANK_TENSOR_NAMES, **allow_as_instances(*classes)}
+        skip = self.skip_unknown if skip_unknown is None else skip_unknown
+        return self.read_each(
+            names,
+            lambda file: read_torch_file(
+                file, also_allowed=allowed, skip_unknown=skip, cache=cache
+            ),
+        )
+
+    def load_range(self, file: FileRange) -> Any:
         """Return the value in a range that contains a file of torch.save; see `load`."""
-        return read_torch_file(
-            file,
-            also_allowed={**RANK_TENSOR_NAMES, **allow_as_instances(*classes)},
-            skip_unknown=self.skip_unknown,
-        ).value
+        return read_torch_file(file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=self.skip_unknown)
 
     def load_pickle(self, name: str, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a file that is a pickle; see `load`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,7 +13,6 @@ from shardwise.errors import FormatError
 from shardwise.layout import boxes_of_range
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import check_table_size
 
@@ -134,18 +133,16 @@ class Catalogue:
     """The n arrays in the files of all ranks, as a table.
 
     Attributes:
-        files: the files; `file` is an index into them.
         axes: the axes of the ranks and their sizes: `{"tp": 2, "pp": 4}`.
         names: the distinct names of arrays; `name` is an index into them.
         dtypes: the distinct dtypes, by torch's names; `dtype` is an index into them.
-        name, dtype, file: `(n,)`, indices.
+        name, dtype, file: `(n,)`, indices. The caller numbers the files.
         start: `(n,)`, the offset of the first element in the file, in bytes.
         ndim: `(n,)`, the number of dimensions.
         shape, stride: `(n, D)`, padded on the right with 1 and 0; strides in elements.
         coordinate: `(n, len(axes))`, the coordinate of the rank along each axis.
     """
 
-    files: tuple[StoredFile, ...]
     axes: Mapping[str, int]
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -183,14 +180,19 @@ def hide_terms(
     return tensors, means, np.array([index[entry.name] for entry in entries], np.int64)
 
 
-CatalogueRow: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
+Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
 """The name of an array, the array, and the coordinate of its rank along each axis."""
 
 
 def build_catalogue(
-    files: Sequence[StoredFile], axes: Mapping[str, int], rows: Iterable[CatalogueRow]
+    axes: Mapping[str, int], rows: Iterable[Row], file_index: Callable[[str], int]
 ) -> Catalogue:
     """Return a catalogue of arrays.
+
+    Args:
+        axes: the axes of the ranks and their sizes.
+        rows: the arrays.
+        file_index: returns the number of a file, given its name.
 
     Raises:
         FormatError: there are too many arrays of too many dimensions for a table.
@@ -200,7 +202,6 @@ def build_catalogue(
     names = list(dict.fromkeys(name for name, _, _ in rows))
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
     name_index = {name: i for i, name in enumerate(names)}
-    file_index = {file.name: i for i, file in enumerate(files)}
     max_ndim = max((len(array.shape) for array in arrays), default=0)
     check_table_size(len(rows), max_ndim)
 
@@ -208,13 +209,12 @@ def build_catalogue(
         return np.array(list(values), np.int64)
 
     return Catalogue(
-        files=tuple(files),
         axes=axes,
         names=names,
         dtypes=dtypes,
         name=column(name_index[name] for name, _, _ in rows),
         dtype=column(dtypes.index(array.dtype) for array in arrays),
-        file=column(file_index[array.file] for array in arrays),
+        file=column(file_index(array.file) for array in arrays),
         start=column(array.start for array in arrays),
         ndim=column(len(array.shape) for array in arrays),
         shape=padded_rows((array.shape for array in arrays), max_ndim, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,7 +12,14 @@ import torch
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.flat_ranges import FlatRanges
-from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
+from shardwise.formats.foreign import (
+    Row,
+    StoredArray,
+    StoredTensor,
+    build_catalogue,
+    hide_terms,
+)
+from shardwise.formats.language import Spec, apply_spec
 from shardwise.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.formats.nested import (
     STORED,
@@ -27,6 +34,7 @@ from shardwise.formats.optimizers import (
     merge_param_groups,
 )
 from shardwise.formats.piece_tables import pieces_of_boxes
+from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
@@ -37,7 +45,7 @@ CONTENT_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
 
 
-_Row: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
+_Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
 Parts: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
 """Boxes of a part of a tensor, and the offset of each in the tensor."""
@@ -70,7 +78,7 @@ class Builder:
         self._objects: list[ObjectEntry] = []
         # The keys of these dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
-        self._boxes: dict[bool, list[_Row]] = {False: [], True: []}
+        self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
         self._ranges: dict[bool, FlatRanges] = {False: FlatRanges(), True: FlatRanges()}
         self._replica_names: list[str] = []
         self._contents: dict[str, bytearray] = {}
@@ -214,20 +222,33 @@ class Builder:
         """
         self.add_array(name, self.add_content(make_number_tensor(value, name)))
 
-    def add_value(self, name: str, value: object, others: Iterable[object] = ()) -> None:
+    def add_values(self, ranks: Sequence[Mapping[str, object]]) -> None:
+        """Add the values of the first rank, and lines about those of other ranks that differ.
+
+        Args:
+            ranks: the values of each rank, by name.
+        """
+        for name in dict.fromkeys(name for values in ranks for name in values):
+            if name not in ranks[0]:
+                self.left_out.append(
+                    f"{name}: missing in the first rank's file, whose values are taken"
+                )
+                continue
+            value = ranks[0][name]
+            others = [values[name] for values in ranks[1:] if name in values]
+            differing = sum(not are_plain_values_equal(other, value) for other in others)
+            if differing:
+                self.left_out.append(
+                    f"{name}: {differing} ranks have other values; the first rank's is taken"
+                )
+            self.add_value(name, value)
+
+    def add_value(self, name: str, value: object) -> None:
         """Add a plain value, and the arrays in it as tensors.
 
         If the value itself is an array, add only the tensor `name`. If the value has no plain form,
         add a line to `left_out`.
-
-        Args:
-            others: the values of other ranks. If they differ, a line is added to `left_out`.
         """
-        differing = sum(not are_plain_values_equal(other, value) for other in others)
-        if differing:
-            self.left_out.append(
-                f"{name}: {differing} ranks have other values; the first rank's is taken"
-            )
         if isinstance(value, STORED):
             self.add_array(name, value)
             return
@@ -338,33 +359,44 @@ class Builder:
         """Add a file, which may have values but no tensors; return its index."""
         return self._files.setdefault(name, len(self._files))
 
-    def add_pieces(self, pieces: Pieces, *, replica: bool = False) -> None:
-        """Add pieces of tensors, or with `replica`, further copies of pieces."""
-        self._tables[replica].append(pieces)
+    def add_described(
+        self,
+        rules: Spec | str,
+        axes: Mapping[str, int],
+        rows: Iterable[Row],
+        sizes: Mapping[str, int],
+    ) -> Mapping[tuple[str, int], Sequence[str]]:
+        """Add the tensors that a specification makes of the arrays of all ranks.
 
-    def add_layout(self, layout: Layout) -> None:
-        """Add an existing layout, before anything else."""
-        for file in layout.files:
-            if file.content is not None:
-                self._contents[file.name] = bytearray(file.content)
-            self.add_file(file.name)
-        for entry in layout.tensors:
-            self._index.setdefault(entry.name, len(self._tensors))
-            self._tensors.append(entry)
-        for index, terms in layout.terms_of.items():
-            mean = layout.tensors[index]
-            self._terms[mean.name] = tuple(f"{mean.name}\0{term}" for term in terms)
-        for term, index in enumerate(layout.terms, len(layout.tensors)):
-            mean = layout.tensors[index]
-            self.add_tensor(f"{mean.name}\0{term}", mean.dtype, mean.shape)
-        self._objects += layout.objects
-        self.add_pieces(layout.pieces)
-        self.add_pieces(layout.replicas, replica=True)
+        Args:
+            rules: the parsed specification, or the name of a built-in one.
+            axes: the axes of the ranks and their sizes.
+            rows: the name of each array, the array, and the coordinate of its rank.
+            sizes: the numbers that the specification declares with `let`.
+
+        Returns:
+            For the file and the start of each stored box, the names of the tensors that have it.
+
+        Raises:
+            MismatchError: the rules do not fit; `problems` lists everything that is wrong.
+        """
+        rules = load_builtin(rules) if isinstance(rules, str) else rules
+        catalogue = build_catalogue(axes, rows, self.add_file)
+        layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(self._tree))
+        first = len(self._tensors)
+        for i, entry in enumerate(layout.tensors, first):
+            self._index.setdefault(entry.name, i)
+        self._tensors += layout.tensors
         self._replica_names += layout.replica_names
         self.left_out += layout.left_out
-        self.missing_files |= layout.missing_files
-        self.world_size = max(self.world_size, layout.world_size)
-        self.step = layout.step if layout.step is not None else self.step
+        files = list(self._files)
+        names: dict[tuple[str, int], list[str]] = {}
+        for pieces, replica in ((layout.pieces, False), (layout.replicas, True)):
+            self._tables[replica].append(replace(pieces, tensor=pieces.tensor + first))
+            columns = (pieces.file, pieces.start, pieces.tensor)
+            for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
+                names.setdefault((files[file], start), []).append(layout.tensors[tensor].name)
+        return names
 
     def build(self, format: str) -> Layout:  # noqa: A002 - the name in `Layout`
         """Return the layout of everything that was added.

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from shardwise.errors import StateError
-from shardwise.formats.foreign import Catalogue, StoredArray
+from shardwise.formats.foreign import StoredArray, build_catalogue
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.formats.piece_tables import pieces_of_boxes
 from shardwise.layout import find_overlaps, row_major
-from shardwise.layout.columns import Bool, Int, pad_columns, padded_rows
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.layout.columns import Bool, Int, pad_columns
+from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
 
@@ -41,12 +40,19 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
             f"{path}: a specification cannot be applied, because tensors of this checkpoint are "
             "averages of several copies; export it first, and open the export"
         )
-    catalogue = catalogue_of_tensors(layout.tensors)
+    index = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
+    stored = np.array([index[each.same_as or each.name] for each in layout.tensors], np.int64)
     inside_values = _find_tensors_inside_values(layout)
-    rows = np.flatnonzero(~inside_values)
-    remapped = apply_spec(spec, _select_rows(catalogue, rows), sizes=sizes, checkpoint=path)
-    remapped = _add_unchanged(remapped, catalogue, np.flatnonzero(inside_values).tolist())
-    composition = _Composition(path, layout, remapped, catalogue)
+    # As if each global tensor were a whole array in a file of its own.
+    rows = [
+        (each.name, StoredArray.contiguous(each.name, 0, each.dtype, each.shape), ())
+        for each, inside in zip(layout.tensors, inside_values, strict=True)
+        if not inside
+    ]
+    catalogue = build_catalogue({}, rows, lambda name: int(stored[index[name]]))
+    remapped = apply_spec(spec, catalogue, sizes=sizes, checkpoint=path)
+    remapped = _add_unchanged(remapped, layout, stored, np.flatnonzero(inside_values))
+    composition = _Composition(path, layout, remapped)
     pieces, _, _ = composition.compose(remapped.pieces, layout.pieces)
     replicas, names = _remap_replicas(composition)
     return replace(
@@ -98,55 +104,23 @@ def _find_tensors_inside_values(layout: Layout) -> Bool:
     return np.array(inside_values, bool)
 
 
-def _select_rows(catalogue: Catalogue, rows: Int) -> Catalogue:
-    columns = ("name", "dtype", "file", "start", "ndim", "shape", "stride", "coordinate")
-    return replace(catalogue, **{name: getattr(catalogue, name)[rows] for name in columns})
+def _add_unchanged(remapped: Layout, layout: Layout, stored: Int, rows: Int) -> Layout:
+    """Add tensors unchanged to the result of a specification.
 
-
-def _add_unchanged(remapped: Layout, catalogue: Catalogue, rows: Sequence[int]) -> Layout:
-    """Add rows of a catalogue unchanged to the result of a specification."""
-    arrays, entries = [], []
-    for tensor_index, row in enumerate(rows, len(remapped.tensors)):
-        ndim, dtype = int(catalogue.ndim[row]), catalogue.dtypes[int(catalogue.dtype[row])]
-        shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
-        array = StoredArray("", 0, dtype, shape, stride)
-        arrays.append((tensor_index, int(catalogue.file[row]), (0,) * ndim, array))
-        entries.append(TensorEntry(catalogue.names[row], dtype, shape))
-    pieces = Pieces.join([remapped.pieces, pieces_of_boxes(arrays)])
+    Args:
+        stored: for each tensor, the index of the tensor that is stored: itself, unless it is tied.
+        rows: the indices of the tensors to add.
+    """
+    entries = [msgspec.structs.replace(layout.tensors[i], same_as=None) for i in rows.tolist()]
+    new = len(remapped.tensors) + np.arange(len(rows))
+    has_elements = (layout.shape[rows] > 0).all(axis=1)
+    new, rows = new[has_elements], rows[has_elements]
+    shape = layout.shape[rows]
+    whole = Pieces(
+        new, stored[rows], np.zeros_like(new), np.zeros_like(shape), shape, row_major(shape)
+    )
+    pieces = Pieces.join([remapped.pieces, whole])
     return replace(remapped, tensors=(*remapped.tensors, *entries), pieces=pieces)
-
-
-def catalogue_of_tensors(tensors: Sequence[TensorEntry]) -> Catalogue:
-    """Return a catalogue without ranks, as if each global tensor were a whole array in one file."""
-    tensor_index = {tensor.name: i for i, tensor in enumerate(tensors)}
-    dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    shape = padded_rows([tensor.shape for tensor in tensors], dims, 1)
-    ndim = np.array([len(tensor.shape) for tensor in tensors], np.int64)
-    is_dim = np.arange(dims) < ndim[:, None]
-    dtypes = sorted({tensor.dtype for tensor in tensors})
-    rows = np.arange(len(tensors))
-    stored_index = np.array(
-        [tensor_index[tensor.same_as or tensor.name] for tensor in tensors], np.int64
-    )
-    itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
-    nbytes = shape.prod(axis=1) * itemsize
-    return Catalogue(
-        files=tuple(
-            StoredFile(tensor.name, size)
-            for tensor, size in zip(tensors, nbytes.tolist(), strict=True)
-        ),
-        axes={},
-        names=[tensor.name for tensor in tensors],
-        dtypes=dtypes,
-        name=rows,
-        dtype=np.array([dtypes.index(tensor.dtype) for tensor in tensors], np.int64),
-        file=stored_index,
-        start=np.zeros(len(tensors), np.int64),
-        ndim=ndim,
-        shape=shape,
-        stride=np.where(is_dim, row_major(shape), 0),
-        coordinate=np.zeros((len(tensors), 0), np.int64),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +131,11 @@ class _Composition:
         path: the path of the checkpoint, for messages.
         layout: the old tensors, with their pieces in files.
         remapped: the new tensors, whose pieces refer to old tensors as their files.
-        catalogue: the old tensors as arrays.
     """
 
     path: str
     layout: Layout
     remapped: Layout
-    catalogue: Catalogue
 
     def compose(self, new: Pieces, old: Pieces) -> tuple[Pieces, Int, Int]:
         """Translate pieces.
@@ -176,10 +148,10 @@ class _Composition:
             The pieces of new tensors in files; and for each piece, its row in `new` and its row in
             `old`.
         """
-        dims = max(self.catalogue.shape.shape[1], old.offset.shape[1])
-        old = old.padded(dims)
-        shapes = pad_columns(self.catalogue.shape, dims, 1)[new.file]
-        strides = row_major(pad_columns(self.catalogue.shape, dims, 1))[new.file]
+        old = old.padded(self.layout.dims)
+        dims = old.offset.shape[1]
+        old_shapes = pad_columns(self.layout.shape, dims, 1)
+        shapes, strides = old_shapes[new.file], row_major(old_shapes)[new.file]
         itemsize = self.layout.itemsize
         first_element = new.start // itemsize[new.file]
         first_offset = first_element[:, None] // strides % shapes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +19,10 @@ from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray, StoredPart, build_catalogue
+from shardwise.formats.foreign import Row, StoredArray, StoredPart
 from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.language import Spec, apply_spec, parse
+from shardwise.formats.language import Spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
-from shardwise.formats.values import describe_differing_values
 from shardwise.manifest.layout import Layout
 
 _AXIS_PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
@@ -57,54 +57,12 @@ class Specification:
         """
         axes, files, rows, values = _read_rank_files(tree, self.files or "")
         builder = Builder(tree)
-        add_described_arrays(tree, builder, self.rules, axes, files, rows, self.sizes)
-        builder.left_out += describe_differing_values(values)
-        for name, value in values[0].items():
-            builder.add_value(name, value)
+        for file in files:
+            builder.add_file(file)
+        builder.add_described(self.rules, axes, rows, self.sizes)
+        builder.add_values(values)
+        builder.world_size = math.prod(axes.values())
         return builder.build(f"files of ranks, {self.files}")
-
-
-Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
-"""The name of an array, the array, and the coordinate of its rank along each axis."""
-
-
-def add_described_arrays(
-    tree: FileTree,
-    builder: Builder,
-    rules: Spec | str,
-    axes: Mapping[str, int],
-    files: Iterable[str],
-    rows: Iterable[Row],
-    sizes: Mapping[str, int],
-) -> Mapping[tuple[str, int], Sequence[str]]:
-    """Add the tensors that rules make of the arrays of all ranks, before anything else.
-
-    Args:
-        tree, builder: as a reader gets them.
-        rules: the parsed specification, or the name of a built-in one.
-        axes: the sizes of the axes of the ranks.
-        files: the names of the files.
-        rows: the arrays in them.
-        sizes: the numbers that the specification declares with `let`.
-
-    Returns:
-        For the file and the start of each stored box, the names of the tensors that have it.
-
-    Raises:
-        MismatchError: the rules do not fit; `problems` lists everything that is wrong.
-    """
-    rules = load_builtin(rules) if isinstance(rules, str) else rules
-    catalogue = build_catalogue(list(map(tree.file, files)), axes, rows)
-    layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(tree))
-    builder.add_layout(layout)
-    names: dict[tuple[str, int], list[str]] = {}
-    for pieces in (layout.pieces, layout.replicas):
-        columns = (pieces.file, pieces.start, pieces.tensor)
-        for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
-            names.setdefault((layout.files[file].name, start), []).append(
-                layout.tensors[tensor].name
-            )
-    return names
 
 
 def spec(
@@ -224,7 +182,7 @@ def _read_rank_file(file_range: FileRange) -> tuple[Mapping[str, StoredArray], M
     """Return the arrays and the plain values of a file by name."""
     if is_safetensors(file_range.read(0, min(64, file_range.size))):
         return read_header(file_range).arrays, {}
-    value = read_torch_file(file_range, also_allowed=DTENSOR_NAMES, skip_unknown=True).value
+    value = read_torch_file(file_range, also_allowed=DTENSOR_NAMES, skip_unknown=True)
     arrays: dict[str, StoredArray] = {}
     values: dict[str, Any] = {}
     for path, leaf in _iterate_leaves(value, ""):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,25 +131,3 @@ def are_plain_values_equal(value: object, other: object) -> bool:
         other_plain.arrays,
         other_contents,
     )
-
-
-def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each name whose values differ between ranks.
-
-    Args:
-        ranks: for each rank, its values by name. Readers take the values of the first rank.
-    """
-    lines = []
-    for name in dict.fromkeys(name for values in ranks for name in values):
-        if name not in ranks[0]:
-            lines.append(f"{name}: missing in the first rank's file, whose values are taken")
-            continue
-        other_values = [values[name] for values in ranks[1:] if name in values]
-        differing_count = sum(
-            not are_plain_values_equal(other, ranks[0][name]) for other in other_values
-        )
-        if differing_count:
-            lines.append(
-                f"{name}: {differing_count} ranks have other values; the first rank's is taken"
-            )
-    return lines

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.errors import FormatError
+from shardwise.layout import row_major
 from shardwise.layout.columns import Bool, Int, Table, count_up
-from shardwise.layout.flat import row_major
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import (
     Manifest,

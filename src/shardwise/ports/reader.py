@@ -23,3 +23,4 @@ from shardwise.formats.foreign import StoredTensor as StoredTensor
 from shardwise.formats.foreign_builder import Builder as Builder
 from shardwise.formats.nested import nest as nest
 from shardwise.formats.optimizers import ParamGroup as ParamGroup
+from shardwise.layout import Box as Box

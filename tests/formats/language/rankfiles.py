@@ -1,25 +1,21 @@
-"""Files of ranks in memory: a catalogue of numpy arrays, like one that a reader makes."""
+"""Files of ranks, opened with a specification."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shardwise.errors import MismatchError
-from shardwise.formats.foreign import Catalogue
-from shardwise.formats.language import Spec, apply_spec, parse
-from shardwise.manifest.layout import StoredFile
-from shardwise.manifest.validate import validate_layout
-from tests.formats.reference import read_tensors
+import shardwise as sw
 
 Array = np.ndarray[Any, Any]
 Ranks = Mapping[tuple[int, ...], Mapping[str, Array]]
-NOWHERE = Path()
 
 
 def numbered(*shape: int) -> Array:
@@ -27,63 +23,36 @@ def numbered(*shape: int) -> Array:
     return np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
-def catalogue(axes: Mapping[str, int], ranks: Ranks) -> Catalogue:
-    """Return a catalogue with one file for each rank. Arrays keep their strides."""
-    files, rows = [], []
-    for number, (coordinate, arrays) in enumerate(ranks.items()):
-        content = b""
-        for name, array in arrays.items():
-            low, high = np.lib.array_utils.byte_bounds(array)
-            start = len(content) + array.__array_interface__["data"][0] - low
-            stride = [step // array.itemsize for step in array.strides]
-            rows.append((name, array.dtype.name, number, start, array.shape, stride, coordinate))
-            base = np.lib.stride_tricks.as_strided(array, array.shape, array.strides)
-            content += _memory(base, high - low)
-        files.append(StoredFile(f"rank{number}", len(content), content))
-    names = sorted({row[0] for row in rows})
-    dtypes = sorted({row[1] for row in rows})
-    dims = max((len(row[4]) for row in rows), default=0)
-    return Catalogue(
-        tuple(files),
-        axes,
-        names,
-        dtypes,
-        np.array([names.index(row[0]) for row in rows], np.int64),
-        np.array([dtypes.index(row[1]) for row in rows], np.int64),
-        np.array([row[2] for row in rows], np.int64),
-        np.array([row[3] for row in rows], np.int64),
-        np.array([len(row[4]) for row in rows], np.int64),
-        _padded([row[4] for row in rows], dims, 1),
-        _padded([row[5] for row in rows], dims, 0),
-        np.array([row[6] for row in rows], np.int64).reshape(len(rows), len(axes)),
-    )
+def write(folder: Path, axes: Mapping[str, int], ranks: Ranks) -> str:
+    """Save the arrays of each rank, with their strides; return the pattern of the files' names."""
+    for coordinate, arrays in ranks.items():
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        torch.save(tensors, folder / f"rank{'_'.join(map(str, coordinate))}.pt")
+    return f"rank{'_'.join(f'{{{axis}}}' for axis in axes)}.pt"
 
 
-def _memory(array: Array, size: int) -> bytes:
-    flat = array.ravel(order="K")
-    assert flat.nbytes == size, "arrays of these tests have no gaps"
-    return flat.tobytes()
-
-
-def _padded(rows: list[Any], dims: int, by: int) -> Array:
-    return np.array([(*row, *(by,) * (dims - len(row))) for row in rows], np.int64).reshape(
-        len(rows), dims
-    )
+@contextmanager
+def opened(
+    source: str, axes: Mapping[str, int], ranks: Ranks, **sizes: int
+) -> Iterator[sw.Checkpoint]:
+    """Open the checkpoint that a specification makes of files of ranks."""
+    with TemporaryDirectory() as folder:
+        files = write(Path(folder), axes, ranks)
+        yield sw.open(folder, spec=sw.spec(source, files=files, **sizes))
 
 
 def read(
-    text: str, axes: Mapping[str, int], ranks: Ranks, **options: Any
+    source: str, axes: Mapping[str, int], ranks: Ranks, **sizes: int
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors that a specification makes of files of ranks, element by element."""
-    return read_tensors(
-        NOWHERE, validate_layout(apply_spec(parse(text), catalogue(axes, ranks), **options))
-    )
+    """Read the tensors that a specification makes of files of ranks."""
+    with opened(source, axes, ranks, **sizes) as checkpoint:
+        return {name: tensor[...] for name, tensor in checkpoint.tensors().items()}
 
 
-def problems(spec: Spec, ranks: Catalogue, **options: Any) -> list[str]:
+def problems(source: str, axes: Mapping[str, int], ranks: Ranks, **sizes: int) -> list[str]:
     """Return all reasons why a specification does not fit."""
-    with pytest.raises(MismatchError) as error:
-        apply_spec(spec, ranks, **options)
+    with pytest.raises(sw.MismatchError) as error, opened(source, axes, ranks, **sizes):
+        pass
     return list(error.value.problems)
 
 

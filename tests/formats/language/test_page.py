@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.errors import MismatchError
-from shardwise.formats.language import apply_spec, parse
-from shardwise.manifest.validate import validate_layout
-from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered
-from tests.formats.reference import read_tensors
+import shardwise as sw
+from tests.formats.language.rankfiles import Array, numbered, read, write
 
 PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
@@ -62,11 +59,10 @@ def test_the_page_has_pictures() -> None:
 @pytest.mark.parametrize(("text", "picture"), PAIRS)
 def test_pictures_are_true(text: str, picture: str) -> None:
     ranks, whole = drawn(picture)
-    spec = parse(text, "language.md")
     sizes = np.max(list(ranks), axis=0) + 1
-    axes = dict(zip(spec.ranks, sizes.tolist(), strict=True))
-    foreign = validate_layout(apply_spec(spec, catalogue(axes, ranks)))
-    assert {name: t.tolist() for name, t in read_tensors(NOWHERE, foreign).items()} == {
+    (line,) = re.findall(r"^ranks (.*)$", text, re.MULTILINE)
+    axes = dict(zip(line.split(), sizes.tolist(), strict=True))
+    assert {name: t.tolist() for name, t in read(text, axes, ranks).items()} == {
         name: array.tolist() for name, array in whole.items()
     }
 
@@ -86,22 +82,29 @@ def test_code_on_the_page_runs(
     assert capsys.readouterr().out == "torch.Size([3, 2])\n"
 
 
-def test_the_error_on_the_page_is_the_one_that_is_shown() -> None:
+def test_the_error_on_the_page_is_the_one_that_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.spec").write_text("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n")
     with pytest.raises(ValueError, match="expected an axis") as error:
-        parse("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n", "my.spec")
+        sw.spec("my.spec")
     assert f"```\n{error.value}\n```" in PAGE
 
 
-def test_the_problems_on_the_page_are_those_that_are_told() -> None:
+def test_the_problems_on_the_page_are_those_that_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "ranks tp\ncut -> cut [(tp f) h]\nodd -> odd [(tp (gate + up) f) h]"
     ranks = {
         (0,): {"odd": numbered(5, 2), "cut": numbered(3, 2), "other": numbered(1)},
         (1,): {"odd": numbered(5, 2)},
     }
-    with pytest.raises(MismatchError) as error:
-        apply_spec(
-            parse(text, "my.spec"),
-            catalogue({"tp": 2}, ranks),
-            checkpoint="checkpoints/step_100",
-        )
+    monkeypatch.chdir(tmp_path)
+    Path("my.spec").write_text(text)
+    folder = Path("checkpoints/step_100")
+    folder.mkdir(parents=True)
+    spec = sw.spec("my.spec", files=write(folder, {"tp": 2}, ranks))
+    with pytest.raises(sw.MismatchError) as error:
+        sw.open(folder, spec=spec)
     assert f"```\n{error.value}\n```" in PAGE

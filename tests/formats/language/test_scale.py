@@ -9,7 +9,6 @@ import numpy as np
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language import apply_spec
 from shardwise.formats.specs import load_builtin
-from shardwise.manifest.layout import StoredFile
 
 TP, PP, DP = 8, 64, 8
 WIDTH, HEADS, GROUPS, DIM, INNER, VOCAB = 25600, 160, 8, 160, 65536, 128000
@@ -49,7 +48,6 @@ def simulated(layers: int) -> Catalogue:
     shape = np.array([(*s, *(1,) * (2 - len(s))) for _, s, _ in arrays])
     stride = np.array([(s[1] if len(s) > 1 else len(s), len(s) // 2) for _, s, _ in arrays])
     return Catalogue(
-        tuple(StoredFile(f"rank{i}", 2**50) for i in range(world)),
         {"tp": TP, "pp": PP, "dp": DP},
         [own for own, _, _ in arrays],
         ["bfloat16"],

@@ -33,22 +33,6 @@ MOST_NAMES_SHOWN = 4
 """The most names that a message lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFileContents:
-    """The value passed to torch.save, with `StoredArray` for tensors and `Storage` for storages.
-
-    Attributes:
-        value: the value. Tensors that share memory have equal `StoredArray`s.
-        skipped_names: names of the classes whose objects were left out.
-        file: the name of the file in all arrays. If the value is from a `ParseCache`, this is the
-            name of the first file with the same pickle.
-    """
-
-    value: Any
-    skipped_names: tuple[str, ...]
-    file: str
-
-
 class ParseCache:
     """A cache of parsed files. Ranks write many files with equal pickles and equal offsets.
 
@@ -56,21 +40,18 @@ class ParseCache:
     """
 
     def __init__(self) -> None:
-        self._parsed: dict[bytes, list[tuple[Mapping[str, Entry], TorchFileContents]]] = {}
+        self._parsed: dict[bytes, list[tuple[Mapping[str, Entry], Any]]] = {}
         self._lock = Lock()
 
     def find(
-        self,
-        pickle_bytes: bytes,
-        storages: Mapping[str, Entry],
-        parse: Callable[[], TorchFileContents],
-    ) -> TorchFileContents:
-        """Return the contents of a pickle with these storages, from the cache or by `parse`."""
+        self, pickle_bytes: bytes, storages: Mapping[str, Entry], parse: Callable[[], Any]
+    ) -> Any:
+        """Return the value of a pickle with these storages, from the cache or by `parse`."""
         with self._lock:  # so that several threads do not parse the same pickle
             cached = self._parsed.setdefault(pickle_bytes, [])
-            for cached_storages, contents in cached:
+            for cached_storages, value in cached:
                 if cached_storages == storages:
-                    return contents
+                    return value
             cached.append((storages, parse()))
             return cached[-1][1]
 
@@ -86,14 +67,18 @@ def read_torch_file(
     also_allowed: AllowedNames | None = None,
     skip_unknown: bool = False,
     cache: ParseCache | None = None,
-) -> TorchFileContents:
-    """Read the value in a file of torch.save, or in a range of a file. No tensor is read.
+) -> Any:
+    """Return the value in a file of torch.save, or in a range of a file. No tensor is read.
+
+    Tensors become `StoredArray`s, which are equal if the tensors share memory, and storages
+    `Storage`s.
 
     Args:
         file_range: the file or range.
         also_allowed: names that are allowed in addition to `TORCH_NAMES`; see `unpickle`.
         skip_unknown: see `unpickle`.
-        cache: files that were parsed before.
+        cache: files that were parsed before. If one has the same pickle, its value is returned,
+            whose arrays name that file.
 
     Raises:
         FormatError: the file is not a file of torch.save, is malformed or truncated, was written on
@@ -103,7 +88,7 @@ def read_torch_file(
     try:
         return _read_contents(file_range, allowed, skip_unknown, cache)
     except UnresolvedViewError as error:
-        value = _read_contents(file_range, {**allowed, **PLACEHOLDER_NAMES}, True, None).value
+        value = _read_contents(file_range, {**allowed, **PLACEHOLDER_NAMES}, True, None)
         names = [name for name in _find_unresolved_names(value, "") if name]
         if not names:
             raise
@@ -114,12 +99,12 @@ def read_torch_file(
 
 def _read_contents(
     file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
-) -> TorchFileContents:
+) -> Any:
     head = file_range.read(0, min(64, file_range.size))
     if head.startswith(ZIP_START):
         return _read_zip(file_range, allowed, skip_unknown, cache)
     if is_legacy(head):
-        return TorchFileContents(*read_legacy(file_range, allowed, skip_unknown), file_range.name)
+        return read_legacy(file_range, allowed, skip_unknown)
     raise FormatError(
         f"{file_range.label}: not a file of torch.save, or damaged: copy the file again from an "
         "intact source"
@@ -174,7 +159,7 @@ def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> t
 
 def _read_zip(
     file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
-) -> TorchFileContents:
+) -> Any:
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     byteorder = entries.get(f"{folder}/byteorder")
@@ -197,7 +182,7 @@ def _parse_pickle(
     storages: Mapping[str, Entry],
     allowed: AllowedNames,
     skip_unknown: bool,
-) -> TorchFileContents:
+) -> Any:
     def load_storage(persistent_id: object) -> object:
         storage_type, key, numel = parse_storage_id(persistent_id)
         if isinstance(storage_type, UnknownObject):
@@ -212,14 +197,13 @@ def _parse_pickle(
         start = file_range.offset + entry.start
         return Storage(file_range.name, start, size, storage_type.dtype)
 
-    unpickled = unpickle(
+    return unpickle(
         pickle_bytes,
         file_range.label,
         also_allowed=allowed,
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
-    )
-    return TorchFileContents(unpickled.value, unpickled.skipped_names, file_range.name)
+    ).value
 
 
 def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
@@ -284,10 +268,8 @@ def is_legacy(head: bytes) -> bool:
     return any(head.startswith(item.rstrip(b".")) for item in LEGACY_STARTS)
 
 
-def read_legacy(
-    file_range: FileRange, allowed: AllowedNames, skip_unknown: bool
-) -> tuple[Any, tuple[str, ...]]:
-    """Read a file in the format before torch 1.6; return its value and the skipped names.
+def read_legacy(file_range: FileRange, allowed: AllowedNames, skip_unknown: bool) -> Any:
+    """Return the value in a file in the format before torch 1.6.
 
     Raises:
         FormatError: the file is malformed.
@@ -338,7 +320,7 @@ class _LegacyStorages:
 
 def _parse_legacy(
     file_range: FileRange, data: bytes, allowed: AllowedNames, skip_unknown: bool
-) -> tuple[Any, tuple[str, ...]]:
+) -> Any:
     pickles = _read_pickles_in_order(data, file_range.label)
     if next(pickles).value != LEGACY_MAGIC or next(pickles).value != LEGACY_PROTOCOL:
         raise FormatError(
@@ -368,8 +350,7 @@ def _parse_legacy(
 
     storage_keys = unpickle(data, file_range.label, start=read_values().end)
     _locate_storages(file_range, storages, storage_keys.value, storage_keys.end)
-    unpickled = read_values()  # again, because the starts of storages are known now
-    return unpickled.value, unpickled.skipped_names
+    return read_values().value  # again, because the starts of storages are known now
 
 
 def _read_pickles_in_order(data: bytes, source: str) -> Iterator[UnpickleResult]:

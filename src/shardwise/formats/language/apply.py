@@ -21,7 +21,7 @@ def apply_spec(
     sizes: Mapping[str, int] | None = None,
     checkpoint: str = "the checkpoint",
 ) -> Layout:
-    """Return the checkpoint that a specification makes of the arrays of all ranks.
+    """Return the layout that a specification makes of the arrays of all ranks, without its files.
 
     Every element of every tensor is there exactly once, apart from replicas. Every stored array is
     used or skipped.

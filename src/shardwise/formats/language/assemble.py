@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,9 +12,8 @@ from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.boxes import BoxTable
 from shardwise.formats.language.match import Matches
 from shardwise.formats.language.tensors import Tensors
-from shardwise.layout import find_uncovered_tensors
+from shardwise.layout import find_uncovered_tensors, row_major
 from shardwise.layout.columns import Bool, Int, padded_rows
-from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import TensorEntry
@@ -25,7 +23,7 @@ MOST_SHOWN = 8
 
 
 def assemble_checkpoint(tensors: Tensors, all_matches: Sequence[Matches], unmatched: Int) -> Layout:
-    """Check the tensors and return them as a checkpoint; problems are added to the tensors.
+    """Check the tensors and return their layout, without files; add problems to the tensors.
 
     Args:
         all_matches: the arrays of each rule.
@@ -58,13 +56,12 @@ def assemble_checkpoint(tensors: Tensors, all_matches: Sequence[Matches], unmatc
             entries[tied] = TensorEntry(tied, entry.dtype, entry.shape, same_as=target)
     copies = copies.select(np.argsort(copies.tensor, kind="stable"))
     return Layout(
-        format=f"rank files, as {tensors.spec.source.source} says",
-        files=catalogue.files,
+        format="",
+        files=(),
         tensors=tuple(entries.values()),
         pieces=_locate(catalogue, boxes, entries),
         replicas=_locate(catalogue, copies, entries),
         replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.array_row].tolist()),
-        world_size=math.prod(catalogue.axes.values()),
         left_out=tuple(
             f"{catalogue.names[i]}: skipped by {tensors.spec.source.place_of(each.rule.position)}"
             for each in all_matches

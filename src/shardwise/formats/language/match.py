@@ -42,9 +42,8 @@ def match_rules(
         The arrays of each rule that applies to any, and the rows that no rule matches.
 
     Raises:
-        LayoutError: an `on` clause uses an unknown name, or the rank of an array is out of range.
+        LayoutError: an `on` clause uses an unknown name.
     """
-    _check_coordinates(catalogue)
     rule_of_row = np.full(len(catalogue), UNMATCHED, np.int64)
     numbers = spec.numeric_captures()
     unmatched_names = set(np.unique(catalogue.name).tolist())
@@ -75,17 +74,6 @@ def match_rules(
             positions[capture] = number_of_name[catalogue.name[rows]]
         all_matches.append(Matches(rule, rows, found, positions))
     return all_matches, np.flatnonzero(rule_of_row == UNMATCHED)
-
-
-def _check_coordinates(catalogue: Catalogue) -> None:
-    sizes = np.array(list(catalogue.axes.values()), np.int64)
-    is_outside = ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any(axis=1)
-    for row in np.flatnonzero(is_outside)[:1].tolist():
-        coordinate = dict(zip(catalogue.axes, catalogue.coordinate[row].tolist(), strict=True))
-        raise LayoutError(
-            f"array {catalogue.names[int(catalogue.name[row])]} is of rank {coordinate}, but the "
-            f"sizes of the axes are {dict(catalogue.axes)}: copy the files of all ranks"
-        )
 
 
 def coordinates_along(catalogue: Catalogue, axis: str) -> Int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TypeAlias
 
-from shardwise.formats.file_tree import MOST_FILES
 from shardwise.ports.reader import CheckpointNotFoundError, FileTree, FormatError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -214,25 +214,22 @@ def require_rank_files(
         CheckpointNotFoundError: the path is a single file of a checkpoint of several files.
         FormatError: files are missing; the message names them.
     """
-    if data_parallel * model_parallel > MOST_FILES:
-        raise FormatError(
-            f"{tree}: file names and settings say that {data_parallel} × {model_parallel} ranks "
-            f"saved this checkpoint, but at most {MOST_FILES} files are supported: copy the "
-            "checkpoint again from an intact source"
-        )
-    model_ranks = range(model_parallel)
-    ranks = [(rank, model_rank) for rank in range(data_parallel) for model_rank in model_ranks]
-    if files.zero_3:
-        names = [f"{_DATA_PARALLEL_PREFIX}{d}_mp_rank_{m:02d}_model_states.pt" for d, m in ranks]
-    else:
-        names = [f"mp_rank_{m:02d}_model_states.pt" for m in model_ranks]
-    if with_zero:
-        bf16 = any("bf16_" in name for name in files.optimizer.values())
-        prefix = f"{'bf16_' if bf16 else ''}{_DATA_PARALLEL_PREFIX}"
-        names += [f"{prefix}{d}_mp_rank_{m:02d}_optim_states.pt" for d, m in ranks]
-    if tree.single_file is not None and names != [tree.single_file]:
+    bf16 = "bf16_" if any("bf16_" in name for name in files.optimizer.values()) else ""
+
+    def expected() -> Iterator[str]:
+        for data_rank in range(data_parallel):
+            for rank in range(model_parallel):
+                if files.zero_3:
+                    yield f"{_DATA_PARALLEL_PREFIX}{data_rank}_mp_rank_{rank:02d}_model_states.pt"
+                elif not data_rank:
+                    yield f"mp_rank_{rank:02d}_model_states.pt"
+                if with_zero:
+                    zero = f"{bf16}{_DATA_PARALLEL_PREFIX}{data_rank}_mp_rank_{rank:02d}"
+                    yield f"{zero}_optim_states.pt"
+
+    if tree.single_file is not None and [*islice(expected(), 2)] != [tree.single_file]:
         raise _single_file_error(tree)
-    tree.require([f"{files.folder}{name}" for name in names], _NEEDED_BY)
+    tree.require((f"{files.folder}{name}" for name in expected()), _NEEDED_BY)
 
 
 def require_layers_and_experts(
@@ -252,21 +249,15 @@ def require_layers_and_experts(
         rank: name.removeprefix(files.folder)
         for (_, rank), name in sorted(files.layers.items(), reverse=True)
     } or {0: "layer_0-model_states.pt"}
-    names = [
+    names = (
         re.sub(r"^layer_\d+", f"layer_{layer:02d}", template)
         for layer in layers
         for template in templates.values()
-    ]
-    if sum(experts) > MOST_FILES:
-        raise FormatError(
-            f"{tree}: the files say that all layers together have {sum(experts)} experts, but at "
-            f"most {MOST_FILES} files are supported: copy the checkpoint again from an intact "
-            "source"
-        )
-    names += [
+    )
+    names_of_experts = (
         f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
         for layer, count in enumerate(experts)
         for expert in range(count)
         for rank in range(files.model_parallel)
-    ]
-    tree.require([f"{files.folder}{name}" for name in names], _NEEDED_BY)
+    )
+    tree.require((f"{files.folder}{n}" for n in chain(names, names_of_experts)), _NEEDED_BY)

@@ -6,9 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from shardwise.formats.containers.torch_files import ParseCache, TorchFileContents, read_torch_file
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
 from shardwise.formats.readers.deepspeed.files import (
     RankKey,
@@ -17,7 +15,7 @@ from shardwise.formats.readers.deepspeed.files import (
     require_rank_files,
 )
 from shardwise.formats.readers.deepspeed.states import (
-    DEEPSPEED_NAMES,
+    CLASSES,
     ModelState,
     OptimizerState,
     parse_model_state,
@@ -136,7 +134,7 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     left_out: list[str] = []
     models = _read_model_states(tree, files, left_out)
     check_counters(tree, models.values())
-    values = read_values(tree, files.optimizer.values(), left_out)
+    values = tree.load_each(files.optimizer.values(), classes=CLASSES)
     optimizers = {
         key: parse_optimizer_state(values[name], tree.label(name))
         for key, name in files.optimizer.items()
@@ -147,7 +145,7 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     _require_layer_and_expert_files(
         tree, files, [state for (d, _), state in models.items() if d == 0]
     )
-    values = read_values(tree, [*files.layers.values(), *files.experts.values()], left_out)
+    values = tree.load_each([*files.layers.values(), *files.experts.values()], classes=CLASSES)
     layers: dict[int, dict[str, StoredArray]] = {}
     for (layer, rank), name in sorted(files.layers.items()):
         arrays = require_arrays(values[name], tree.label(name))
@@ -180,50 +178,23 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     )
 
 
-def read_values(tree: FileTree, names: Iterable[str], left_out: list[str]) -> dict[str, Any]:
-    """Read files of torch.save in parallel, and return their values by file name.
-
-    Args:
-        left_out: receives lines about objects that are not read from pickles.
-
-    Raises:
-        FormatError: a file is malformed or missing.
-    """
-    contents = _read_contents(tree, names, left_out)
-    return {name: file.value for name, file in contents.items()}
-
-
-def _read_contents(
-    tree: FileTree, names: Iterable[str], left_out: list[str], cache: ParseCache | None = None
-) -> dict[str, TorchFileContents]:
-    contents = tree.read_each(
-        names,
-        lambda file: read_torch_file(
-            file, also_allowed=DEEPSPEED_NAMES, skip_unknown=tree.skip_unknown, cache=cache
-        ),
-    )
-    for name, file in contents.items():
-        left_out.extend(f"{name}: {line}" for line in file.skipped_names)
-    return contents
-
-
 def _read_model_states(
     tree: FileTree, files: TagFiles, left_out: list[str]
 ) -> dict[RankKey, ModelState]:
     """Read the model states of all ranks; equal pickles of later ranks are parsed once."""
     first_files = {key: name for key, name in files.model.items() if key[0] == 0}
-    values = read_values(tree, first_files.values(), left_out)
+    values = tree.load_each(first_files.values(), classes=CLASSES)
     states = {
         key: parse_model_state(values[name], tree.label(name)) for key, name in first_files.items()
     }
     other_files = {key: name for key, name in files.model.items() if key[0]}
-    contents = _read_contents(tree, other_files.values(), left_out, ParseCache())
-    model_by_file: dict[str, ModelState] = {}
+    values = tree.load_each(other_files.values(), classes=CLASSES, once=True)
+    parsed: dict[int, ModelState] = {}  # by the id of the value
     for key, name in other_files.items():
-        file, path = contents[name], tree.label(name)
-        if file.file not in model_by_file:
-            model_by_file[file.file] = parse_model_state(file.value, path)
-        states[key] = model_by_file[file.file].for_rank(name, path)
+        value, path = values[name], tree.label(name)
+        if id(value) not in parsed:
+            parsed[id(value)] = parse_model_state(value, path)
+        states[key] = parsed[id(value)].for_rank(name, path)
     if other_files:
         left_out.append(
             f"buffers of {len(other_files)} other ranks: under ZeRO 3 each rank has its own; the "

@@ -17,7 +17,7 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_shards,
 )
 from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
-from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, ModelState
+from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, LOSS_SCALING_KEYS, ModelState
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import find_flat_groups
@@ -187,22 +187,27 @@ def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
 
 def add_values(builder: Builder, ranks: AllRanks) -> None:
     """Add the first rank's plain values, and lines about other ranks' values that differ."""
-    values = dict(ranks.first_model.values)
-    scheduler = values.pop("lr_scheduler", None)
+    scheduler = ranks.first_model.values.get("lr_scheduler")
     if scheduler is not None:
         builder.add_value("scheduler", scheduler)
-    of_models = [state.values for state in ranks.models.values()]
-    of_optimizers = [state.values for state in ranks.optimizers.values()]
-    rows = [
-        ("deepspeed" if key in DEEPSPEED_KEYS else "client_state", key, value, of_models)
-        for key, value in values.items()
-    ]
-    if ranks.optimizers:
-        scaling = ranks.optimizers[0, 0].values
-        rows += [("deepspeed", key, value, of_optimizers) for key, value in scaling.items()]
-    for prefix, key, value, values_of_ranks in rows:
-        if value is not None:
-            builder.add_value(f"{prefix}.{key}", value, [each.get(key) for each in values_of_ranks])
+    models = [state.values for _, state in sorted(ranks.models.items())]
+    optimizers = [state.values for _, state in sorted(ranks.optimizers.items())]
+    for values_of_ranks in (models, optimizers):
+        builder.add_values(
+            [
+                {
+                    _name_of_value(key): value
+                    for key, value in values.items()
+                    if value is not None and key != "lr_scheduler"
+                }
+                for values in values_of_ranks
+            ]
+        )
+
+
+def _name_of_value(key: str) -> str:
+    is_of_engine = key in (*DEEPSPEED_KEYS, *LOSS_SCALING_KEYS)
+    return f"{'deepspeed' if is_of_engine else 'client_state'}.{key}"
 
 
 READER = Reader(

@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from shardwise.formats.containers.pickle_values import allow_as_instances
 from shardwise.ports.reader import FormatError, PickledInstance, StoredArray
 
 Shape: TypeAlias = tuple[int, ...]
@@ -21,7 +20,7 @@ ParameterState: TypeAlias = Mapping[str, "StoredArray | Number"]
 """The state of an optimizer for one parameter or flat group, by key."""
 T = TypeVar("T")
 
-DEEPSPEED_NAMES = allow_as_instances(
+CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -37,6 +36,7 @@ DEEPSPEED_KEYS = (
     *("universal_checkpoint_info",),
 )
 """Keys of `ModelState.values` that DeepSpeed wrote; the others are the user's client state."""
+LOSS_SCALING_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 _MODEL_KEYS = (
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("frozen_param_fragments", "shared_params", "sparse_tensor_module_names"),
@@ -277,8 +277,7 @@ def parse_torch_optimizer(value: object, path: str) -> OptimizerState:
 
 def select_loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the loss scaler and gradient clipping of an optimizer state."""
-    keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: optimizer_state[key] for key in keys if key in optimizer_state}
+    return {key: optimizer_state[key] for key in LOSS_SCALING_KEYS if key in optimizer_state}
 
 
 def _parse_masters(arrays: Sequence[object], path: str) -> tuple[StoredArray, ...]:

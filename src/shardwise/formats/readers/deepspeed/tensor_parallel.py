@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from shardwise.formats.readers.deepspeed.states import Shape
-from shardwise.layout import Box
-from shardwise.ports.reader import FormatError
+from shardwise.ports.reader import Box, FormatError
 
 LONGEST_PATTERN = 1000
 MOST_REPEATS = 3

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
-from shardwise.formats.foreign import row_major_strides
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.files import (
     HYPERPARAMETERS_FILE,
@@ -24,9 +22,10 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_shards,
     tensor_name,
 )
-from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks, read_values
+from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
 from shardwise.formats.readers.deepspeed.states import (
+    CLASSES,
     Shape,
     parse_torch_optimizer,
     select_loss_scaling_values,
@@ -72,7 +71,7 @@ def read(tree: FileTree, builder: Builder) -> None:
         if match is not None
     }
     settings_file = f"{files.folder}zero/{HYPERPARAMETERS_FILE}"
-    values = read_values(tree, [*parameter_files.values(), settings_file], builder.left_out)
+    values = tree.load_each([*parameter_files.values(), settings_file], classes=CLASSES)
     settings = values[settings_file]
     trained = _trained_shapes(ranks)
     place = ranks.placement_rule()
@@ -176,7 +175,7 @@ def _unflatten(array: StoredArray, shapes: Sequence[Shape], path: str) -> Stored
             f"{path}: {array.shape[0]} elements do not make up shape {list(shape)}: the file is "
             "of another model, or damaged: copy all files of one save"
         )
-    return replace(array, shape=shape, stride=row_major_strides(shape))
+    return StoredArray.contiguous(array.file, array.start, array.dtype, shape)
 
 
 def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -> None:

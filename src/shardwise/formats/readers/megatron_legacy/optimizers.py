@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeAlias
 
-from shardwise.formats.foreign import row_major_strides
-from shardwise.formats.optimizers import GROUPS, PARAMS, STATE
 from shardwise.formats.readers.megatron_legacy.ranks import (
     EMBEDDING,
     OUTPUT,
@@ -19,6 +17,7 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
 )
 from shardwise.ports.reader import FormatError, StoredArray
 
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 MASTER = "param"
 """The key of the master weights among the keys of the optimizer's state."""
 STEP = "step"
@@ -308,12 +307,9 @@ def _arrays_in_buffers(
                     f"which do not match its {len(members)} parameters: {_UNSUPPORTED}"
                 )
             for parameter, first_element in zip(members, starts, strict=True):
-                shape = parameter.array.shape
-                arrays[parameter][key] = replace(
-                    flat,
-                    start=flat.start + first_element * flat.itemsize,
-                    shape=shape,
-                    stride=row_major_strides(shape),
+                start = flat.start + first_element * flat.itemsize
+                arrays[parameter][key] = StoredArray.contiguous(
+                    flat.file, start, flat.dtype, parameter.array.shape
                 )
     return arrays
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, TypeAlias
 
-from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.file_tree import MOST_FILES
 from shardwise.ports.reader import (
     CheckpointNotFoundError,
     FileTree,
@@ -233,7 +229,7 @@ def read_ranks(tree: FileTree, files: IterationFiles) -> list[Rank]:
         FormatError: a file is malformed.
     """
     names = [path for paths in files.ranks.values() for path in paths.values()]
-    values = tree.read_each(names, lambda file: read_torch_file(file, skip_unknown=True).value)
+    values = tree.load_each(names, skip_unknown=True)
     return [
         _parse_rank(tree, numbers, {name: (path, values[path]) for name, path in paths.items()})
         for numbers, paths in files.ranks.items()
@@ -341,17 +337,19 @@ def find_sizes(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> 
                 f"{tree}: {key} was {recorded}, but there are directories of {found} "
                 "ranks: copy all directories from a complete copy of the checkpoint"
             )
-    if math.prod(sizes.values()) > MOST_FILES:
-        raise FormatError(
-            f"{tree}: directories and saved arguments say that "
-            f"{' × '.join(str(sizes[axis]) for axis in axes)} ranks saved this checkpoint, but at "
-            f"most {MOST_FILES} files are supported: copy the checkpoint again from an intact "
-            "source"
-        )
     model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
-    all_numbers = product(*(range(sizes[axis]) for axis in axes))
+    all_numbers = _all_numbers([sizes[axis] for axis in axes])
     tree.require((files.path_of(numbers, model_file) for numbers in all_numbers), NEEDED_BY)
     return sizes
+
+
+def _all_numbers(sizes: Sequence[int]) -> Iterator[DirectoryNumbers]:
+    """Yield the numbers of all directories, one after the other: there may be far too many."""
+    for first in range(sizes[0]):
+        if len(sizes) == 1:
+            yield (first,)
+        else:
+            yield from ((first, *others) for others in _all_numbers(sizes[1:]))
 
 
 def count_chunks_and_gates(ranks: Sequence[Rank], path: str) -> tuple[int, int]:

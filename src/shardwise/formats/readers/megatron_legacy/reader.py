@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from shardwise.formats.containers.pickle_parts import find_unknown
-from shardwise.formats.optimizers import (
-    GROUPS,
-    PARAMS,
-)
 from shardwise.formats.readers.megatron_legacy.optimizers import (
+    GROUPS,
     MASTER,
+    PARAMS,
     RankOptimizer,
     find_optimizer_state,
     list_bucketings,
@@ -38,14 +35,22 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     read_ranks,
     require_files,
 )
-from shardwise.formats.specification import Row, add_described_arrays
-from shardwise.formats.values import describe_differing_values
-from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader
+from shardwise.ports.reader import (
+    Builder,
+    FileTree,
+    FormatError,
+    ParamGroup,
+    Reader,
+    StoredArray,
+    UnknownObject,
+)
 
 FORMAT = "legacy Megatron-LM"
 SPEC_NAME = "megatron"
 _OF_WEIGHTS = ("model.", "module.")
 
+Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
+"""The name of an array, the array, and the coordinate of its rank along each axis."""
 MasterDtypes: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
 """For each chunk of the model, the dtypes of master weights by name."""
 
@@ -73,8 +78,10 @@ def read(tree: FileTree, builder: Builder) -> None:
         for row in _rows_of_rank(rank, optimizer, master_dtypes)
     ]
     axes = {**sizes, "vp": chunks}
-    paths = [path for paths_of_rank in files.ranks.values() for path in paths_of_rank.values()]
-    names = add_described_arrays(tree, builder, SPEC_NAME, axes, paths, rows, {"gates": gates})
+    for paths in files.ranks.values():
+        for path in paths.values():
+            builder.add_file(path)
+    names = builder.add_described(SPEC_NAME, axes, rows, {"gates": gates})
     _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
@@ -263,12 +270,11 @@ def _add_values(
         optimizer_values: values of the first rank's optimizer that are not state of parameters.
     """
     first = ranks[0]
-    builder.left_out += describe_differing_values([{**rank.values, RNG: None} for rank in ranks])
     if first.args:
         builder.add_value(ARGS, _select_plain_args(builder, first.args))
-    for name, value in {**first.values, **optimizer_values}.items():
-        if name != RNG:
-            builder.add_value(name, value)
+    builder.add_values([{k: v for k, v in rank.values.items() if k != RNG} for rank in ranks])
+    for name, value in optimizer_values.items():
+        builder.add_value(name, value)
     for rank in ranks:
         if RNG in rank.values:
             directory = tree.relative_path(rank.path).rpartition("/")[2]
@@ -284,11 +290,10 @@ def _select_plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, A
     """Return the arguments that have a plain form; functions and others are left out by name."""
     plain = {}
     for name, value in args.items():
-        unknown = find_unknown(value)
-        if unknown is None:
-            plain[name] = value
+        if isinstance(value, UnknownObject):
+            builder.left_out.append(f"{ARGS}.{name}: {value.reason}")
         else:
-            builder.left_out.append(f"{ARGS}.{name}: {unknown.name} is not read from pickles")
+            plain[name] = value
     return plain
 
 
