@@ -24,7 +24,7 @@ from tests.tools.gang import Gang
 
 CHECKSUMS = 1 << 13
 """What is read of a file's checksums, at the most: these files have a page of them."""
-ORIGINS = {"local memory", "other nodes", "decoded", "prefetched", "root", "mirror", "start"}
+ORIGINS = {"local memory", "other nodes", "decoded", "root", "mirror", "start"}
 WORLD = 4
 
 

@@ -427,7 +427,7 @@ def test_leftovers_in_the_mirror_are_removed(root: Path, mirror: Path) -> None:
 @pytest.fixture
 def tiers(root: Path, mirror: Path) -> TieredStore:
     save(root, 1, mirror=mirror)
-    return TieredStore([LocalStore(root), LocalStore(mirror)])
+    return TieredStore(LocalStore(root), LocalStore(mirror))
 
 
 def test_a_tier_that_fails_is_skipped_unless_it_is_needed(
@@ -436,18 +436,18 @@ def test_a_tier_that_fails_is_skipped_unless_it_is_needed(
     down = threading.Event()
     down.set()
     broken = Outage(mirror, down, [])
-    assert committed_steps(TieredStore([LocalStore(root), broken])) == [1]
-    assert committed_steps(TieredStore([Outage(root, down, []), LocalStore(mirror)])) == [1]
+    assert committed_steps(TieredStore(LocalStore(root), broken)) == [1]
+    assert committed_steps(TieredStore(Outage(root, down, []), LocalStore(mirror))) == [1]
     for order in (
         [LocalStore(root), broken],
         [Outage(root, down, []), LocalStore(mirror)],
     ):
         target = state(0)
-        sw.load(TieredStore(order).at(step_directory(1)), target)
+        sw.load(TieredStore(*order).at(step_directory(1)), target)
         assert torch.equal(target["t"], state(1)["t"])
     shutil.rmtree(root)
     with pytest.raises(sw.StoreError, match="503"):  # not "there is no checkpoint"
-        committed_steps(TieredStore([LocalStore(root), broken]))
+        committed_steps(TieredStore(LocalStore(root), broken))
 
 
 def test_a_mirror_is_checked(root: Path, mirror: Path) -> None:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 
 import msgspec
@@ -29,11 +28,11 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
-from shardwise.memory.remote.assembled import MEMORY_ORIGINS, AssembledStore
+from shardwise.memory.remote.assembled import MEMORY_ORIGINS
 from shardwise.ports.hooks import RestoreReport
 from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
-from shardwise.tiers.store import MIRROR, PREFETCHED, ROOT, TIERS, TieredStore, have_other_saves
+from shardwise.tiers.store import MIRROR, ROOT, TIERS, TieredStore, have_other_saves
 
 MOST_NODES_SHOWN = 3
 START = "start"
@@ -52,13 +51,22 @@ class _Candidate:
         step: the step.
         source: "memory" or "storage".
         store: the files.
-        origins: returns how many bytes a load has read, by origin.
+        origins: returns how many bytes were read from the store, by origin; None if a load read
+            all of them from `only_origin`.
+        only_origin: the only origin.
     """
 
     step: int
     source: str
     store: Store
-    origins: Callable[[LoadReport], Mapping[str, int]]
+    origins: Callable[[], Mapping[str, int]] | None = None
+    only_origin: str = ""
+
+    def origins_of(self, report: LoadReport) -> dict[str, int]:
+        """Return how many bytes a load has read, by origin."""
+        if self.origins is None:
+            return all_origins({self.only_origin: report.bytes_read})
+        return all_origins(self.origins())
 
 
 @dataclass(slots=True)
@@ -212,7 +220,7 @@ class Restoring:
                     report, damage = self._load_on_all(load, each.store)
                 if report is not None:
                     newer = tuple(pair for pair in found.skipped if pair[0] >= each.step)
-                    origins = all_origins(each.origins(report))
+                    origins = each.origins_of(report)
                     restored = RestoreReport(
                         each.step, each.source, report, newer, origins, unanswered=found.unanswered
                     )
@@ -241,7 +249,7 @@ class Restoring:
                 seconds = time.perf_counter() - start - assembly.choosing_seconds
                 self._recorder.add("asking", seconds)
                 if assembly.step is not None and store is not None:
-                    yield _Candidate(assembly.step, "memory", store, partial(_origins_of, store))
+                    yield _Candidate(assembly.step, "memory", store, store.origins)
                 start = time.perf_counter()
 
     def _in_storage(self, steps: Sequence[int]) -> Generator[_Candidate, None, None]:
@@ -249,15 +257,18 @@ class Restoring:
         for step in reversed(steps):
             directory = step_directory(step)
             root, mirror = self._root.at(directory), self._mirror and self._mirror.at(directory)
-            tiers = {PREFETCHED: self._saver.prefetched(), ROOT: root, MIRROR: mirror}
-            yield _stored(step, {name: store for name, store in tiers.items() if store is not None})
+            if mirror is None:
+                yield _Candidate(step, "storage", root, only_origin=ROOT)
+            else:
+                tiered = TieredStore(root, mirror)
+                yield _Candidate(step, "storage", tiered, tiered.origins)
             self._damaged.add(step)
             if mirror is not None and self._is_any_other_save(root, mirror):
                 if self._group.rank == 0:
                     log.warning(
                         "step %d was saved again; trying its earlier save in %s", step, mirror
                     )
-                yield _stored(step, {MIRROR: mirror})
+                yield _Candidate(step, "storage", mirror, only_origin=MIRROR)
 
     def _is_any_other_save(self, root: Store, mirror: Store) -> bool:
         """Return whether root and mirror have different saves of a step. All ranks call this."""
@@ -310,19 +321,6 @@ class Restoring:
         return CorruptionError(
             f"no checkpoint {of_step}below {self._tiers} is intact; {advice}:\n{reasons}"
         )
-
-
-def _stored(step: int, tiers: Mapping[str, Store]) -> _Candidate:
-    """Return a checkpoint in storage, given the stores that have copies of its files."""
-    if len(tiers) == 1:
-        ((name, store),) = tiers.items()
-        return _Candidate(step, "storage", store, lambda report: {name: report.bytes_read})
-    tiered = TieredStore([*tiers.values()], [*tiers])
-    return _Candidate(step, "storage", tiered, partial(_origins_of, tiered))
-
-
-def _origins_of(store: AssembledStore | TieredStore, _: LoadReport) -> Mapping[str, int]:
-    return store.origins()
 
 
 def _describe_first_nodes(reasons: Mapping[str, str]) -> str:

@@ -62,9 +62,6 @@ class Saver(Protocol):
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Yield the newest snapshot in memory; then an older one, as the last was damaged."""
 
-    def prefetched(self) -> Store | None:
-        """Return the data files of the newest checkpoint that this node has read ahead, if any."""
-
     def resume_from(self, step: int | None) -> None:
         """Discard what is newer than the step that the run continues from."""
 
@@ -145,9 +142,6 @@ class DirectSaver:
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Yield nothing."""
         yield from ()
-
-    def prefetched(self) -> None:
-        """Return None."""
 
     def resume_from(self, step: int | None) -> None:
         """Do nothing: the root is as the run left it."""

@@ -26,14 +26,6 @@ Authority = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The CA that signed all nodes' certificates."),
 ]
-Prefetcher = Annotated[
-    str | None,
-    typer.Option(metavar="ROOT", help="Read the newest checkpoint of this root into memory."),
-]
-Ranks = Annotated[
-    str | None,
-    typer.Option(metavar="A-B", help="For --prefetch: only files of these ranks, such as 8-15."),
-]
 
 
 @agent.command()
@@ -63,8 +55,6 @@ def run(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="Exit when no snapshots and no training remain.")
     ] = False,
-    prefetch: Prefetcher = None,
-    ranks: Ranks = None,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Log to this file (at most 2 MB) instead of stderr."),
@@ -83,8 +73,6 @@ def run(
         domain=domain,
         secret_file=secret_file,
         until_idle=until_idle,
-        prefetch=prefetch,
-        ranks=ranks,
         log=log,
     )
     if not has_finished:

@@ -43,9 +43,9 @@ class RestoreReport:
         load: the report of the load.
         skipped: newer steps, each with the reason why it was not loaded.
         origins: bytes that this rank read from "local memory", from the memory of "other nodes",
-            "decoded" from the parity of a lost node, from files that the agent has "prefetched",
-            from the "root", from its "mirror", and from the "start" (`start_from`). Unless the root
-            or the start gave all, checksums, per-rank values and damaged bytes are included.
+            "decoded" from the parity of a lost node, from the "root", from its "mirror", and from
+            the "start" (`start_from`). Unless the root or the start gave all, checksums, per-rank
+            values and damaged bytes are included.
         seconds: seconds of each phase on this rank, and `total`. The phases are "asking" the nodes
             and the root which steps they hold; "choosing" the newest complete step; "reading" the
             step, and decoding data of lost nodes; and "rebuilding": discarding newer steps and

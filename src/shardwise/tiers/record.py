@@ -138,7 +138,7 @@ def open_with_mirror(store: Store) -> Store:
     try:
         data = read_private(root, MIRROR_FILE, limit=LARGEST_RECORD)
         place = msgspec.json.decode(data, type=MirrorRecord).place
-        tiers = TieredStore([root, open_store(place)])
+        tiers = TieredStore(root, open_store(place))
         return tiers if parent is None else tiers.at(name)
     except (FileNotFoundError, NotADirectoryError):
         return store

@@ -24,33 +24,30 @@ from shardwise.store.store import Buffer
 from shardwise.tiers.copying import saved_manifest
 
 T = TypeVar("T")
-TIERS = PREFETCHED, ROOT, MIRROR = "prefetched", "root", "mirror"
+TIERS = ROOT, MIRROR = "root", "mirror"
 log = logging.getLogger("shardwise")
 
 
 class TieredStore(ReadOnlyStore):
-    """A read-only store over several tiers, nearest first.
+    """A read-only store over a root and its mirror, the tiers.
 
     Each tier may hold a copy of a file. `DataReader` verifies each block, and reads a missing or
     damaged block from the next tier. A tier that cannot be reached is skipped with a warning. An
     error is raised only if no other tier has the file.
 
     Args:
-        tiers: the stores, nearest first.
-        names: the name of each tier.
+        root, mirror: the tiers. The root is asked first.
     """
 
     why_read_only = "it has several tiers; save to the root, and the mirror gets a copy"
 
-    def __init__(self, tiers: Sequence[Store], names: Sequence[str] = (ROOT, MIRROR)) -> None:
-        self._tiers = tuple(tiers)
-        self._tier_names = tuple(names)
-        self._main = self._tiers[names.index(ROOT) if ROOT in names else 0]
-        self._bytes_read = [0] * len(self._tiers)
+    def __init__(self, root: Store, mirror: Store) -> None:
+        self._tiers = root, mirror
+        self._bytes_read = [0, 0]
         self._count_lock = threading.Lock()
 
     def __str__(self) -> str:
-        return str(self._main)
+        return str(self._tiers[0])
 
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, by the name of the tier.
@@ -59,21 +56,22 @@ class TieredStore(ReadOnlyStore):
         counts for itself.
         """
         with self._count_lock:
-            return dict(zip(self._tier_names, self._bytes_read, strict=True))
+            return dict(zip(TIERS, self._bytes_read, strict=True))
 
     @classmethod
     def over(cls, root: Store, mirror: Store | None) -> Store:
         """Return a root with its mirror; or the root itself without one."""
-        return root if mirror is None else cls([root, mirror])
+        return root if mirror is None else cls(root, mirror)
 
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""
-        return self._main if MANIFEST in self._main.list() else self._tiers[-1]
+        root, mirror = self._tiers
+        return root if MANIFEST in root.list() else mirror
 
     @property
     def traits(self) -> StoreTraits:
         """The traits of the root. Readers lock the checkpoint, wherever a tier has locks."""
-        return replace(self._main.traits, lock_expiry=0.0)
+        return replace(self._tiers[0].traits, lock_expiry=0.0)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what the nearest tier knows that has something at a path."""
@@ -92,7 +90,8 @@ class TieredStore(ReadOnlyStore):
 
     def at(self, name: str) -> TieredStore:
         """Return the store one level below, in all tiers."""
-        return TieredStore([tier.at(name) for tier in self._tiers], self._tier_names)
+        root, mirror = self._tiers
+        return TieredStore(root.at(name), mirror.at(name))
 
     def open(self, path: str, size: int | None = None) -> ReadableFile:
         """Open a file. The tiers are opened when they are needed.

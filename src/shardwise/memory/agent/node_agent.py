@@ -49,8 +49,6 @@ class NodeAgent:
         domain: str = "",
         secret_file: str | os.PathLike[str] | None = None,
         until_idle: bool = False,
-        prefetch: str | None = None,
-        ranks: str | None = None,
         log: str | os.PathLike[str] | None = None,
     ) -> bool:
         """Run the agent in this process until SIGTERM or SIGINT, or until it is idle.
@@ -61,8 +59,6 @@ class NodeAgent:
             domain: the failure domain of this node, for example its rack.
             secret_file: the secret that all nodes share. Default: made in the directory.
             until_idle: return when no snapshots and no training remain.
-            prefetch: read the newest checkpoint of this root into memory, before training asks.
-            ranks: with `prefetch`, read only the files of these ranks, such as "8-15".
             log: log to this file, of at most 2 MB, and redirect stdout and stderr there. Default:
                 stderr.
 
@@ -90,8 +86,6 @@ class NodeAgent:
             tls=self._tls,
             secret=None if secret_file is None else Path(secret_file),
             until_idle=until_idle,
-            prefetch=prefetch,
-            ranks=ranks,
         )
         return run_agent(self._directory, options)
 

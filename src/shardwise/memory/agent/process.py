@@ -41,7 +41,6 @@ from shardwise.memory.identity import (
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
-from shardwise.memory.prefetched import Prefetcher, discard_prefetched, parse_ranks
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
 from shardwise.memory.registry import registry_of
@@ -50,7 +49,6 @@ from shardwise.memory.seal import MappedFiles
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
 STOP_TIMEOUT = 20.0
-PREFETCH_STOP_TIMEOUT = 1.0
 TRIM_PERIOD = 10.0
 log = logging.getLogger("shardwise.agent")
 
@@ -67,8 +65,6 @@ class AgentOptions:
         secret: the file with the secret that clients must present; None for a secret that is
             generated and stored in the home.
         until_idle: whether to exit when the node stores nothing and no training runs.
-        prefetch: the root to read the newest checkpoint of before a training asks; None for none.
-        ranks: read only the files of these ranks, such as "8-15".
     """
 
     interface: str = LOOPBACK
@@ -77,8 +73,6 @@ class AgentOptions:
     tls: Tls | None = None
     secret: Path | None = None
     until_idle: bool = False
-    prefetch: str | None = None
-    ranks: str | None = None
 
 
 def run_agent(directory: Path, options: AgentOptions) -> bool:
@@ -93,7 +87,6 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
     Raises:
         StoreError: another agent runs on the node, or the address or port cannot be used.
     """
-    parse_ranks(options.ranks)  # raises before anything starts
     home = Home(directory)
     address = resolve_interface(options.interface)
     with _agent_lock(home):
@@ -102,7 +95,6 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
         node = read_or_create_node_name(home)
         mapped_files = MappedFiles()
         finish_removals(home)
-        discard_prefetched(home.path)
         observer = Observer(home, node)
         performers = _make_performers(home, node, observer, mapped_files, options.tls)
         agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
@@ -166,13 +158,8 @@ async def _serve(
     threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
     app = create_app(home.path, info.token, agent.wake, agent.list_failing)
     async with serve_connections(app, listener, tls=tls):
-        prefetch = None
-        if options.prefetch is not None:
-            prefetch = Prefetcher(home, options.prefetch, parse_ranks(options.ranks))
         agent.start()
         mirrors.start()
-        if prefetch is not None:
-            prefetch.start()
         agent.wake()
         write_record(home.info_path, info)
         threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
@@ -182,8 +169,6 @@ async def _serve(
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
-            if prefetch is not None:  # a read can hang, and nobody waits for it
-                finished &= await asyncio.to_thread(prefetch.stop, PREFETCH_STOP_TIMEOUT)
             await asyncio.to_thread(mirrors.stop)
             home.info_path.unlink(missing_ok=True)
     if not finished:

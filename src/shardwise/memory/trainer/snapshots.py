@@ -33,7 +33,6 @@ from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.options import Memory, Tls
-from shardwise.memory.prefetched import discard_prefetched, prefetched_files
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
 from shardwise.memory.records import AgentInfo, StorageTask
@@ -260,10 +259,6 @@ class Snapshots:
         """Yield the newest snapshot in memory, as `recovery.find_snapshots` does."""
         return find_snapshots(self, self._group, step)
 
-    def prefetched(self) -> Store | None:
-        """Return the data files that the agent of this node has read ahead, if any."""
-        return prefetched_files(self.run)
-
     def request_mirroring(self, task: StorageTask) -> None:
         """Have the agent of this node mirror the root."""
         try:
@@ -295,7 +290,6 @@ class Snapshots:
 
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
-            discard_prefetched(self.home.path)
             membership, slots = self.membership, self._options.slots
             discard_superseded(self.run, step, membership.lineage, membership.node_of, slots)
 
