@@ -18,10 +18,7 @@ from shardwise.engine.group import SoloGroup
 from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
 from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
-from shardwise.memory.registry import NodeRegistry
 from shardwise.retention import committed_steps
-from tests.memory.test_registry import HERE
-from tests.memory.test_server import RUN
 from tests.memory_store import MemoryStore, Server
 
 SAVE_ID = "0123456789abcdef"
@@ -202,16 +199,10 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
     assert place.list() == []
 
 
-def test_a_run_and_its_nodes_are_recorded_as_objects(server: Server, root: MemoryStore) -> None:
+def test_a_run_is_recorded_as_an_object(root: MemoryStore) -> None:
     lineage = read_or_create_lineage(root)
     assert read_or_create_lineage(root) == lineage
     assert resume_from(root, lineage.run, 7).epoch == 1
-    registry = NodeRegistry(root, RUN)
-    registry.write_entry(HERE, 0)
-    assert [info.url for info in registry.read()[0]] == [HERE.url]
-    assert HERE.token.encode() not in b"".join(data for data, _ in server.objects.values())
-    registry.remove_entry(HERE.node)
-    assert registry.read()[0] == []
 
 
 def test_agents_need_a_root_that_they_can_open(root: MemoryStore, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_the_script_for_kubernetes_saves_when_it_is_evicted(
 
 
 def test_the_job_for_kubernetes_fits_together() -> None:
-    manifest, agent = (
+    (manifest,) = (
         block.text for block in blocks_of("howto/kubernetes.md") if block.language == "yaml"
     )
     service, job = yaml.safe_load_all(manifest)
@@ -262,10 +262,9 @@ def test_the_job_for_kubernetes_fits_together() -> None:
     command = spec["containers"][0]["command"]
     assert f"--nnodes={job['spec']['completions']}" in command
     assert f"--master-addr={job['metadata']['name']}-0.{spec['subdomain']}" in command
-    for arguments in (spec["initContainers"][0]["command"], yaml.safe_load(agent)["command"]):
-        assert arguments[:3] == ["shardwise", "agent", "run"]
-        assert arguments[arguments.index("--dir") + 1] == "/snapshots"
-        run_shardwise(["shardwise", "agent", "run", "--help"])
+    arguments = spec["initContainers"][0]["command"]
+    assert arguments[:3] == ["shardwise", "agent", "run"]
+    assert arguments[arguments.index("--dir") + 1] == "/snapshots"
     assert 'dir="/snapshots"' in script_of("howto/kubernetes.md")
 
 

@@ -42,8 +42,7 @@ CHILD = """
 import asyncio, socket, sys
 from pathlib import Path
 from typing import Any
-from shardwise.memory.agent.connection_limits import serve_connections
-from shardwise.memory.agent.server import create_app
+from shardwise.memory.agent.server import create_app, serve_connections
 
 async def main():
     app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)

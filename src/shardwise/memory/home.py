@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,13 +31,21 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import lock_directory, read_record, ring_bell, write_record
-from shardwise.memory.records import PendingManifest, RingFile, StagedFile, StageOutcome
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    RingFile,
+    StagedFile,
+    StageOutcome,
+)
 from shardwise.store import LocalStore, open_store
 from shardwise.store.local_files import open_regular, try_lock
 
 BELL_FILE = "agent.bell"
 FREE_DIRECTORY = "free"
 _ROOT_RECORD = "root.json"
+KNOWN_NODES_RECORD = "nodes.json"
+MOST_KNOWN_NODES = 64
 OUTCOMES_DIRECTORY = "ended"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
@@ -186,6 +194,25 @@ class Run:
     def set_root(self, root: str) -> None:
         """Record the root of the run's checkpoints."""
         write_record(self.path / _ROOT_RECORD, root)
+
+    def known_nodes(self) -> list[AgentInfo]:
+        """Return the recorded nodes of the run; an empty list without a readable record."""
+        with suppress(StoreError):
+            return read_record(self.path / KNOWN_NODES_RECORD, list[AgentInfo]) or []
+        return []
+
+    def record_nodes(self, nodes: Iterable[AgentInfo]) -> None:
+        """Record on this node which nodes the run uses. Earlier nodes stay in the record.
+
+        Ranks may return to this node after other nodes have continued the run. They find these
+        nodes by this record; the records of the old snapshots do not name them.
+        """
+        known = {info.node: info for info in self.known_nodes()}
+        for info in nodes:
+            known.pop(info.node, None)
+            known[info.node] = info
+        newest = list(known.values())[-MOST_KNOWN_NODES:]
+        write_record(self.path / KNOWN_NODES_RECORD, newest)
 
     def steps(self) -> list[int]:
         """Return the steps that have a directory, in ascending order."""

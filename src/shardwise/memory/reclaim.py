@@ -36,13 +36,11 @@ from shardwise.memory.home import (
     SnapshotDirectory,
     SnapshotInUse,
 )
-from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import read_run_view, read_snapshot
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import rank_in_name
-from shardwise.memory.registry import registry_of
 from shardwise.store import LocalStore
 
 REMOVED_RUN_PREFIX = "vacant-"
@@ -213,9 +211,6 @@ def remove_if_unused(home: Home, run: Run) -> None:
     """
     with lock_directory(run.path, shared=False) as locked:
         if locked and _has_neither_trainers_nor_snapshots(run):
-            with suppress(OSError, ValueError):  # the root does not answer
-                if (registry := registry_of(run)) is not None:
-                    registry.remove_entry(read_or_create_node_name(home))
             _remove_run(home, run)
 
 

@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ABANDONED_MARKER
+from shardwise.memory.home import ABANDONED_MARKER, KNOWN_NODES_RECORD
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import KNOWN_NODES_RECORD as NODES_DIRECTORY
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005
@@ -241,7 +240,7 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
-                if folder.name in ("root.json", NODES_DIRECTORY):
+                if folder.name in ("root.json", KNOWN_NODES_RECORD):
                     continue
                 known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)

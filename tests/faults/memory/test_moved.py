@@ -10,7 +10,16 @@ import pytest
 
 from tests.breadth import mostly_long
 from tests.faults.memory.deaths import die
-from tests.faults.memory.scenario import Cluster, begin, go_on, lose, steps_in, train, until
+from tests.faults.memory.scenario import (
+    Cluster,
+    Went,
+    begin,
+    end_agents,
+    go_on,
+    infos,
+    steps_in,
+    until,
+)
 from tests.tools.gang import Gang
 
 STEPS = 3
@@ -30,17 +39,13 @@ def train_and_die(cluster: Cluster) -> None:
         )
 
 
-def save_protected(cluster: Cluster) -> None:
-    """Save steps in memory, the last one protected, and leave without a word."""
+def restore_and_list_unanswered(cluster: Cluster) -> tuple[Went, list[str]]:
+    """Restore, and return the nodes that did not answer."""
     cp = cluster.open()
-    values, state, _ = begin(cp, cluster.columns, "rows")
-    for step in range(1, STEPS + 1):
-        train(values, step)
-        state["step"] = step
-        handle = cp.save(step, state)
-    assert handle is not None
-    handle.protected(20.0)
+    went = begin(cp, cluster.columns, "rows")[2]
+    assert cp.last_restore is not None
     cp.close(wait=False)
+    return went, list(cp.last_restore.unanswered)
 
 
 def slots(shm: Path) -> set[tuple[str, int]]:
@@ -113,10 +118,10 @@ def test_ranks_that_come_back_find_what_others_saved_meanwhile(
         last += 2 * STEPS
 
 
-def test_nodes_that_know_none_of_the_idle_ones_find_them(gang: Gang, root: Path, shm: Path) -> None:
-    """One is new, and one has lost its memory; what both nodes held is whole on the idle one."""
-    cluster = Cluster(root=root, shm=shm, nodes=2, options={"copies": 1})
-    gang.run(save_protected, cluster, world=2)
-    lose(cluster.directory(0))
-    went = gang.run(go_on, replace(cluster, node_of=(2, 0)), STEPS, world=2)
-    assert {(each.step, each.source) for each in went} == {(STEPS, "memory")}
+def test_a_node_that_does_not_answer_is_named(gang: Gang, root: Path, shm: Path) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=2, every=2)
+    gang.run(go_on, cluster, 3, world=2)
+    silent = next(info.node for info in infos(cluster.directory(1)))
+    end_agents(cluster.directory(1))
+    ((went, unanswered),) = gang.run(restore_and_list_unanswered, cluster, world=1)
+    assert (went.step, went.source, unanswered) == (2, "storage", [silent])

@@ -35,7 +35,6 @@ from shardwise.memory.records import (
     Retry,
     StageOutcome,
 )
-from shardwise.memory.registry import read_known_nodes
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
 
@@ -116,7 +115,7 @@ class Leader:
             raise error
         failure = _log_failure(place, error)
         done = StageOutcome(save_id=action.save_id, stage=stage, failure=failure, node=self.node)
-        infos = read_known_nodes(place.run)
+        infos = place.run.known_nodes()
         with closing(Nodes(place, infos, self.node, RESCUE_TIMEOUT, self.tls)) as nodes:
             nodes.write_to_all(records.save_record(stage, action.save_id, "all"), done)
 

@@ -24,11 +24,10 @@ from shardwise.errors import StoreError
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
-from shardwise.memory.agent.connection_limits import BACKLOG, serve_connections
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.opened_stores import OpenedStores
-from shardwise.memory.agent.server import create_app
+from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import (
@@ -43,7 +42,6 @@ from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
-from shardwise.memory.registry import registry_of
 from shardwise.memory.seal import MappedFiles
 
 LOCK_TIMEOUT = 2.0
@@ -162,7 +160,6 @@ async def _serve(
         mirrors.start()
         agent.wake()
         write_record(home.info_path, info)
-        threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
             await _wait_for_end(home, info, mirrors, ended, until_idle=options.until_idle)
@@ -174,14 +171,6 @@ async def _serve(
     if not finished:
         log.warning("some actions are unfinished; the next agent repeats them")
     return finished
-
-
-def _update_roots(home: Home, info: AgentInfo) -> None:
-    """Write this agent's address to the roots of the runs on this node."""
-    for run in home.runs():
-        with contextlib.suppress(OSError, ValueError):  # the root does not answer
-            if (registry := registry_of(run)) is not None:
-                registry.update_address(info)
 
 
 async def _wait_for_end(

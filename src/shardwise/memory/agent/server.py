@@ -9,27 +9,35 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import logging
 import os
 import re
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+from weakref import WeakSet
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
-from shardwise.memory.agent.connection_limits import UNAUTHENTICATED_CONNECTIONS
 from shardwise.memory.files import LARGEST_RECORD
-from shardwise.memory.identity import make_run_token
 from shardwise.memory.listing import list_steps, open_below
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import NotRegularFileError, open_regular, write_atomically
 
+BACKLOG = 1024
+MOST_CONNECTIONS = 1024
+FIRST_REQUEST_TIMEOUT, HANDSHAKE_TIMEOUT = 5.0, 5.0
+IDLE_TIMEOUT = 90.0
+SHUTDOWN_TIMEOUT = 2.0
 POLL_PERIOD = 0.02
 STALL_TIMEOUT = 30.0
 SLOWEST_RATE = 1 << 20
@@ -39,8 +47,18 @@ RUN_PATH = "/runs/{run:[0-9a-f]{16}}"
 _WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
 """The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
 the trainers and the agent of this node write the other records."""
-_READ_METHODS = ("GET", "HEAD")
 _NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+_AUTHENTICATED = web.AppKey("authenticated", WeakSet[asyncio.BaseTransport])
+"""The connections over which a client has presented the secret."""
+
+
+def _is_defect(record: logging.LogRecord) -> bool:
+    """Return whether an error is one of the agent, and not a request that is not valid HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+log = logging.getLogger("shardwise.agent.requests")
+log.addFilter(_is_defect)
 
 
 def create_app(
@@ -64,12 +82,82 @@ def create_app(
         raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
     handlers = _Handlers(home, wake, list_failing)
     app = web.Application(middlewares=[_require_token(token)])
+    app[_AUTHENTICATED] = WeakSet()
     app.router.add_get("/health", handlers.list_failing)
     app.router.add_get(RUN_PATH, handlers.list_files)
     app.router.add_get(f"{RUN_PATH}/{{step}}/{{name}}", handlers.send_file)
     app.router.add_put(f"{RUN_PATH}/{{step}}/{{name}}", handlers.receive_record)
     app.on_response_prepare.append(_hide_versions)
     return app
+
+
+@asynccontextmanager
+async def serve_connections(
+    app: web.Application,
+    listener: socket.socket,
+    *,
+    tls: ssl.SSLContext | None = None,
+    idle_timeout: float = IDLE_TIMEOUT,
+    most: int = MOST_CONNECTIONS,
+) -> AsyncIterator[None]:
+    """Serve an application while the block runs.
+
+    Anybody can open connections. So a connection is closed at once if there are too many, and after
+    a few seconds unless its client has presented the secret.
+
+    Args:
+        listener: the listening socket. It is closed at the end.
+        tls: certificate and key for https; None for http.
+        idle_timeout: seconds until a connection is closed on which no complete request arrived.
+        most: the largest number of connections.
+    """
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=log,
+        keepalive_timeout=idle_timeout,
+        lingering_time=SHUTDOWN_TIMEOUT,
+        auto_decompress=False,
+        shutdown_timeout=SHUTDOWN_TIMEOUT,
+    )
+    await runner.setup()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: _Acceptor(runner, most, min(FIRST_REQUEST_TIMEOUT, idle_timeout)),
+        sock=listener,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT,
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        await runner.cleanup()
+
+
+class _Acceptor(asyncio.Protocol):
+    """Passes each new connection to the server, or closes it if there are too many."""
+
+    def __init__(self, runner: web.AppRunner, most: int, timeout: float) -> None:
+        self._runner, self._most, self._timeout = runner, most, timeout
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept or close a new connection."""
+        server = self._runner.server
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError(f"{transport!r} is not a connection")
+        if server is None or len(server.connections) >= self._most:
+            transport.abort()
+            return
+        asyncio.get_running_loop().call_later(self._timeout, self._close_stranger, transport)
+        handler = server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+
+    def _close_stranger(self, transport: asyncio.Transport) -> None:
+        """Close a connection over which nobody has presented the secret."""
+        if transport not in self._runner.app[_AUTHENTICATED]:
+            transport.abort()
 
 
 class _Handlers:
@@ -171,26 +259,18 @@ class _Handlers:
 
 
 def _require_token(token: str) -> Middleware:
-    """Return a middleware that serves only requests with a valid token.
-
-    The secret is valid for all requests. The token of a run is valid only for reading that run:
-    everybody who can read the run's root can read the token.
-    """
+    """Return a middleware that serves only requests with this token."""
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        run = request.match_info.get("run", "") if request.method in _READ_METHODS else ""
-        run_authorization = f"Bearer {make_run_token(token, run)}".encode() if run else expected
-        if not (
-            hmac.compare_digest(received, expected)
-            | hmac.compare_digest(received, run_authorization)
-        ):
+        if not hmac.compare_digest(received, expected):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
-        request.app[UNAUTHENTICATED_CONNECTIONS].remove(request.transport)
+        if request.transport is not None:
+            request.app[_AUTHENTICATED].add(request.transport)
         return await handler(request)
 
     return check

@@ -23,7 +23,6 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import find_unreadable_files
-from shardwise.memory.registry import read_known_nodes
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
 
@@ -61,7 +60,7 @@ IsEnough = Callable[[Sequence[NodeFiles], Mapping[str, AgentInfo]], bool]
 
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
-    known = {info.node: info for info in read_known_nodes(run)}
+    known = {info.node: info for info in run.known_nodes()}
     for step in run.steps():
         for pending in SnapshotDirectory(run, step).pending_manifests():
             known |= {info.node: info for info in pending.nodes}

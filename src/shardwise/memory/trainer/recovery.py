@@ -93,8 +93,7 @@ def _find_assembly(
 
     def choose(encoded: list[bytes]) -> bytes:
         nodes = [msgspec.msgpack.decode(each, type=NodeFiles) for each in encoded if each]
-        others, unreachable = snapshots.registry.read({info.node for info in membership.nodes})
-        infos = {info.node: info for info in (*others, *membership.nodes)}
+        infos = {info.node: info for info in membership.nodes}
         deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
 
         def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
@@ -109,12 +108,13 @@ def _find_assembly(
         start = time.perf_counter()
         assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
         seconds = time.perf_counter() - start
-        silent = {
-            info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-            for info in others
-        }
         answered = {each.node for each in search.nodes}
-        unanswered = {n: why for n, why in {**unreachable, **silent}.items() if n not in answered}
+        unanswered = {
+            info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
+            for each in search.nodes
+            for info in each.known_nodes
+            if info.node not in answered
+        }
         if unanswered and search.is_complete(step):
             unanswered = {}
         assembly = msgspec.structs.replace(

@@ -36,7 +36,6 @@ from shardwise.memory.options import Memory, Tls
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
 from shardwise.memory.records import AgentInfo, StorageTask
-from shardwise.memory.registry import NodeRegistry, Registration, record_known_nodes
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
@@ -69,7 +68,6 @@ class Snapshots:
         skipped: the number of snapshots that were skipped because no slot was free.
         home, run: the directories of this node and of the run on it.
         membership: the nodes of the run, and the lineage of the run.
-        registry: the nodes of the run, as recorded in its root.
     """
 
     def __init__(
@@ -87,8 +85,6 @@ class Snapshots:
         self._pending, self.skipped = PendingSaves(), 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
-        self.registry = NodeRegistry(root, self.run.name)
-        self._registration = Registration(self.registry, waits=root.traits.lock_expiry == 0.0)
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
         )
@@ -124,7 +120,7 @@ class Snapshots:
         if self.is_first_of_node:
             forget_lost_ranks(self.run)
             remove_other_runs(self.home, self.run, str(self._root))
-            record_known_nodes(self.run, self.membership.nodes)
+            self.run.record_nodes(self.membership.nodes)
             node_of = self.membership.node_of
             delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
 
@@ -220,12 +216,7 @@ class Snapshots:
         self._raise_failures()
         if self._supervisor is not None:
             self._supervisor.check()
-        info = ensure_agent(self.home, self._options)
-        if self.is_first_of_node:
-            self._registration.update(
-                info, self.membership.lineage.epoch, removes_old_entries=self._group.rank == 0
-            )
-        return info
+        return ensure_agent(self.home, self._options)
 
     def prepare(
         self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
@@ -307,7 +298,6 @@ class Snapshots:
         try:
             if wait:
                 self._finish()
-                self._registration.finish()
             self.fence()
             if not failed:
                 self._rank_lock.release()
@@ -399,7 +389,6 @@ class Snapshots:
         def delete() -> None:
             if self.is_first_of_node:
                 shutil.rmtree(self.run.path, ignore_errors=True)
-                self._registration.remove(self.node)
 
         for work in (lambda: self._discard(None), self._staging.remove, delete):
             run_on_all(self._group, "deleting snapshots", work)
