@@ -1,11 +1,11 @@
 """Plan a save: all ranks agree on the save, and each rank computes which pieces it writes.
 
-A save begins with these steps, which `engine/save.py` and snapshots in memory share:
+`plan_together` has three steps, which `engine/save.py` and snapshots in memory share:
 
-1. `describe_save`: describe the state of this rank.
-2. Each rank sends an offer (`encode_offer`) to rank 0, which compares the offers (`agree_on_save`)
-   and replies with an `Agreement`.
-3. `complete_plan`: ranks with a new structure send it to rank 0, which sends all structures to all
+1. `_describe`: describe the state of this rank.
+2. Each rank sends an offer to rank 0, which compares the offers (`_agree`), begins the save, and
+   replies with an agreement.
+3. `_complete_plan`: ranks with a new structure send it to rank 0, which sends all structures to all
    ranks. Then every rank computes the plan. If all ranks have the plan in their caches, nothing is
    sent.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import exchange, require_equal, run_on_all
+from shardwise.engine.exchange import exchange, exchange_with_local_value, require_equal, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
@@ -54,6 +54,7 @@ class SaveRequest:
         options: the options of the save.
         place: the destination, for error messages. Default: the store.
         written_to: the storage that needs room for the save now; None if there is none.
+        note: what this rank tells rank 0 besides.
     """
 
     state: LocalState
@@ -62,6 +63,7 @@ class SaveRequest:
     options: SaveOptions
     place: str = ""
     written_to: Store | None = None
+    note: bytes = b""
 
     @property
     def terms(self) -> str:
@@ -168,7 +170,7 @@ class PlannedSave:
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedSave:
+class _DescribedSave:
     """A request of this rank, and the description of its tensors.
 
     Attributes:
@@ -199,6 +201,7 @@ class _Offer(msgspec.Struct, array_like=True):
         cached_plans: the fingerprints of the plans in the rank's cache.
         values_digest: the digest of the rank's plain values.
         digests: the rank's message about the replicas that it compared at the last save.
+        note: that of its request.
     """
 
     terms: str
@@ -207,10 +210,11 @@ class _Offer(msgspec.Struct, array_like=True):
     cached_plans: list[bytes]
     values_digest: bytes
     digests: bytes
+    note: bytes
 
 
 @prepare_decoding
-class Agreement(msgspec.Struct, array_like=True):
+class _Agreement(msgspec.Struct, array_like=True):
     """Rank 0's reply to all ranks.
 
     Attributes:
@@ -245,61 +249,79 @@ class _EncodedWorld(msgspec.Struct, array_like=True):
         )
 
 
-def describe_save(request: SaveRequest) -> DescribedSave:
-    """Describe the tensors of a request.
+def plan_together(
+    prepare: Callable[[], SaveRequest],
+    begin: Callable[[SaveRequest, list[bytes]], str],
+    group: Group,
+    plan_cache: PlanCache,
+    recorder: Recorder,
+    watch: ReplicaWatch | None = None,
+) -> PlannedSave | None:
+    """Agree on a save, and plan it. All ranks call this function together.
+
+    Args:
+        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
+        begin: called on rank 0 with its request and the notes of all ranks, once all requests are
+            known to be equal. It returns the id of the save; or "" to skip the save.
+        group: the ranks.
+        plan_cache: plans of earlier saves, which this save reads and updates.
+        recorder: gets an event for each stage.
+        watch: compares replicas at several saves, if it is not None.
+
+    Returns:
+        This rank's part of the save; None if the save is skipped.
 
     Raises:
         StateError: as for `describe_tensors`.
+        MismatchError: ranks do not save the same checkpoint in the same way.
+        LayoutError: as for `plan.save.plan_save`.
+        StoreError: the storage has too little room.
     """
+
+    def offer() -> tuple[_DescribedSave, bytes]:
+        with recorder.stage("describe"):
+            described = _describe(prepare())
+        own = _Offer(
+            described.request.terms,
+            described.fingerprint,
+            described.description.coordinates,
+            plan_cache.fingerprints(group.rank),
+            described.values.digest(),
+            b"" if watch is None else watch.encode_message(),
+            described.request.note,
+        )
+        return described, msgspec.msgpack.encode(own)
+
+    def reply(own: _DescribedSave, encoded: list[bytes]) -> bytes:
+        offers = [msgspec.msgpack.decode(each, type=_Offer) for each in encoded]
+        agreement = _agree(offers, own.request, plan_cache, watch)
+        agreement.save_id = begin(own.request, [each.note for each in offers])
+        return msgspec.msgpack.encode(agreement)
+
+    described, encoded = exchange_with_local_value(group, "agreeing on a save", offer, reply)
+    agreement = msgspec.msgpack.decode(encoded, type=_Agreement)
+    if watch is not None:
+        watch.conclude(agreement.differing, group, recorder)
+    if not agreement.save_id:
+        return None
+    return _complete_plan(described, agreement, group, plan_cache, recorder, watch)
+
+
+def _describe(request: SaveRequest) -> _DescribedSave:
     state = request.state
     description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
     encoded = msgspec.msgpack.encode(description.structure)
     values = SharedValues.of(state)
-    return DescribedSave(request, description, fragments, encoded, _digest(encoded), values)
+    return _DescribedSave(request, description, fragments, encoded, _digest(encoded), values)
 
 
-def encode_offer(
-    described: DescribedSave,
-    plan_cache: PlanCache,
-    group: Group,
-    watch: ReplicaWatch | None = None,
-) -> bytes:
-    """Return this rank's message to rank 0, for `agree_on_save`.
-
-    Args:
-        described: the save.
-        plan_cache: plans of earlier saves.
-        group: the ranks.
-        watch: has compared replicas at the last save.
-    """
-    offer = _Offer(
-        described.request.terms,
-        described.fingerprint,
-        described.description.coordinates,
-        plan_cache.fingerprints(group.rank),
-        described.values.digest(),
-        b"" if watch is None else watch.encode_message(),
-    )
-    return msgspec.msgpack.encode(offer)
-
-
-def agree_on_save(
-    encoded: Sequence[bytes],
+def _agree(
+    offers: Sequence[_Offer],
     request: SaveRequest,
     plan_cache: PlanCache,
-    watch: ReplicaWatch | None = None,
-) -> Agreement:
-    """Compare the offers of all ranks on rank 0. The caller adds the id of the save.
-
-    Args:
-        encoded: the offer of each rank.
-        request, plan_cache, watch: those of rank 0.
-
-    Raises:
-        MismatchError: ranks do not save the same checkpoint.
-        StoreError: the storage has too little room.
-    """
-    offers = [msgspec.msgpack.decode(each, type=_Offer) for each in encoded]
+    watch: ReplicaWatch | None,
+) -> _Agreement:
+    """Compare the offers of all ranks on rank 0; the request and the rest are those of rank 0."""
     require_equal(
         [each.terms for each in offers], "ranks do not save the same checkpoint in the same way:"
     )
@@ -310,7 +332,7 @@ def agree_on_save(
     if cached is not None and cached.manifest is not None:
         _refuse_if_full(request, cached.manifest.bytes_stored)
     value_senders = _first_of_each([each.values_digest for each in offers])
-    return Agreement(
+    return _Agreement(
         plan,
         is_cached,
         _first_of_each([each.fingerprint for each in offers]),
@@ -319,31 +341,15 @@ def agree_on_save(
     )
 
 
-def complete_plan(
-    described: DescribedSave,
-    agreement: Agreement,
+def _complete_plan(
+    described: _DescribedSave,
+    agreement: _Agreement,
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    watch: ReplicaWatch | None = None,
+    watch: ReplicaWatch | None,
 ) -> PlannedSave:
-    """Send structures and plain values as far as other ranks lack them, and plan the save.
-
-    All ranks call this function together.
-
-    Args:
-        described: the save.
-        agreement: rank 0's reply.
-        group: the ranks.
-        plan_cache: plans of earlier saves, which this save reads and updates.
-        recorder: gets an event for each stage.
-        watch: compares the replicas of this save.
-
-    Raises:
-        MismatchError: plain values, or dtypes or shapes of tensors, differ between ranks.
-        LayoutError: as for `plan.save.plan_save`.
-        StoreError: the storage has too little room.
-    """
+    """Send structures and plain values as far as other ranks lack them, and plan the save."""
     with recorder.stage("plan"):
         plan = plan_cache.get(agreement.plan, group.rank) if agreement.is_cached else None
         plan_cache.count(is_hit=plan is not None)
@@ -376,7 +382,7 @@ def complete_plan(
 
 
 def _share(
-    described: DescribedSave, agreement: Agreement, group: Group
+    described: _DescribedSave, agreement: _Agreement, group: Group
 ) -> tuple[World, tuple[ObjectEntry, ...]]:
     """Send what other ranks lack.
 

@@ -12,19 +12,10 @@ import torch
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.commit import publish_manifest
-from shardwise.engine.exchange import exchange, exchange_with_local_value, run_on_all
+from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import map_in_threads, remove_leftovers
-from shardwise.engine.planning import (
-    Agreement,
-    DescribedSave,
-    PlannedSave,
-    SaveRequest,
-    agree_on_save,
-    complete_plan,
-    describe_save,
-    encode_offer,
-)
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
@@ -106,22 +97,11 @@ def save_all(
     """
     sent_before = group.bytes_sent
     with ExitStack() as lock:
-
-        def offer() -> tuple[DescribedSave, bytes]:
-            with recorder.stage("describe"):
-                described = describe_save(prepare())
-            return described, encode_offer(described, plan_cache, group, watch)
-
-        def reply(own: DescribedSave, offers: list[bytes]) -> bytes:
-            agreement = agree_on_save(offers, own.request, plan_cache, watch)
-            agreement.save_id = lock_place(own.request, lock)
-            return msgspec.msgpack.encode(agreement)
-
-        described, encoded = exchange_with_local_value(group, "agreeing on a save", offer, reply)
-        agreement = msgspec.msgpack.decode(encoded, type=Agreement)
-        if watch is not None:
-            watch.conclude(agreement.differing, group, recorder)
-        planned = complete_plan(described, agreement, group, plan_cache, recorder, watch)
+        planned = plan_together(
+            prepare, lambda own, _: lock_place(own, lock), group, plan_cache, recorder, watch
+        )
+        if planned is None:
+            raise RuntimeError("a save to storage is never skipped")
         save = planned.save
         if save.options.check_replicas:
             with recorder.stage("check_replicas"):

@@ -11,18 +11,9 @@ from dataclasses import replace
 import msgspec
 
 from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.exchange import exchange, exchange_with_local_value, run_on_all
+from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.planning import (
-    Agreement,
-    DescribedSave,
-    PlannedSave,
-    SaveRequest,
-    agree_on_save,
-    complete_plan,
-    describe_save,
-    encode_offer,
-)
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
@@ -163,52 +154,35 @@ class Snapshots:
         self.fence()
         bytes_sent_before = self._group.bytes_sent
 
-        def offer() -> tuple[DescribedSave, bytes]:
+        def prepare() -> SaveRequest:
             info = self._check_before_save()
-            has_slot, described = self._describe(make_save(), recorder, durable=durable)
-            own = encode_offer(described, plan_cache, self._group, self._comparison)
-            return described, msgspec.msgpack.encode((own, has_slot, info))
+            save = make_save()
+            step = save.options.step or 0
+            refuse_older_step(self.run, step, self.membership.lineage, self._root)
+            self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
+            has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
+            return replace(
+                save,
+                place=str(save.store) if durable else f"memory, for {save.store}",
+                written_to=self._root if durable else None,
+                note=msgspec.msgpack.encode((has_slot, info)),
+            )
 
-        def reply(own: DescribedSave, encoded: list[bytes]) -> bytes:
+        def begin(own: SaveRequest, notes: list[bytes]) -> str:
             if durable:
-                refuse_existing(own.request, self._steps_to_look_for)
-            message_type = tuple[bytes, bool, AgentInfo]
-            decoded = [msgspec.msgpack.decode(each, type=message_type) for each in encoded]
-            offers = [each for each, _, _ in decoded]
-            agreement = agree_on_save(offers, own.request, plan_cache, self._comparison)
-            self.membership.nodes = list({info.node: info for _, _, info in decoded}.values())
-            has_slots = all(has_slot for _, has_slot, _ in decoded)
-            if has_slots or self._options.when_full != "skip":
-                agreement.save_id = new_save_id()
-            return msgspec.msgpack.encode(agreement)
+                refuse_existing(own, self._steps_to_look_for)
+            decoded = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in notes]
+            self.membership.nodes = list({info.node: info for _, info in decoded}.values())
+            has_slots = all(has_slot for has_slot, _ in decoded)
+            return new_save_id() if has_slots or self._options.when_full != "skip" else ""
 
-        described, encoded = exchange_with_local_value(
-            self._group, "agreeing on a save", offer, reply
-        )
-        agreement = msgspec.msgpack.decode(encoded, type=Agreement)
-        self._comparison.conclude(agreement.differing, self._group, recorder)
-        if not agreement.save_id:
+        planned = plan_together(prepare, begin, self._group, plan_cache, recorder, self._comparison)
+        if planned is None:
             self.skipped += 1
             return None
-        planned = complete_plan(
-            described, agreement, self._group, plan_cache, recorder, self._comparison
-        )
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
-
-    def _describe(
-        self, save: SaveRequest, recorder: Recorder, *, durable: bool
-    ) -> tuple[bool, DescribedSave]:
-        """Return whether this rank has a slot for a snapshot, and the described save."""
-        step = save.options.step or 0
-        refuse_older_step(self.run, step, self.membership.lineage, self._root)
-        self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-        has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
-        place = str(save.store) if durable else f"memory, for {save.store}"
-        root = self._root if durable else None
-        with recorder.stage("describe"):
-            return has_slot, describe_save(replace(save, place=place, written_to=root))
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
@@ -228,17 +202,15 @@ class Snapshots:
                 much is needed.
         """
         group = self._group
-
-        def offer() -> tuple[DescribedSave, bytes]:
-            described = describe_save(replace(make_save(), written_to=None))
-            return described, encode_offer(described, plan_cache, group)
-
-        def reply(own: DescribedSave, offers: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode(agree_on_save(offers, own.request, plan_cache))
-
-        described, encoded = exchange_with_local_value(group, "allocating slots", offer, reply)
-        agreement = msgspec.msgpack.decode(encoded, type=Agreement)
-        planned = complete_plan(described, agreement, group, plan_cache, recorder)
+        planned = plan_together(
+            lambda: replace(make_save(), written_to=None),
+            lambda own, notes: new_save_id(),
+            group,
+            plan_cache,
+            recorder,
+        )
+        if planned is None:
+            raise RuntimeError("slots are always planned")
         source, ring = self._rings.join(planned)
         compared = self._comparison.most_bytes(planned.plan, planned.description)
         with recorder.stage("allocate"):
