@@ -140,7 +140,6 @@ def test_the_newest_comes_from_memory_in_another_sharding(
 ) -> None:
     root, shm = trained
     assert {each.name for each in root.iterdir()} == {
-        "nodes",
         "run.json",
         "step-00000002",
         "step-00000004",

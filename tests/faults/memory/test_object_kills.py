@@ -162,7 +162,7 @@ class Run:
         root = open_store(self.direct)
         for name in root.list():
             if step_of_directory(name) is None:
-                assert name in ("run.json", "nodes"), name
+                assert name == "run.json", name
                 continue
             step = root.at(name)
             entries = sw.open(step).layout.files
@@ -183,8 +183,8 @@ def run(server: Server, gang: Gang, shm: Path, tmp_path: Path) -> Iterator[Run]:
             yield run
 
 
-UPLOAD = 19
-"""A save makes about 30 requests. This one uploads data."""
+UPLOAD = 7
+"""A save makes about 18 requests. This one uploads data."""
 
 
 @pytest.mark.parametrize(
