@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,9 +21,12 @@ from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailab
 from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.retention import committed_steps
+from shardwise.store.retry import Retry, RetryingStore
+from shardwise.store.wrapped import WrappedStore
 from tests.memory_store import MemoryStore, Server
 
 SAVE_ID = "0123456789abcdef"
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -196,6 +201,30 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
 
     with pytest.raises(StoreUnavailableError, match="another process removed files"):
         publish_manifest(place, b"{}", [name], replace=False, clock=removed_meanwhile)
+    assert place.list() == []
+
+
+def test_a_publication_that_is_repeated_looks_for_the_files_again(root: MemoryStore) -> None:
+    place = root.at("it")
+    name = data_file(0, SAVE_ID)
+    place.publish(name, b"x", replace=False)
+
+    class Unreachable(WrappedStore):
+        """Does not answer the first time, and meanwhile another process removes the file."""
+
+        attempts = 0
+
+        def run(self, operation: str, path: str, act: Callable[[], T]) -> T:
+            if operation == "publish":
+                self.attempts += 1
+                if self.attempts == 1:
+                    place.delete(name)
+                    raise StoreUnavailableError("no answer")
+            return act()
+
+    retrying = RetryingStore(Unreachable(place), Retry(sleep=lambda _: None))
+    with pytest.raises(StoreUnavailableError, match="another process removed files"):
+        publish_manifest(retrying, b"{}", [name], replace=False)
     assert place.list() == []
 
 

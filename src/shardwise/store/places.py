@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -59,6 +60,24 @@ def unwrapped(store: Store) -> Store:
     from shardwise.store.retry import RetryingStore
 
     return store.store if isinstance(store, RetryingStore) else store
+
+
+def publish_checked(
+    store: Store, key: str, data: bytes, *, replace: bool, check: Callable[[], object]
+) -> None:
+    """Publish a small file as `Store.publish` does, and call `check` before each attempt.
+
+    Raises:
+        Exception: of `check`. Then this attempt publishes nothing.
+        OSError: as for `Store.publish`.
+    """
+    from shardwise.store.retry import RetryingStore
+
+    if isinstance(store, RetryingStore):
+        store.publish(key, data, replace=replace, check=check)
+    else:
+        check()
+        store.publish(key, data, replace=replace)
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:

@@ -186,10 +186,22 @@ class RetryingStore(WrappedStore):
         except FileNotFoundError:
             return None
 
-    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """See `Store.publish`."""
+    def publish(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        replace: bool,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """See `Store.publish`.
+
+        Args:
+            check: called before each attempt. If this function raises, nothing is published.
+        """
 
         def publish() -> None:
+            check()
             try:
                 self.store.publish(key, data, replace=replace)
             except (FileExistsError, StoreUnavailableError) as failure:
