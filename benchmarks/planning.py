@@ -69,7 +69,7 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
     )
     world = World((structure,), np.zeros(ranks, np.int64), tuple((i,) for i in range(ranks)))
     start = time.perf_counter()
-    manifest = plan_save(world).manifest().tensors
+    manifest = plan_save(world).encode_tensors()
     seconds = time.perf_counter() - start
     return {"ranks": ranks, "seconds": round_digits(seconds), "manifest, bytes": len(manifest)}
 

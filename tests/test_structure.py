@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=353,
+    modules=354,
     statements=32600,
-    modules_of_api=98,
-    statements_of_api=7820,
-    record_types=343,
-    names_across_packages=413,  # the ports are used from everywhere
+    modules_of_api=93,
+    statements_of_api=7250,
+    record_types=338,
+    names_across_packages=417,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=128,
+    test_files_with_inner_imports=125,
 )
 """Lower a limit when its figure has fallen."""
 

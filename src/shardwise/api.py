@@ -211,15 +211,13 @@ def open(  # noqa: A001 - shardwise.open
         spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step
     )
 
-    def get_store() -> Store:
-        store = open_place(place)
-        # The same checkpoint is often opened again.
-        return store.with_cached_reads() if isinstance(store, LocalStore) else store
-
     with ExitStack() as cleanup, pause_gc():
-        store, layout = open_any(get_store, SoloGroup(), cleanup, options)
+        store = open_place(place)
+        if isinstance(store, LocalStore):
+            store = store.with_cached_reads()  # the same checkpoint is often opened again
+        files, layout = open_any(store, SoloGroup(), cleanup, options)
         lock = cleanup.pop_all()
-        return Checkpoint(store, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
+        return Checkpoint(files, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
 
 
 def open_place(place: Place) -> Store:

@@ -18,12 +18,12 @@ from shardwise.convert.export import (
 from shardwise.convert.write import ConversionReport
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.events import Recorder, Sink
 from shardwise.formats.options import OpenOptions
 from shardwise.formats.specification import Specification
-from shardwise.opening import open_any
+from shardwise.opening import agree_on_place, open_any
 from shardwise.retention import Choice
-from shardwise.store import Store
 
 
 def export(
@@ -75,12 +75,11 @@ def export(
         config=config, verify=verify, max_memory=max_memory, max_file=max_file)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step)
     recorder = Recorder(on_event)
-
-    def get_store() -> Store:
-        options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
-        return open_place(place)
-
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):
-            source, layout = open_any(get_store, ranks, cleanup, how, options.resume_key)
+            with Round(ranks, "beginning an export") as beginning:
+                options.check()
+                store = open_place(place)
+                agree_on_place(beginning, store, how, options.resume_key)
+            source, layout = open_any(store, ranks, cleanup, how)
         return write_export(options, source, layout, ranks, recorder)

@@ -6,23 +6,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.adapters import (
     bind_state,
 )
 from shardwise.engine.buffers import Arena, check_staging_bytes
-from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads
 from shardwise.engine.match import Matched, agree_on_match, match_targets
 from shardwise.engine.name_parameters import GROUPS, name_parameters
 from shardwise.engine.per_rank import read_per_rank
+from shardwise.engine.rounds import Round
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.options import OpenOptions
 from shardwise.manifest.layout import Layout
-from shardwise.opening import open_any
+from shardwise.opening import agree_on_place, open_any
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
@@ -30,16 +30,17 @@ from shardwise.ports.read_strategy import (
     GROUP as READ_STRATEGIES,
 )
 from shardwise.ports.read_strategy import (
-    BytesMoved,
     RankReads,
     ReadAlone,
     ReadStrategy,
 )
-from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.overlaps import make_leaves_fillable
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
+
+if TYPE_CHECKING:
+    from shardwise.resizing import Resizing
 
 State = MutableMapping[str, Any]
 
@@ -100,33 +101,27 @@ def load_state(
     Raises:
         ShardwiseError: as for `shardwise.load`.
     """
-    bindings: list[Binding] = []
-
-    def describe() -> Store:
-        options.check()
-        bindings.extend(bind_state(state, allow_pickle=options.allow_pickle))
-        return get_store()
-
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-            store, layout = open_any(describe, group, cleanup, open_options, options.settings_text)
+            with Round(group, "beginning a load") as step:
+                options.check()
+                bindings = bind_state(state, allow_pickle=options.allow_pickle)
+                place = get_store()
+                agree_on_place(step, place, open_options, options.settings_text)
+            store, layout = open_any(place, group, cleanup, open_options)
         with recorder.stage("match"):
             saved, matched, unexpected = _match(layout, bindings, state, options, group)
         arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("plan"):
-            plan = partial(plan_reads, matched.leaves, saved, store, arena)
-            planned = run_on_all(group, "planning a load", plan)
+            with Round(group, "planning a load"):
+                planned = plan_reads(matched.leaves, saved, store, arena)
             reads = RankReads(planned=planned, store=store, arena=arena, verify=options.verify)
             fill = _choose_strategy(group, options.read_once).agree(reads, group, cleanup)
-
-        def read_and_restore() -> BytesMoved:
+        with Round(group, "loading"):
             with recorder.stage("read"):
                 moved = fill()
             with recorder.stage("restore"):
                 _restore_values(bindings, matched, saved, store, group, verify=options.verify)
-            return moved
-
-        moved = run_on_all(group, "loading", read_and_restore)
         for binding in bindings:
             binding.rebuild_weights()
     return LoadReport(
@@ -176,20 +171,24 @@ def _match(
     """
     rename = rename_function(options.rename)
     selection = Selection.from_patterns(options.only, options.skip)
-    resizing = Resizing.from_patterns(options.resize, bindings, group)
+    resizing = None
+    if options.resize:
+        from shardwise.resizing import Resizing  # other loads need not import it
+
+        resizing = Resizing.from_patterns(options.resize, bindings, group)
     orders = partial(_parameter_orders, bindings, SavedNames(layout, rename), resizing)
     layout = name_parameters(layout, orders, group)
-    layout = resizing.apply(layout, SavedNames(layout, rename), selection)
+    if resizing is not None:
+        layout = resizing.apply(layout, SavedNames(layout, rename), selection)
     saved = SavedNames(layout, rename)
-    match = partial(_match_state, bindings, saved, selection, cast=options.cast)
-    matched, unexpected = agree_on_match(
-        match, saved, selection, state, group, strict=options.strict
-    )
+    with Round(group, "matching names") as step:
+        matched = _match_state(bindings, saved, selection, cast=options.cast)
+        unexpected = agree_on_match(step, matched, saved, selection, state, strict=options.strict)
     return saved, matched, unexpected
 
 
 def _parameter_orders(
-    bindings: Sequence[Binding], saved: SavedNames, resizing: Resizing
+    bindings: Sequence[Binding], saved: SavedNames, resizing: Resizing | None
 ) -> dict[str, ParameterOrder]:
     """Return the parameters of each optimizer in order, by the optimizer's name when saved."""
     found: dict[str, ParameterOrder] = {}
@@ -197,7 +196,9 @@ def _parameter_orders(
         order = binding.parameter_order()
         if order is not None:
             name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
-            found[name] = resizing.order_with_saved_shapes(order, saved)
+            if resizing is not None:
+                order = resizing.order_with_saved_shapes(order, saved)
+            found[name] = order
     return found
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
-from shardwise.engine.exchange import exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round, require_equal
 from shardwise.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -55,12 +55,33 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 log = logging.getLogger("shardwise")
 
 
+def agree_on_place(step: Round, store: Store, options: OpenOptions, settings: str = "") -> None:
+    """Check that all ranks open the same checkpoint in the same way; the end of a round.
+
+    Args:
+        step: the round.
+        store: the place, as this rank knows it.
+        options: the options for reading the checkpoint.
+        settings: further settings, as text, which must be equal on all ranks.
+
+    Raises:
+        StateError: `options.step` is invalid.
+        MismatchError: ranks pass different arguments.
+    """
+    terms = f"{store}, step={parse_choice(options.step)!r} {settings}"
+    step.reduce(terms, str, _require_equal_terms, type(None))
+
+
+def _require_equal_terms(terms: list[str]) -> None:
+    require_equal(
+        terms,
+        "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
+        "ranks:",
+    )
+
+
 def open_any(
-    get_store: Callable[[], Store],
-    group: Group,
-    cleanup: ExitStack,
-    options: OpenOptions = DEFAULT_OPTIONS,
-    settings_text: str = "",
+    store: Store, group: Group, cleanup: ExitStack, options: OpenOptions = DEFAULT_OPTIONS
 ) -> tuple[Files, Layout]:
     """Open the checkpoint at a place on all ranks together. It may be a foreign checkpoint.
 
@@ -68,46 +89,32 @@ def open_any(
     of the foreign files. Every rank checks the result.
 
     Args:
-        get_store: returns the store of the place. A failure on one rank is raised on all ranks.
+        store: the place, the same on all ranks; see `agree_on_place`.
         group: the ranks.
         cleanup: holds the checkpoint, on rank 0 for all ranks: it is not removed until `cleanup`
             closes.
         options: the options for reading the checkpoint.
-        settings_text: further settings, as text, which must be equal on all ranks.
 
     Returns:
         The files of the checkpoint, and their layout.
 
     Raises:
-        ShardwiseError: as for `shardwise.open`; or ranks pass different arguments.
+        ShardwiseError: as for `shardwise.open`.
     """
-    own: Layout | None = None
-
-    def make_message() -> tuple[Store, bytes]:
-        store, choice = get_store(), parse_choice(options.step)
-        return store, f"{store}, step={choice!r} {settings_text}".encode()
-
-    def make_reply(store: Store, messages: list[bytes]) -> bytes:
-        nonlocal own
-        require_equal(
-            [each.decode() for each in messages],
-            "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
-            "ranks:",
-        )
-        directory = _choose_step_directory(store, parse_choice(options.step))
-        store = store.at(directory) if directory else store
-        cleanup.enter_context(lock_for_reading(store, MANIFEST))
-        description = _find_manifest(store)
-        if description is None:
-            own = _read_foreign(store, options)
-            description = _encode_foreign(own) if group.size > 1 else b""
-        return directory.encode() + b"\n" + description
-
-    store, reply = exchange_with_local_value(
-        group, "opening a checkpoint", make_message, make_reply
-    )
-    directory, _, description = reply.partition(b"\n")
-    store = store.at(directory.decode()) if directory else store
+    own, directory, description = None, "", b""
+    with Round(group, "opening a checkpoint", first_only=True) as step:
+        if group.rank == 0:
+            directory = _choose_step_directory(store, parse_choice(options.step))
+            place = store.at(directory) if directory else store
+            cleanup.enter_context(lock_for_reading(place, MANIFEST))
+            manifest = _find_manifest(place)
+            if manifest is None:
+                own = _read_foreign(place, options)
+                description = _encode_foreign(own) if group.size > 1 else b""
+            else:
+                description = manifest
+        directory, description = step.share((directory, description), tuple[str, bytes])
+    store = store.at(directory) if directory else store
     files, layout = _check(store, description if own is None else own)
     for name, file in layout.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)

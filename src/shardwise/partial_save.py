@@ -124,7 +124,7 @@ class PartialSave:
         refuse_as_destination(self._request.store)
         refuse_if_full(self._request.store, nbytes)
         self._world_size = world_size
-        self.save_id = lock_place(self._request, self._lock)
+        lock_place(self._request, self.save_id, self._lock)
 
     def write(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None, *, rank: int

@@ -11,8 +11,8 @@ import msgspec
 
 from shardwise.adapters.values import TensorBinding
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError
 from shardwise.manifest.layout import Layout
 from shardwise.plan.name_lookup import SavedNames
@@ -37,6 +37,10 @@ class ResizeTarget(msgspec.Struct, frozen=True, array_like=True):
     shape: Shape
     name_in_module: str
     is_meta: bool
+
+
+_Found = tuple[dict[str, ResizeTarget], list[str]]
+"""The tensors of a rank that match a pattern, and the names of its optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +70,23 @@ class Resizing:
             StateError: `resize` has the wrong type, or values other than `"keep-common"`.
             MismatchError: a pattern matches no tensor.
         """
-        if not resize:
-            return cls()
 
-        def make_message() -> bytes:
+        with Round(group, "finding tensors to resize") as step:
             _check_patterns(resize)
-            return msgspec.msgpack.encode(_find_targets(resize, bindings))
-
-        def make_reply(messages: list[bytes]) -> bytes:
-            found: dict[str, ResizeTarget] = {}
-            optimizers: dict[str, None] = {}
-            for each in messages:
-                targets, names = msgspec.msgpack.decode(
-                    each, type=tuple[dict[str, ResizeTarget], list[str]]
-                )
-                optimizers |= dict.fromkeys(names)
-                for name, target in targets.items():
-                    other = found.get(name, target)
-                    is_meta = target.is_meta or other.is_meta
-                    found[name] = ResizeTarget(target.shape, target.name_in_module, is_meta)
-            unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
-            if unmatched:
-                raise MismatchError(
-                    "resize= has patterns that match no tensor of the state; correct them:",
-                    unmatched,
-                )
-            return msgspec.msgpack.encode((found, [*optimizers]))
-
-        reply = exchange(group, "finding tensors to resize", make_message, make_reply)
-        return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, ResizeTarget], list[str]]))
+            found = step.gather(_find_targets(resize, bindings), _Found)
+        targets: dict[str, ResizeTarget] = {}
+        optimizers: dict[str, None] = {}
+        for each, names in found:
+            optimizers |= dict.fromkeys(names)
+            for name, target in each.items():
+                is_meta = target.is_meta or targets.get(name, target).is_meta
+                targets[name] = ResizeTarget(target.shape, target.name_in_module, is_meta)
+        unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in targets)]
+        if unmatched:
+            raise MismatchError(
+                "resize= has patterns that match no tensor of the state; correct them:", unmatched
+            )
+        return cls(targets, [*optimizers])
 
     def order_with_saved_shapes(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
         """Return the order of an optimizer's parameters, with their shapes in the checkpoint."""
@@ -186,9 +178,7 @@ def _check_patterns(resize: object) -> None:
         raise StateError(f"resize={{{wrong[0]!r}: {resize[wrong[0]]!r}}}: expected {KEEP_COMMON!r}")
 
 
-def _find_targets(
-    patterns: Mapping[str, str], bindings: Sequence[Binding]
-) -> tuple[dict[str, ResizeTarget], list[str]]:
+def _find_targets(patterns: Mapping[str, str], bindings: Sequence[Binding]) -> _Found:
     """Return this rank's tensors that match a pattern, and the names of its optimizers.
 
     The result includes the tensors that are tied to a matching tensor.

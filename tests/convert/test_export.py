@@ -322,7 +322,7 @@ def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
     checksum_boundaries = (1000, 65_536, 300_000)
     output = OutputFile("out", (content[:1000], content[1000:], late), checksum_boundaries)
     store = LocalStore(tmp_path)
-    opened = open_any(lambda: LocalStore(source), SoloGroup(), ExitStack())
+    opened = open_any(LocalStore(source), SoloGroup(), ExitStack())
     for largest in (4096, 100_000, 1 << 20):
         file = store.create(f"out-{largest}", output.size)
         sums = write_contents(output, CheckpointSource(*opened, Arena(1 << 20)), file, largest)

@@ -72,14 +72,13 @@ def test_only_digests_of_the_same_set_and_save_are_compared() -> None:
 def test_boxes_of_a_tensor_that_differ_on_the_same_ranks_are_reported_together() -> None:
     boxes = [("a", (0,), (4,)), ("a", (4,), (4,)), ("a", (8,), (4,)), ("b", (), ())]
 
-    def details(rank: int, *checksums: int) -> bytes:
+    def details(rank: int, *checksums: int) -> list[SampleDetails]:
         table = {5: np.array(checksums, np.uint32).tobytes()}
-        return msgspec.msgpack.encode(
-            SampleDetails(9, table, {5: boxes} if rank == 1 else {}, {5: 3} if rank == 1 else {})
-        )
+        is_first = rank == 1
+        return [SampleDetails(9, table, {5: boxes} if is_first else {}, {5: 3} if is_first else {})]
 
-    messages = [b"", details(1, 1, 2, 3, 4), details(2, 7, 2, 7, 7), details(3, 1, 2, 3, 4)]
-    first, second = find_divergences(messages, {5: 1}).found
+    messages = [[], details(1, 1, 2, 3, 4), details(2, 7, 2, 7, 7), details(3, 1, 2, 3, 4)]
+    first, second = find_divergences(messages, {5: 1})
     assert (first.tensor, first.boxes) == ("a", (Box((0,), (4,)), Box((8,), (4,))))
     assert (second.tensor, second.boxes) == ("b", (Box((), ()),))
     assert {each.minority for each in (first, second)} == {(2,)}

@@ -133,7 +133,7 @@ def test_all_ranks_together_compute_few_more_checksums(
     for sets, description in zip(sets_of(descriptions), descriptions, strict=True):
         compared += int(choose_pieces(sets, description, position)[0].start[-1])
         ranges += sum(len(choose_ranges(s.nbytes, s.holders, position)) + 1 for s in sets)
-    stored = plan_of(descriptions).manifest().bytes_stored
+    stored = plan_of(descriptions).bytes_stored
     assert compared <= stored / SHARE + ROUNDING * ranges
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine import group as groups
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import own_group
+from shardwise.engine.rounds import Round
 from tests.tools.gang import Gang
 
 TIMEOUT = timedelta(seconds=40)
@@ -126,16 +126,13 @@ def wait_for_one_that_is_late(path: str, late: float) -> tuple[str, float]:
         group = own_group(timedelta(seconds=3))
     assert group is not None
 
-    def speak() -> bytes:
-        deadline = time.monotonic() + late
-        while dist.get_rank() == 1 and time.monotonic() < deadline:
-            if Path(f"{path}-noticed").exists():
-                break
-            time.sleep(0.02)
-        return b""
-
     def meet() -> None:
-        exchange(group, "meeting", speak, lambda _: b"")
+        with Round(group, "meeting"):
+            deadline = time.monotonic() + late
+            while dist.get_rank() == 1 and time.monotonic() < deadline:
+                if Path(f"{path}-noticed").exists():
+                    break
+                time.sleep(0.02)
 
     if late < 3:
         meet()

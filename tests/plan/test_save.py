@@ -79,7 +79,7 @@ def plan_of(descriptions: Sequence[Description]) -> SavePlan:
 
 
 def entries_of(plan: SavePlan) -> tuple[TensorWithPieces, ...]:
-    return msgspec.json.decode(plan.manifest().tensors, type=tuple[TensorWithPieces, ...])
+    return msgspec.json.decode(plan.encode_tensors(), type=tuple[TensorWithPieces, ...])
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
@@ -135,7 +135,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
             times[name][box.slices()] += 1
     assert all((each == 1).all() for each in times.values())
     sizes = {t.name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in listed}
-    assert plans[0].manifest().bytes_stored == sum(sizes.values())
+    assert plans[0].bytes_stored == sum(sizes.values())
 
 
 @given(worlds())
@@ -152,7 +152,7 @@ def test_the_manifest_says_where_each_piece_lies(
     pieces, tensors = pieces_of(plan), entries_of(plan)
     found = {
         (
-            plan.manifest().writers[int(pieces.file[i])],
+            plan.writers[int(pieces.file[i])],
             int(pieces.start[i]),
             tensors[int(pieces.tensor[i])].name,
             tuple(pieces.offset[i].tolist()),
@@ -232,7 +232,7 @@ def many_small(rank: int) -> Held:
 def test_no_rank_writes_more_than_its_part(hold: Callable[[int], Held]) -> None:
     plan = plan_of([described(hold(rank)) for rank in range(8)])
     loads = written_bytes(plan, itemsize=4)
-    assert sum(loads) == plan.manifest().bytes_stored
+    assert sum(loads) == plan.bytes_stored
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
     assert min(loads) > 0
 
@@ -253,7 +253,7 @@ def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
 @pytest.mark.parametrize("hold", [replicated, hybrid, mixture])
 def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
     first, second = (plan_of([described(hold(rank)) for rank in range(8)]) for _ in range(2))
-    assert first.manifest() == second.manifest()
+    assert first.encode_tensors() == second.encode_tensors()
     assert (first.limits == second.limits).all()
 
 
@@ -293,7 +293,7 @@ def test_rules_and_lists_of_boxes_have_the_same_plan() -> None:
     listed = [regular(rank, by_rule=False) for rank in range(6)]
     assert len({msgspec.msgpack.encode(each.structure) for each in ruled}) == 1
     for rank, (one, other) in enumerate(zip(plans_of(ruled), plans_of(listed), strict=True)):
-        assert one.manifest() == other.manifest()
+        assert one.encode_tensors() == other.encode_tensors()
         pieces, others = (
             plan.pieces_of(rank, each) for plan, each in ((one, ruled[rank]), (other, listed[rank]))
         )

@@ -33,9 +33,9 @@ from shardwise.checkpointer.signals import AfterSignal
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.compile_and_gc import skip_compile
-from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.options import check_integer
+from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import State
@@ -169,7 +169,8 @@ class Checkpointer:
             settings, self._signals, group, has_start=self._start_from is not None
         )
         run = Run(settings.root, group.rank, group.size)
-        of_packages = run_on_all(group, "making hooks", lambda: make_plugin_hooks(run))
+        with Round(group, "making hooks"):
+            of_packages = make_plugin_hooks(run)
         place = settings.mirror_store
         watch = None if place is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, comparison, watch)

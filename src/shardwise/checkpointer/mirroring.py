@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from shardwise.checkpointer.settings import Settings
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport
 from shardwise.errors import add_note
 from shardwise.events import Recorder
@@ -92,8 +92,9 @@ class RunMirror(RunHook):
 
     def restored(self, report: RestoreReport) -> None:
         """Check and repair the restored step in the root if a rank read parts from the mirror."""
-        mirrored = b"1" if report.origins.get(MIRROR) else b""
-        if exchange(self._group, "noting damage", lambda: mirrored, max):
+        with Round(self._group, "noting damage") as step:
+            is_suspected = any(step.gather(bool(report.origins.get(MIRROR)), bool))
+        if is_suspected:
             self._suspected = {**self._suspected, report.step or 0: time.time()}
             self._update()
 

@@ -12,13 +12,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import islice
 
-import msgspec
-
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
-from shardwise.engine.exchange import exchange, exchange_with_local_value, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
+from shardwise.engine.rounds import Round, require_equal
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -151,24 +149,18 @@ class Restoring:
             CorruptionError: all checkpoints are damaged, or the selected one is.
         """
 
-        def encode_choice() -> tuple[Choice, bytes]:
-            choice = resolve_choice(step, best)
-            return choice, repr(choice).encode()
-
-        def list_steps(choice: Choice, choices: list[bytes]) -> bytes:
-            require_equal(
-                [f"step={each.decode()}" for each in choices],
-                "ranks asked to restore different steps:",
-            )
-            if isinstance(choice, Best):
-                return msgspec.msgpack.encode([choose_step(self._tiers, choice)])
-            return msgspec.msgpack.encode(committed_steps(self._tiers))
-
         with self._recorder.stage("asking"):
-            choice, reply = exchange_with_local_value(
-                self._group, "listing steps", encode_choice, list_steps
-            )
-        stored_steps = msgspec.msgpack.decode(reply, type=list[int])
+            with Round(self._group, "choosing a step") as asking:
+                choice = resolve_choice(step, best)
+                choices = asking.gather(f"step={choice!r}", str)
+            require_equal(choices, "ranks asked to restore different steps:")
+            with Round(self._group, "listing steps", first_only=True) as asking:
+                stored_steps = list[int]()
+                if self._group.rank == 0 and isinstance(choice, Best):
+                    stored_steps = [choose_step(self._tiers, choice)]
+                elif self._group.rank == 0:
+                    stored_steps = committed_steps(self._tiers)
+                stored_steps = asking.share(stored_steps, list[int])
         if choice == "newest":
             return self._restore_newest(stored_steps, load)
         selected = stored_steps[0] if isinstance(choice, Best) else operator.index(choice)
@@ -272,11 +264,8 @@ class Restoring:
 
     def _is_any_other_save(self, root: Store, mirror: Store) -> bool:
         """Return whether root and mirror have different saves of a step. All ranks call this."""
-
-        def compare(_: list[bytes]) -> bytes:
-            return b"1" if have_other_saves(root, mirror) else b""
-
-        return bool(exchange(self._group, "looking for an earlier save", lambda: b"", compare))
+        with Round(self._group, "looking for an earlier save", first_only=True) as step:
+            return step.share(self._group.rank == 0 and have_other_saves(root, mirror), bool)
 
     def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
         """Load a checkpoint on all ranks.
@@ -291,22 +280,15 @@ class Restoring:
         except Exception as error:  # raised again after the exchange
             failure = error
 
-        def encode_failure() -> bytes:
+        with Round(self._group, "restoring") as step:
             damage = other = ""
             if isinstance(failure, _DAMAGE_ERRORS):
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
                 other = describe_error(failure)
-            return msgspec.msgpack.encode((damage, other))
-
-        def combine_failures(encoded: list[bytes]) -> bytes:
-            ranks = [msgspec.msgpack.decode(each, type=tuple[str, str]) for each in encoded]
-            others = {rank: other for rank, (_, other) in enumerate(ranks) if other}
-            damage = next((damage for damage, _ in ranks if damage), "")
-            return msgspec.msgpack.encode(("" if others else damage, others))
-
-        reply = exchange(self._group, "restoring", encode_failure, combine_failures)
-        damage, others = msgspec.msgpack.decode(reply, type=tuple[str, dict[int, str]])
+            ranks = step.gather((damage, other), tuple[str, str])
+        others = {rank: other for rank, (_, other) in enumerate(ranks) if other}
+        damage = "" if others else next((damage for damage, _ in ranks if damage), "")
         if failure is not None and not damage:
             raise failure
         if others:

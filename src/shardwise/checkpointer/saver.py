@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.planning import SaveRequest
+from shardwise.engine.rounds import Round
 from shardwise.engine.save import save_all
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
@@ -105,14 +105,11 @@ class DirectSaver:
         report = save_all(make_save, self._group, plan_cache, recorder, self._comparison)
         newest = report.step or 0
         self._saved.append(newest)
-
-        def remove_old(_: list[bytes]) -> bytes:
-            damaged = frozenset(storage.damaged)
-            apply_retention(self._root, storage.rules, newest=newest, damaged=damaged)
-            return b""
-
         if storage.mirror is None:  # otherwise, the thread that copies also removes
-            exchange(self._group, "removing old checkpoints", lambda: b"", remove_old)
+            with Round(self._group, "removing old checkpoints", first_only=True):
+                if self._group.rank == 0:
+                    damaged = frozenset(storage.damaged)
+                    apply_retention(self._root, storage.rules, newest=newest, damaged=damaged)
         return SaveHandle(report, mirror=self._mirror)
 
     def prepare(

@@ -20,10 +20,10 @@ from shardwise.checkpointer.settings import Settings
 from shardwise.checkpointer.starting import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions, check_step
 from shardwise.engine.planning import SaveRequest
+from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.loading import State
@@ -174,8 +174,9 @@ class Saving:
         removes_old = self._settings.keep.has_rules or self._settings.mirror is not None
         if self._saver.persist(call.step, removes_old=removes_old):
             return
-        has_stepped = b"1" if self._has_stepped else b""
-        if exchange(self._group, "saving the last step", lambda: has_stepped, max):
+        with Round(self._group, "saving the last step") as step:
+            has_stepped = any(step.gather(self._has_stepped, bool))
+        if has_stepped:
             if self._group.rank == 0:
                 log.warning(
                     "step %d is not saved at the end: an optimizer has stepped since save(%d, …); "
@@ -205,14 +206,13 @@ class Saving:
         except (ShardwiseError, OSError) as error:  # raised or logged after the exchange
             failure = error
 
-        def encode_failure() -> bytes:
-            if failure is None or isinstance(failure, RankError):
-                return b""
-            if not _is_storage_failure(failure):
-                raise failure
-            return f"{type(failure).__name__}: {failure}".encode()
-
-        reason = exchange(self._group, "judging a save", encode_failure, max).decode()
+        with Round(self._group, "judging a save") as step:
+            own = ""
+            if failure is not None and not isinstance(failure, RankError):
+                if not _is_storage_failure(failure):
+                    raise failure
+                own = f"{type(failure).__name__}: {failure}"
+            reason = max(step.gather(own, str))
         if failure is not None and not reason:
             raise failure
         if reason:

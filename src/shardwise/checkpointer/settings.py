@@ -10,15 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, get_args
 
-import msgspec
-
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.divergence.differences import DivergencePolicy
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers_below
 from shardwise.engine.options import is_due
+from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
@@ -244,32 +242,24 @@ def prepare_root_and_check_memory(
     """
     root, in_memory = settings.root, settings.memory is not None
 
-    def encode_options() -> bytes:
+    with Round(group, "comparing options") as step:
         signal_options = {"save_on_signals": "[]"}
         if signals is not None:
             signal_options = {
                 "save_on_signals": str(signals.numbers),
                 "after_signal": repr(signals.after_signal),
             }
-        return msgspec.msgpack.encode({**settings.shared_options(), **signal_options})
-
-    def check_and_clean(options: list[bytes]) -> bytes:
-        _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in options])
-        refuse_file(root)
-        names = root.list()
-        refuse_as_root(root, names, may_be_foreign=has_start)
-        steps = [name for name in names if step_of_directory(name) is not None]
-        remove_leftovers_below(root, steps)
-        return msgspec.msgpack.encode((in_memory and is_writable(root), committed_steps(root)))
-
-    def check_or_name_snapshot(options: list[bytes]) -> bytes:
-        try:
-            return check_and_clean(options)
-        except StoreUnavailableError as error:
-            raise _with_snapshot_in_memory(error, root, settings.memory) from error
-
-    reply = exchange(group, "opening a root", encode_options, check_or_name_snapshot)
-    can_use_memory, steps = msgspec.msgpack.decode(reply, type=tuple[bool, list[int]])
+        options = step.gather({**settings.shared_options(), **signal_options}, dict[str, str])
+    _refuse_unequal(options)
+    with Round(group, "opening a root", first_only=True) as step:
+        found = False, list[int]()
+        if group.rank == 0:
+            try:
+                _check_and_clean(root, has_start=has_start)
+                found = in_memory and is_writable(root), committed_steps(root)
+            except StoreUnavailableError as error:
+                raise _with_snapshot_in_memory(error, root, settings.memory) from error
+        can_use_memory, steps = step.share(found, tuple[bool, list[int]])
     if in_memory and not can_use_memory and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "
@@ -277,6 +267,14 @@ def prepare_root_and_check_memory(
             root,
         )
     return can_use_memory, steps
+
+
+def _check_and_clean(root: Store, *, has_start: bool) -> None:
+    """Refuse a root that is a file or a checkpoint, and remove leftovers of interrupted saves."""
+    refuse_file(root)
+    names = root.list()
+    refuse_as_root(root, names, may_be_foreign=has_start)
+    remove_leftovers_below(root, [name for name in names if step_of_directory(name) is not None])
 
 
 def _with_snapshot_in_memory(

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Literal
 
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 
 AfterSignal = Literal["deliver", "requeue", "return"]
 """The action after the save that a signal caused: see `Checkpointer(after_signal=…)`."""
@@ -70,11 +70,8 @@ class Signals:
 
     def find_received_signal(self, group: Group) -> int:
         """Return a signal that any rank has received, or 0. All ranks call this together."""
-
-        def largest(numbers: list[bytes]) -> bytes:
-            return b"%d" % max(map(int, numbers))
-
-        return int(exchange(group, "asking for signals", lambda: b"%d" % self._pending, largest))
+        with Round(group, "asking for signals") as step:
+            return step.reduce(self._pending, int, max, int)
 
     def act_on_signal(self, number: int, group: Group) -> None:
         """Act on a signal after its save. All ranks call this together."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.restoring import START, all_origins
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
+from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointExistsError, StateError, add_note
 from shardwise.loading import State
 from shardwise.opening import newest_foreign_step
@@ -44,16 +44,14 @@ def start(
         return None, None
     loaded = _call_with_note(start_from, state) if callable(start_from) else load(start_from)
 
-    def keeps_step() -> bytes:
+    with Round(group, "starting from another run") as step:
         if not isinstance(loaded, LoadReport):
             raise StateError(
                 f"start_from returned {loaded!r}: expected the report of sw.load; end the function "
                 "with `return sw.load(path, state)`"
             )
         has_optimizers = any(True for _ in torch_optimizers_in(state))
-        return b"1" if loaded.optimizers or not has_optimizers else b""
-
-    any_keeps_step = exchange(group, "starting from another run", keeps_step, max)
+        any_keeps_step = any(step.gather(bool(loaded.optimizers) or not has_optimizers, bool))
     origins = all_origins({START: loaded.bytes_read})
     report = RestoreReport(loaded.step, START, loaded, (), origins)
     return report, loaded.step if any_keeps_step else None
@@ -69,18 +67,14 @@ def _call_with_note(function: Callable[[State], LoadReport], state: State) -> Lo
 
 def _refuse_foreign_steps(root: Store, group: Group) -> None:
     """Refuse to start at step 0 in a root with checkpoints of another library. Name the newest."""
-
-    def check(_: list[bytes]) -> bytes:
-        if found := newest_foreign_step(root):
+    with Round(group, "starting a run", first_only=True):
+        if group.rank == 0 and (found := newest_foreign_step(root)):
             place, formats = found
             raise CheckpointExistsError(
                 f"{root} has checkpoints of {formats}, but none of shardwise: pass start_from="
                 f"{str(place)!r} to the Checkpointer to continue from that checkpoint, or another "
                 "root to start at step 0"
             )
-        return b""
-
-    exchange(group, "starting a run", lambda: b"", check)
 
 
 def refuse_steps_of_another_run(root: Store, steps: list[int]) -> None:

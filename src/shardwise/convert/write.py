@@ -7,12 +7,11 @@ checksummed and written. Memory is bounded, whatever the size of the checkpoint.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from shardwise.convert.journal import Journal
@@ -28,9 +27,9 @@ from shardwise.convert.plan import (
 )
 from shardwise.convert.source import CheckpointSource
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.replicas import check_all_together
+from shardwise.engine.rounds import Round
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box, boxes_of_range
@@ -121,27 +120,17 @@ class Conversion:
             )
         journal = Journal(self.folder, self.identity)
         own_files = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
-
-        def lock_target(_: list[bytes]) -> bytes:
-            lock.enter_context(journal.lock_target())
-            return b""
-
-        def publish(_: int, messages: list[bytes]) -> bytes:
-            sums: dict[str, list[int]] = {}
-            for message in messages:
-                sums |= msgspec.msgpack.decode(message, type=dict[str, list[int]])
-            with self.recorder.stage("publish"):
-                for name, content in self.files.make_final_files(sums).items():
-                    folder, file_name = _folder_of(self.folder, name)
-                    folder.publish(file_name, content, replace=True)
-                journal.remove()
-            return b""
-
         with ExitStack() as lock:
-            exchange(self.group, "starting an export", lambda: b"", lock_target)
-            resumed, _ = exchange_with_local_value(
-                self.group, "exporting", lambda: self._write_files(own_files, journal), publish
-            )
+            with Round(self.group, "starting an export", first_only=True):
+                if self.group.rank == 0:
+                    lock.enter_context(journal.lock_target())
+            with Round(self.group, "exporting") as step:
+                resumed, own_sums = self._write_files(own_files, journal)
+                sums = step.gather(own_sums, dict[str, list[int]])
+            with Round(self.group, "publishing an export", first_only=True):
+                if self.group.rank == 0:
+                    self._publish({name: each for own in sums for name, each in own.items()})
+                    journal.remove()
         return ConversionReport(
             path=str(self.folder),
             files=len(self.files.tensor_files),
@@ -151,10 +140,18 @@ class Conversion:
             seconds=self.recorder.seconds(),
         )
 
-    def _write_files(self, files: list[OutputFile], journal: Journal) -> tuple[int, bytes]:
+    def _publish(self, sums: Mapping[str, list[int]]) -> None:
+        with self.recorder.stage("publish"):
+            for name, content in self.files.make_final_files(sums).items():
+                folder, file_name = _folder_of(self.folder, name)
+                folder.publish(file_name, content, replace=True)
+
+    def _write_files(
+        self, files: list[OutputFile], journal: Journal
+    ) -> tuple[int, dict[str, list[int]]]:
         """Write the files that are not complete yet, and read all files back.
 
-        Returns the number of files that were complete, and the checksums of all files, encoded.
+        Returns the number of files that were complete, and the checksums of all files.
         """
         chunk = _chunk_size(self.max_memory)
         source = CheckpointSource(self.source, self.layout, Arena(chunk), verify=self.verify)
@@ -176,7 +173,7 @@ class Conversion:
                 verifying = file, verifier.submit(_verify_file, file, sums, self.folder, chunk)
                 sums_of_files[file.name] = list(sums)
             self._wait_until_verified(verifying)
-        return resumed, msgspec.msgpack.encode(sums_of_files)
+        return resumed, sums_of_files
 
     def _wait_until_verified(self, verifying: tuple[OutputFile, Future[None]] | None) -> None:
         if verifying is not None:

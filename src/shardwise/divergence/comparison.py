@@ -22,7 +22,6 @@ import numpy.typing as npt
 from shardwise.divergence.differences import (
     Divergence,
     DivergencePolicy,
-    FoundDivergences,
     SampleDetails,
     SampleDigests,
     find_differing_sets,
@@ -37,8 +36,8 @@ from shardwise.divergence.replica_sets import (
     saves_per_round,
 )
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
@@ -244,7 +243,7 @@ class ReplicaComparison:
         self._position, self._equal_at = None, {}
 
     def encode_message(self) -> bytes:
-        """Return this rank's message about its last sample, for `find_differing_sets`."""
+        """Return this rank's message about its last sample, for `conclude`."""
         if self._sample is None:
             return b""
         digests = {
@@ -254,24 +253,16 @@ class ReplicaComparison:
         sample = self._sample
         return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
 
-    def find_differing(self, messages: Sequence[bytes]) -> dict[int, int]:
-        """Return the sets of replicas that differ; see `find_differing_sets`. Runs on rank 0.
-
-        Args:
-            messages: the message of each rank.
-        """
-        return find_differing_sets(messages)
-
     def conclude(
         self,
-        differing: Mapping[int, int],
+        messages: Sequence[bytes],
         group: Group,
         recorder: Recorder,
     ) -> None:
         """End the comparison of the last sample. All ranks call this together.
 
         Args:
-            differing: the result of `find_differing_sets`, the same on all ranks.
+            messages: the message of each rank.
             group: the ranks.
             recorder: gets an event `divergence` if replicas differ.
 
@@ -280,6 +271,7 @@ class ReplicaComparison:
         """
         sample, self._sample = self._sample, None
         self.found = ()
+        differing = find_differing_sets(messages)
         if differing:
             with recorder.stage("divergence"):
                 self.found = self._locate(sample, differing, group)
@@ -299,13 +291,9 @@ class ReplicaComparison:
         """
         if group.size == 1 or self._policy.ignores_all:
             return
-
-        def make_reply(messages: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode(find_differing_sets(messages))
-
-        reply = exchange(group, "comparing replicas", self.encode_message, make_reply)
-        differing = msgspec.msgpack.decode(reply, type=dict[int, int])
-        self.conclude(differing, group, recorder)
+        with Round(group, "comparing replicas") as step:
+            messages = step.gather(self.encode_message(), bytes)
+        self.conclude(messages, group, recorder)
 
     def forget(self) -> None:
         """Forget the last sample, because the state was replaced."""
@@ -315,40 +303,30 @@ class ReplicaComparison:
         self, sample: ReplicaSample | None, differing: Mapping[int, int], group: Group
     ) -> tuple[Divergence, ...]:
         """Return which boxes differ, and on which ranks."""
-
-        def make_message() -> bytes:
-            if sample is None:
-                return b""
-            checksums = sample.checksums()
-            sets = [
-                each
-                for each in sample.sets
-                if each.number in differing and each.number in checksums
-            ]
-            keys = {each.number: sample.key_of(each) for each in sets}
-            details = SampleDetails(
-                sample.step,
-                {each.number: checksums[each.number] for each in sets},
-                {
-                    each.number: sample.boxes_of(each)
-                    for each in sets
-                    if differing[each.number] == group.rank
-                },
-                {
-                    number: self._equal_at[key]
-                    for number, key in keys.items()
-                    if key in self._equal_at
-                },
+        with Round(group, "locating replicas that differ") as step:
+            details = [] if sample is None else [self._describe(sample, differing, group.rank)]
+            return step.reduce(
+                details,
+                list[SampleDetails],
+                lambda messages: find_divergences(messages, differing),
+                tuple[Divergence, ...],
             )
-            return msgspec.msgpack.encode(details)
 
-        reply = exchange(
-            group,
-            "locating replicas that differ",
-            make_message,
-            lambda messages: msgspec.msgpack.encode(find_divergences(messages, differing)),
+    def _describe(
+        self, sample: ReplicaSample, differing: Mapping[int, int], rank: int
+    ) -> SampleDetails:
+        """Return the checksums of this rank for the sets that differ."""
+        checksums = sample.checksums()
+        sets = [
+            each for each in sample.sets if each.number in differing and each.number in checksums
+        ]
+        keys = {each.number: sample.key_of(each) for each in sets}
+        return SampleDetails(
+            sample.step,
+            {each.number: checksums[each.number] for each in sets},
+            {e.number: sample.boxes_of(e) for e in sets if differing[e.number] == rank},
+            {n: self._equal_at[key] for n, key in keys.items() if key in self._equal_at},
         )
-        return msgspec.msgpack.decode(reply, type=FoundDivergences).found
 
     def _react(self, group: Group) -> None:
         raised = [each for each in self.found if self._policy.reaction_to(each.tensor) == "raise"]

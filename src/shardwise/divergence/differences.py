@@ -137,15 +137,8 @@ class SampleDetails(msgspec.Struct, array_like=True):
     equal_at: dict[int, int]
 
 
-@prepare_decoding
-class FoundDivergences(msgspec.Struct, array_like=True):
-    """Rank 0's message to all ranks about the sets that differ."""
-
-    found: tuple[Divergence, ...]
-
-
 def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:
-    """Compare the digests of all ranks. Runs on rank 0.
+    """Compare the digests of all ranks.
 
     Args:
         messages: the encoded `SampleDigests` of each rank; empty for a rank without a sample.
@@ -167,18 +160,16 @@ def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:
     return differing
 
 
-def find_divergences(messages: Sequence[bytes], differing: Mapping[int, int]) -> FoundDivergences:
-    """Compare the checksums of all ranks. Runs on rank 0.
+def find_divergences(
+    messages: Sequence[Sequence[SampleDetails]], differing: Mapping[int, int]
+) -> tuple[Divergence, ...]:
+    """Compare the checksums of all ranks.
 
     Args:
-        messages: the encoded `SampleDetails` of each rank; empty for a rank without a sample.
+        messages: the details of each rank; empty for a rank without a sample.
         differing: the sets that differ, with the first rank of each.
     """
-    details = {
-        rank: msgspec.msgpack.decode(data, type=SampleDetails)
-        for rank, data in enumerate(messages)
-        if data
-    }
+    details = {rank: each for rank, own in enumerate(messages) for each in own}
     found: list[Divergence] = []
     for number, first_rank in sorted(differing.items()):
         first = details[first_rank]
@@ -199,7 +190,7 @@ def find_divergences(messages: Sequence[bytes], differing: Mapping[int, int]) ->
             )
             for (name, groups), own in boxes.items()
         ]
-    return FoundDivergences(tuple(found))
+    return tuple(found)
 
 
 def group_ranks(ranks: Sequence[int], checksums: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.exchange import exchange_with_local_value
-from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
@@ -140,27 +139,27 @@ def _describe_mismatch(
 
 
 def agree_on_match(
-    match: Callable[[], Matched],
+    step: Round,
+    found: Matched,
     saved: SavedNames,
     selection: Selection,
     keys: Collection[str],
-    group: Group,
     *,
     strict: bool,
-) -> tuple[Matched, tuple[str, ...]]:
-    """Match the targets on every rank, and combine the results before any target is written.
+) -> tuple[str, ...]:
+    """Combine what matches on each rank, before any target is written; the end of a round.
 
     Args:
-        match: matches this rank's targets. A failure on one rank is raised on all ranks.
+        step: the round.
+        found: what matches on this rank.
         saved: the contents of the checkpoint.
         selection: the names that are loaded. Other names are never unexpected.
         keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
             fill no target on any rank.
-        group: the ranks.
         strict: raise if names are missing or unexpected.
 
     Returns:
-        The result of this rank, and the unexpected names.
+        The unexpected names.
 
     Raises:
         MismatchError: a target does not match; names are missing or unexpected, and `strict` is
@@ -168,28 +167,24 @@ def agree_on_match(
             ranks.
     """
     names = list(saved.all_names())
-
-    def make_message() -> tuple[Matched, bytes]:
-        found = match()
-        saved_keys = {saved.saved_name(key) for key in keys}
-        claimed = np.array([n in found.claimed or not selection.selects(n) for n in names], bool)
-        under_state_keys = np.array([is_below(n, saved_keys) for n in names], bool)
-        message = _MatchMessage(
-            np.packbits(claimed).tobytes(),
-            np.packbits(under_state_keys).tobytes(),
-            found.missing,
-            found.problems,
-            found.unused_patterns,
-            found.counts,
-        )
-        return found, msgspec.msgpack.encode(message)
-
-    def make_reply(_: object, messages: list[bytes]) -> bytes:
-        decoded = [msgspec.msgpack.decode(each, type=_MatchMessage) for each in messages]
-        return msgspec.msgpack.encode(_combine(decoded, saved, names, keys, strict=strict))
-
-    found, reply = exchange_with_local_value(group, "matching names", make_message, make_reply)
-    return found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
+    saved_keys = {saved.saved_name(key) for key in keys}
+    claimed = np.array([n in found.claimed or not selection.selects(n) for n in names], bool)
+    under_state_keys = np.array([is_below(n, saved_keys) for n in names], bool)
+    message = _MatchMessage(
+        np.packbits(claimed).tobytes(),
+        np.packbits(under_state_keys).tobytes(),
+        found.missing,
+        found.problems,
+        found.unused_patterns,
+        found.counts,
+    )
+    unexpected = step.reduce(
+        message,
+        _MatchMessage,
+        lambda messages: _combine(messages, saved, names, keys, strict=strict),
+        list[str],
+    )
+    return tuple(unexpected)
 
 
 @prepare_decoding

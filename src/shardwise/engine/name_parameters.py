@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.leaves import ParameterOrder
 
 GROUPS, STATE, PARAMS = "param_groups", "state", "params"
+_Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
+"""The parameters of each optimizer, in order, with their shapes."""
 
 
 def name_parameters(
@@ -43,17 +45,17 @@ def name_parameters(
     if not positional:
         return layout
 
-    def make_reply(messages: list[bytes]) -> bytes:
-        return messages[0] if len(set(messages)) == 1 else msgspec.msgpack.encode({})
-
-    reply = exchange(
-        group, "naming parameters", lambda: msgspec.msgpack.encode(dict(orders())), make_reply
-    )
-    known = msgspec.msgpack.decode(reply, type=dict[str, list[list[tuple[str, tuple[int, ...]]]]])
+    with Round(group, "naming parameters") as step:
+        known = step.reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
     for optimizer in positional:
         if optimizer in known:
             layout = _name_parameters(layout, optimizer, known[optimizer])
     return layout
+
+
+def _equal_or_none(orders: list[dict[str, ParameterOrder]]) -> dict[str, ParameterOrder]:
+    """Return the orders if they are equal on all ranks, or nothing."""
+    return orders[0] if all(each == orders[0] for each in orders) else {}
 
 
 def _positions_of(groups: Any) -> list[list[int]] | None:

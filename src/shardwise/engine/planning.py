@@ -1,20 +1,18 @@
 """Plan a save: all ranks agree on the save, and each rank computes which pieces it writes.
 
-`plan_together` has three steps, which `engine/save.py` and snapshots in memory share:
+A save begins with these steps, which `engine/save.py` and snapshots in memory share:
 
-1. `_describe`: describe the state of this rank.
-2. Each rank sends an offer to rank 0, which compares the offers (`_agree`), begins the save, and
-   replies with an agreement.
-3. `_complete_plan`: ranks with a new structure send it to rank 0, which sends all structures to all
-   ranks. Then every rank computes the plan. If all ranks have the plan in their caches, nothing is
-   sent.
+1. `describe_save`: describe the state of this rank.
+2. Each rank sends an `Offer` to all ranks.
+3. `complete_plan`: if a structure is new, the first rank that has it sends it to all ranks. Then
+   every rank computes the plan. If all ranks have the plan in their caches, nothing is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -23,21 +21,20 @@ import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import exchange, exchange_with_local_value, require_equal, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
+from shardwise.engine.rounds import Round, require_equal
 from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.data_file import lay_out_file
-from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import VERSION, FileEntry, Manifest, ObjectEntry, encode_manifest
-from shardwise.manifest.names import data_file
+from shardwise.manifest.names import data_file, new_save_id
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.save import ManifestPlan, RankPlan
+from shardwise.plan.save import RankPlan
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.store import Store, free_bytes
@@ -54,7 +51,6 @@ class SaveRequest:
         options: the options of the save.
         place: the destination, for error messages. Default: the store.
         written_to: the storage that needs room for the save now; None if there is none.
-        note: what this rank tells rank 0 besides.
     """
 
     state: LocalState
@@ -63,7 +59,6 @@ class SaveRequest:
     options: SaveOptions
     place: str = ""
     written_to: Store | None = None
-    note: bytes = b""
 
     @property
     def terms(self) -> str:
@@ -87,7 +82,7 @@ class PlannedSave:
         cached: whether the plan of an earlier save was reused.
         description: the fragments of this rank, without bytes.
         fragments: the same fragments, with their memory.
-        objects: on rank 0, the plain values that all ranks share; empty on other ranks.
+        objects: on rank 0, the plain values that all ranks share; other ranks may have none.
         held: bytes that are equal for ranks that hold the same boxes of the same tensors.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
@@ -144,16 +139,9 @@ class PlannedSave:
             checksums_crc32,
         )
 
-    @property
-    def manifest_plan(self) -> ManifestPlan:
-        """The planned part of the manifest, which only rank 0 has."""
-        if self.plan.manifest is None or self.rank != 0:
-            raise RuntimeError(f"rank {self.rank} has no manifest: only rank 0 plans a save")
-        return self.plan.manifest
-
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 can call this."""
-        planned, options = self.manifest_plan, self.save.options
+        plan, options = self.plan.plan, self.save.options
         metrics = options.metrics.items()
         manifest = Manifest(
             save_id=self.save_id,
@@ -161,16 +149,25 @@ class PlannedSave:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self.world_size,
             metrics={name: value if math.isfinite(value) else None for name, value in metrics},
-            per_rank=planned.per_rank,
+            per_rank=plan.world.per_rank,
             files=tuple(files),
             objects=self.objects,
             tensors=(),
         )
-        return encode_manifest(manifest, planned.tensors)
+        return encode_manifest(manifest, self.plan.tensors)
+
+    def refuse_if_full(self) -> None:
+        """Refuse a save that does not fit into the free space of its storage.
+
+        Raises:
+            StoreError: the storage has less free space than the tensors need.
+        """
+        if self.save.written_to is not None:
+            refuse_if_full(self.save.written_to, self.plan.plan.bytes_stored)
 
 
 @dataclass(frozen=True, slots=True)
-class _DescribedSave:
+class DescribedSave:
     """A request of this rank, and the description of its tensors.
 
     Attributes:
@@ -189,10 +186,43 @@ class _DescribedSave:
     fingerprint: bytes
     values: SharedValues
 
+    def offer(
+        self, plan_cache: PlanCache, group: Group, watch: ReplicaWatch | None = None
+    ) -> Offer:
+        """Return this rank's message about the save to the other ranks.
+
+        Args:
+            plan_cache: plans of earlier saves.
+            group: the ranks.
+            watch: has compared replicas at the last save.
+        """
+        return Offer(
+            self.request.terms,
+            self.fingerprint,
+            self.description.coordinates,
+            plan_cache.fingerprints(group.rank),
+            self.values.digest(),
+            b"" if watch is None else watch.encode_message(),
+            new_save_id() if group.rank == 0 else "",
+        )
+
+
+def describe_save(request: SaveRequest) -> DescribedSave:
+    """Describe the tensors of a request.
+
+    Raises:
+        StateError: as for `describe_tensors`.
+    """
+    state = request.state
+    description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
+    encoded = msgspec.msgpack.encode(description.structure)
+    values = SharedValues.of(state)
+    return DescribedSave(request, description, fragments, encoded, _digest(encoded), values)
+
 
 @prepare_decoding
-class _Offer(msgspec.Struct, array_like=True):
-    """A rank's message to rank 0.
+class Offer(msgspec.Struct, array_like=True):
+    """What each rank tells the other ranks before a save.
 
     Attributes:
         terms: the settings that must be equal on all ranks.
@@ -200,8 +230,8 @@ class _Offer(msgspec.Struct, array_like=True):
         coordinates: the rank's coordinates in it.
         cached_plans: the fingerprints of the plans in the rank's cache.
         values_digest: the digest of the rank's plain values.
-        digests: the rank's message about the replicas that it compared at the last save.
-        note: that of its request.
+        sample: the rank's message about the replicas that it compared at the last save.
+        save_id: the id of the save, from rank 0.
     """
 
     terms: str
@@ -209,170 +239,59 @@ class _Offer(msgspec.Struct, array_like=True):
     coordinates: Coordinates
     cached_plans: list[bytes]
     values_digest: bytes
-    digests: bytes
-    note: bytes
+    sample: bytes
+    save_id: str
 
 
-@prepare_decoding
-class _Agreement(msgspec.Struct, array_like=True):
-    """Rank 0's reply to all ranks.
-
-    Attributes:
-        plan: the fingerprint of the plan.
-        is_cached: whether all ranks have the plan in their caches.
-        describers: the ranks that send their structures: one of each structure.
-        value_senders: the ranks that send their plain values; none if the values are equal.
-        differing: the sets of replicas that differed at the last save; see `ReplicaWatch`.
-        save_id: the id of the save; "" if the save is skipped.
-    """
-
-    plan: bytes
-    is_cached: bool
-    describers: list[int]
-    value_senders: list[int]
-    differing: dict[int, int]
-    save_id: str = ""
-
-
-@prepare_decoding
-class _EncodedWorld(msgspec.Struct, array_like=True):
-    """The structures of all ranks, as rank 0 sends them; see `plan.structure.World`."""
-
-    structures: list[bytes]
-    structure_of: list[int]
-    coordinates: list[Coordinates]
-
-    def decode(self) -> World:
-        structures = [msgspec.msgpack.decode(each, type=Structure) for each in self.structures]
-        return World(
-            tuple(structures), np.array(self.structure_of, np.int64), tuple(self.coordinates)
-        )
-
-
-def plan_together(
-    prepare: Callable[[], SaveRequest],
-    begin: Callable[[SaveRequest, list[bytes]], str],
+def complete_plan(
+    described: DescribedSave,
+    offers: Sequence[Offer],
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
     watch: ReplicaWatch | None = None,
-) -> PlannedSave | None:
-    """Agree on a save, and plan it. All ranks call this function together.
+) -> PlannedSave:
+    """Send structures and plain values as far as other ranks lack them, and plan the save.
+
+    All ranks call this function together. Each computes the same plan.
 
     Args:
-        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
-        begin: called on rank 0 with its request and the notes of all ranks, once all requests are
-            known to be equal. It returns the id of the save; or "" to skip the save.
+        described: the save.
+        offers: the offers of all ranks.
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        watch: compares replicas at several saves, if it is not None.
-
-    Returns:
-        This rank's part of the save; None if the save is skipped.
+        watch: compares the replicas of this save.
 
     Raises:
-        StateError: as for `describe_tensors`.
-        MismatchError: ranks do not save the same checkpoint in the same way.
+        MismatchError: ranks do not save the same checkpoint; or plain values, or dtypes or shapes
+            of tensors, differ between ranks.
         LayoutError: as for `plan.save.plan_save`.
-        StoreError: the storage has too little room.
     """
-
-    def offer() -> tuple[_DescribedSave, bytes]:
-        with recorder.stage("describe"):
-            described = _describe(prepare())
-        own = _Offer(
-            described.request.terms,
-            described.fingerprint,
-            described.description.coordinates,
-            plan_cache.fingerprints(group.rank),
-            described.values.digest(),
-            b"" if watch is None else watch.encode_message(),
-            described.request.note,
-        )
-        return described, msgspec.msgpack.encode(own)
-
-    def reply(own: _DescribedSave, encoded: list[bytes]) -> bytes:
-        offers = [msgspec.msgpack.decode(each, type=_Offer) for each in encoded]
-        agreement = _agree(offers, own.request, plan_cache, watch)
-        agreement.save_id = begin(own.request, [each.note for each in offers])
-        return msgspec.msgpack.encode(agreement)
-
-    described, encoded = exchange_with_local_value(group, "agreeing on a save", offer, reply)
-    agreement = msgspec.msgpack.decode(encoded, type=_Agreement)
-    if watch is not None:
-        watch.conclude(agreement.differing, group, recorder)
-    if not agreement.save_id:
-        return None
-    return _complete_plan(described, agreement, group, plan_cache, recorder, watch)
-
-
-def _describe(request: SaveRequest) -> _DescribedSave:
-    state = request.state
-    description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
-    encoded = msgspec.msgpack.encode(description.structure)
-    values = SharedValues.of(state)
-    return _DescribedSave(request, description, fragments, encoded, _digest(encoded), values)
-
-
-def _agree(
-    offers: Sequence[_Offer],
-    request: SaveRequest,
-    plan_cache: PlanCache,
-    watch: ReplicaWatch | None,
-) -> _Agreement:
-    """Compare the offers of all ranks on rank 0; the request and the rest are those of rank 0."""
-    require_equal(
-        [each.terms for each in offers], "ranks do not save the same checkpoint in the same way:"
-    )
-    described = [(each.fingerprint, each.coordinates) for each in offers]
-    plan = _digest(msgspec.msgpack.encode(described))
-    is_cached = all(plan in each.cached_plans for each in offers)
-    cached = plan_cache.get(plan, 0) if is_cached else None
-    if cached is not None and cached.manifest is not None:
-        _refuse_if_full(request, cached.manifest.bytes_stored)
-    value_senders = _first_of_each([each.values_digest for each in offers])
-    return _Agreement(
-        plan,
-        is_cached,
-        _first_of_each([each.fingerprint for each in offers]),
-        value_senders if len(value_senders) > 1 else [],
-        {} if watch is None else watch.find_differing([each.digests for each in offers]),
-    )
-
-
-def _complete_plan(
-    described: _DescribedSave,
-    agreement: _Agreement,
-    group: Group,
-    plan_cache: PlanCache,
-    recorder: Recorder,
-    watch: ReplicaWatch | None,
-) -> PlannedSave:
-    """Send structures and plain values as far as other ranks lack them, and plan the save."""
+    terms = [each.terms for each in offers]
+    require_equal(terms, "ranks do not save the same checkpoint in the same way:")
+    key = _digest(msgspec.msgpack.encode([(e.fingerprint, e.coordinates) for e in offers]))
+    is_cached = all(key in each.cached_plans for each in offers)
     with recorder.stage("plan"):
-        plan = plan_cache.get(agreement.plan, group.rank) if agreement.is_cached else None
+        plan = plan_cache.get(key, group.rank) if is_cached else None
         plan_cache.count(is_hit=plan is not None)
-        world, objects = _share(described, agreement, group)
+        structures, objects = _share(described, offers, group, with_structures=plan is None)
         if plan is None:
-            description = described.description
-            plan = run_on_all(
-                group, "planning a save", lambda: RankPlan.of(world, group.rank, description)
-            )
-            plan_cache.put(agreement.plan, group.rank, plan)
-    sample = None
+            with Round(group, "planning a save"):
+                world = _unite(structures, offers, described)
+                plan = RankPlan.of(world, group.rank, described.description)
+            plan_cache.put(key, group.rank, plan)
+    save_id, sample = offers[0].save_id, None
     if watch is not None:
         step = described.request.options.step or 0
-        sample = watch.begin(
-            agreement.save_id, step, plan, described.description, described.fragments
-        )
+        sample = watch.begin(save_id, step, plan, described.description, described.fragments)
     return PlannedSave(
         save=described.request,
-        save_id=agreement.save_id,
+        save_id=save_id,
         rank=group.rank,
         world_size=group.size,
         plan=plan,
-        cached=agreement.is_cached,
+        cached=is_cached,
         description=described.description,
         fragments=described.fragments,
         objects=objects,
@@ -382,72 +301,47 @@ def _complete_plan(
 
 
 def _share(
-    described: _DescribedSave, agreement: _Agreement, group: Group
-) -> tuple[World, tuple[ObjectEntry, ...]]:
-    """Send what other ranks lack.
+    described: DescribedSave, offers: Sequence[Offer], group: Group, *, with_structures: bool
+) -> tuple[list[bytes], tuple[ObjectEntry, ...]]:
+    """Send each structure, and each set of plain values, from the first rank that has it.
+
+    Args:
+        with_structures: whether to send structures. Plain values are sent only if they differ.
 
     Returns:
-        The structures of all ranks, unless the plan is cached; and on rank 0, the plain values that
-        all ranks share.
+        The structures, encoded; and the plain values that all ranks share, at least on rank 0.
     """
+    describers = _first_of_each([each.fingerprint for each in offers]) if with_structures else []
+    senders = _first_of_each([each.values_digest for each in offers])
     own = described.values.encode()
-    if agreement.is_cached and not agreement.value_senders:
-        return _EncodedWorld([], [], []).decode(), merge_values([own]) if group.rank == 0 else ()
-    objects: tuple[ObjectEntry, ...] = ()
+    if not with_structures and len(senders) == 1:
+        return [], merge_values([own]) if group.rank == 0 else ()
+    with Round(group, "describing a save") as step:
+        structure = described.encoded if group.rank in describers else b""
+        values = own if group.rank in senders and len(senders) > 1 else b""
+        sent = step.gather((structure, values), tuple[bytes, bytes])
+    objects = merge_values([values for _, values in sent] if len(senders) > 1 else [own])
+    return [structure for structure, _ in sent if structure], objects
 
-    def make_message() -> bytes:
-        sends_structure = group.rank in agreement.describers and not agreement.is_cached
-        message = _DescriptionMessage(
-            described.fingerprint,
-            described.description.coordinates,
-            described.encoded if sends_structure else b"",
-            own if group.rank in agreement.value_senders else b"",
+
+def _unite(structures: Sequence[bytes], offers: Sequence[Offer], own: DescribedSave) -> World:
+    """Return the structures of all ranks.
+
+    Args:
+        structures: the distinct structures, encoded.
+        offers: the offers of all ranks.
+        own: the description of this rank, whose structure need not be decoded.
+    """
+    decoded: list[Structure] = []
+    index_of: dict[bytes, int] = {}
+    for data in structures:
+        index_of[_digest(data)] = len(decoded)
+        is_own = data == own.encoded
+        decoded.append(
+            own.description.structure if is_own else msgspec.msgpack.decode(data, type=Structure)
         )
-        return msgspec.msgpack.encode(message)
-
-    def make_reply(encoded: list[bytes]) -> bytes:
-        nonlocal objects
-        messages = [msgspec.msgpack.decode(each, type=_DescriptionMessage) for each in encoded]
-        values = [each.values for each in messages] if agreement.value_senders else [own]
-        objects = merge_values(values)
-        index = {each.fingerprint: i for i, each in enumerate(m for m in messages if m.structure)}
-        world = _EncodedWorld([], [], [])
-        if not agreement.is_cached:
-            world = _EncodedWorld(
-                [each.structure for each in messages if each.structure],
-                [index[each.fingerprint] for each in messages],
-                [each.coordinates for each in messages],
-            )
-            _refuse_if_full(described.request, _size_of_tensors(world.decode()))
-        return msgspec.msgpack.encode(world)
-
-    reply = exchange(group, "describing a save", make_message, make_reply)
-    return msgspec.msgpack.decode(reply, type=_EncodedWorld).decode(), objects
-
-
-@prepare_decoding
-class _DescriptionMessage(msgspec.Struct, array_like=True):
-    """A rank's structure and plain values, as far as rank 0 needs them; empty otherwise."""
-
-    fingerprint: bytes
-    coordinates: Coordinates
-    structure: bytes
-    values: bytes
-
-
-def _size_of_tensors(world: World) -> int:
-    """Return the bytes of all tensors, without replicas."""
-    sizes = {
-        name: math.prod(shape) * DTYPES[dtype].itemsize
-        for each in world.structures
-        for name, dtype, shape in zip(each.names, each.dtypes, each.shapes, strict=True)
-    }
-    return sum(sizes.values())
-
-
-def _refuse_if_full(request: SaveRequest, nbytes: int) -> None:
-    if request.written_to is not None:
-        refuse_if_full(request.written_to, nbytes)
+    structure_of = np.array([index_of[each.fingerprint] for each in offers], np.int64)
+    return World(tuple(decoded), structure_of, tuple(each.coordinates for each in offers))
 
 
 def refuse_if_full(store: Store, nbytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -58,12 +58,13 @@ class ReplicaWatch(Protocol):
         """Return this rank's message about its last sample."""
         ...
 
-    def find_differing(self, messages: Sequence[bytes]) -> dict[int, int]:
-        """Return which sets of replicas differ, from the messages of all ranks. Runs on rank 0."""
-        ...
+    def conclude(self, messages: Sequence[bytes], group: Group, recorder: Recorder) -> None:
+        """Compare the last samples of all ranks. All ranks call this together.
 
-    def conclude(self, differing: Mapping[int, int], group: Group, recorder: Recorder) -> None:
-        """End the comparison of the last sample. All ranks call this together.
+        Args:
+            messages: the message of each rank.
+            group: the ranks.
+            recorder: gets an event if replicas differ.
 
         Raises:
             MismatchError: on all ranks: replicas differ, and the user wants an error.

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import read_boxes
+from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.layout import Box, boxes_of
@@ -95,9 +95,9 @@ def check_all_together(
     if not len(layout.replicas):
         return  # on all ranks
 
-    def make_message() -> bytes:
+    with Round(group, "comparing replicas") as step:
         saved, batch_bytes = SavedNames(layout), min(LARGEST_BATCH, max_memory // 8)
-        _, differences = find_differences(
+        _, own = find_differences(
             store,
             layout,
             Arena(2 * batch_bytes),
@@ -106,14 +106,8 @@ def check_all_together(
             batch_bytes=batch_bytes,
             share=(group.rank, group.size),
         )
-        return msgspec.msgpack.encode(differences)
-
-    def make_reply(messages: list[bytes]) -> bytes:
-        decoded = [msgspec.msgpack.decode(each, type=list[str]) for each in messages]
-        refuse_differences(str(store), [line for lines in decoded for line in lines])
-        return b""
-
-    exchange(group, "comparing replicas", make_message, make_reply)
+        differences = step.gather(own, list[str])
+    refuse_differences(str(store), [line for lines in differences for line in lines])
 
 
 def refuse_differences(path: str, differences: list[str]) -> None:

@@ -6,24 +6,28 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 
-from shardwise.decoding import prepare_decoding
 from shardwise.engine.commit import publish_manifest
-from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import map_in_threads, remove_leftovers
-from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.planning import (
+    Offer,
+    PlannedSave,
+    SaveRequest,
+    complete_plan,
+    describe_save,
+)
 from shardwise.engine.replica_watch import ReplicaWatch
+from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
+from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment, host_array
@@ -96,25 +100,37 @@ def save_all(
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
     sent_before = group.bytes_sent
+    with Round(group, "agreeing on a save") as step:
+        with recorder.stage("describe"):
+            described = describe_save(prepare())
+        offers = step.gather(described.offer(plan_cache, group, watch), Offer)
+    if watch is not None:
+        watch.conclude([each.sample for each in offers], group, recorder)
+    planned = complete_plan(described, offers, group, plan_cache, recorder, watch)
+    save = planned.save
     with ExitStack() as lock:
-        planned = plan_together(
-            prepare, lambda own, _: lock_place(own, lock), group, plan_cache, recorder, watch
-        )
-        if planned is None:
-            raise RuntimeError("a save to storage is never skipped")
-        save = planned.save
+        with Round(group, "locking the place of a save", first_only=True):
+            if group.rank == 0:
+                planned.refuse_if_full()
+                lock_place(save, planned.save_id, lock)
         if save.options.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned.description, planned.fragments, group)
-        entry = _write(planned, group, recorder)
-        totals = _publish(planned, entry, group, recorder)
+        files = _write(planned, group, recorder)
+        # If the publication fails or its outcome is unknown, the data files stay, because the
+        # manifest may exist. If it does not, the next save to this place removes the files.
+        with Round(group, "publishing a save", first_only=True):
+            if group.rank == 0:
+                with recorder.stage("publish"):
+                    commit_save(save, planned.save_id, planned.manifest(files), files)
+    plan = planned.plan.plan
     return SaveReport(
         path=str(save.store),
         step=save.options.step,
-        bytes_total=totals.bytes_stored,
-        bytes_written=0 if entry is None else entry.size,
-        bytes_deduplicated=totals.bytes_held - totals.bytes_stored,
-        files=totals.files,
+        bytes_total=plan.bytes_stored,
+        bytes_written=sum(each.size for each in files if each.rank == group.rank),
+        bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
+        files=len(files),
         plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent_before,
         seconds=recorder.seconds(),
@@ -132,20 +148,13 @@ def check_replicas(description: Description, fragments: Sequence[Fragment], grou
     Raises:
         MismatchError: boxes differ; the same error on all ranks, which lists all such boxes.
     """
-
-    def make_message() -> bytes:
+    with Round(group, "comparing replicas") as step:
+        names = description.structure.names
         rows: list[_Row] = [
-            (
-                description.structure.names[tensor],
-                fragment.box.offset,
-                fragment.box.shape,
-                _checksum(fragment.data),
-            )
+            (names[tensor], fragment.box.offset, fragment.box.shape, _checksum(fragment.data))
             for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
         ]
-        return msgspec.msgpack.encode(rows)
-
-    exchange(group, "comparing replicas", make_message, _compare_checksums)
+        step.reduce(rows, list[_Row], _compare_checksums, type(None))
 
 
 def _checksum(data: torch.Tensor) -> int:
@@ -153,11 +162,11 @@ def _checksum(data: torch.Tensor) -> int:
     return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _compare_checksums(messages: Sequence[bytes]) -> bytes:
+def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
     first_seen: dict[tuple[str, Box], tuple[int, int]] = {}
     problems = []
-    for rank, data in enumerate(messages):
-        for name, offset, shape, checksum in msgspec.msgpack.decode(data, type=list[_Row]):
+    for rank, rows in enumerate(rows_of_ranks):
+        for name, offset, shape, checksum in rows:
             box = Box(offset, shape)
             first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
             if first_checksum != checksum:
@@ -168,89 +177,57 @@ def _compare_checksums(messages: Sequence[bytes]) -> bytes:
             "broadcast them from rank 0), or save without check_replicas:",
             problems,
         )
-    return b""
 
 
-def lock_place(save: SaveRequest, cleanup: ExitStack) -> str:
-    """Lock the place of a save until `cleanup` closes, and return the id of the save.
+def lock_place(save: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
+    """Lock the place of a save until `cleanup` closes.
 
     Raises:
         CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
         StoreError, OSError: the place cannot be locked.
     """
+    store = save.store
     refuse_existing(save)
-    remove_leftovers(save.store)
-    abort_uploads(save.store)
+    remove_leftovers(store)
+    abort_uploads(store)
+    cleanup.callback(_discard_lock, store, save_id)
     for _ in range(LOCK_ATTEMPTS):
-        save_id = new_save_id()
-        cleanup.callback(_discard_lock, save.store, save_id)
-        if cleanup.enter_context(save.store.lock(lock_file(save_id))):
-            return save_id
+        if cleanup.enter_context(store.lock(lock_file(save_id))):
+            return
     raise StoreError(
-        f"{save.store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
+        f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
         "place is writable and that no other process removes files there"
     )
 
 
-def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry | None:
+def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileEntry]:
     """Write this rank's file, and wait until all ranks have written theirs.
 
     If any rank fails, all ranks remove their files, because no manifest can exist yet.
 
     Returns:
-        The entry of the file; None if this rank writes no file.
+        The entries of the files of all ranks.
     """
     store = planned.save.store
-
-    def write() -> FileEntry | None:
-        if planned.sample is not None:
-            with recorder.stage("compare_replicas", planned.sample.nbytes):
-                planned.sample.take_from_state()
-        with recorder.stage("write"):
-            source = planned.source()
-            if source is None:
-                return None
-            checksums_crc32 = write_data_file(store, planned.key, source, planned.save.arena)
-            return planned.entry(source, checksums_crc32)
-
     try:
-        return run_on_all(group, "writing a save", write)
+        with Round(group, "writing a save") as step:
+            if planned.sample is not None:
+                with recorder.stage("compare_replicas", planned.sample.nbytes):
+                    planned.sample.take_from_state()
+            with recorder.stage("write"):
+                source = planned.source()
+                entry = None
+                if source is not None:
+                    checksum = write_data_file(store, planned.key, source, planned.save.arena)
+                    entry = planned.entry(source, checksum)
+            entries = step.gather([] if entry is None else [entry], list[FileEntry])
     except LostRankError:
         raise
     except Exception:
         with suppress(OSError):
             store.delete(planned.key)
         raise
-
-
-@prepare_decoding
-class _Totals(msgspec.Struct, array_like=True):
-    """The tensor bytes of the checkpoint and of all ranks, and the number of data files."""
-
-    bytes_stored: int
-    bytes_held: int
-    files: int
-
-
-def _publish(
-    planned: PlannedSave, entry: FileEntry | None, group: Group, recorder: Recorder
-) -> _Totals:
-    """Publish the manifest on rank 0, which commits the save.
-
-    If the publication fails or its outcome is unknown, the data files stay, because the manifest
-    may exist. If no manifest exists, the next save to this place removes the files.
-    """
-
-    def make_reply(messages: list[bytes]) -> bytes:
-        entries = [msgspec.msgpack.decode(each, type=FileEntry | None) for each in messages]
-        files = [each for each in entries if each is not None]
-        with recorder.stage("publish"):
-            commit_save(planned.save, planned.save_id, planned.manifest(files), files)
-        plan = planned.manifest_plan
-        return msgspec.msgpack.encode(_Totals(plan.bytes_stored, plan.bytes_held, len(files)))
-
-    reply = exchange(group, "publishing a save", lambda: msgspec.msgpack.encode(entry), make_reply)
-    return msgspec.msgpack.decode(reply, type=_Totals)
+    return [each for entry in entries for each in entry]
 
 
 def commit_save(

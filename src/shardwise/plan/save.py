@@ -30,25 +30,6 @@ SMALLEST_GRAIN = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestPlan:
-    """The part of a manifest that depends on the plan alone.
-
-    Attributes:
-        tensors: the list of tensors, encoded.
-        writers: the ranks that write a file, in the order of the list of files.
-        per_rank: the names of the per-rank values.
-        bytes_held: the tensor bytes of all ranks together, with replicas.
-        bytes_stored: the tensor bytes that are written, without replicas.
-    """
-
-    tensors: bytes
-    writers: tuple[int, ...]
-    per_rank: tuple[str, ...]
-    bytes_held: int
-    bytes_stored: int
-
-
-@dataclass(frozen=True, slots=True)
 class SavePlan:
     """The n pieces that all ranks write, in columns.
 
@@ -92,33 +73,36 @@ class SavePlan:
         fragments = self.boxes.fragment[self.box[rows]]
         return piece_table(description, fragments, self.offset[rows], self.shape[rows])
 
-    def manifest(self) -> ManifestPlan:
-        """Return the planned part of the manifest."""
-        world, itemsize, boxes = self.world, self.itemsize, self.boxes
-        has_values = np.array([bool(each.per_rank) for each in world.structures])
-        files = np.flatnonzero((np.diff(self.limits) > 0) | has_values[world.structure_of])
-        pieces = self._place_pieces(files)
-        names = (name for each in world.structures for name in each.per_rank)
-        held = boxes.shape.prod(axis=1) * itemsize[boxes.tensor] * boxes.counts
-        return ManifestPlan(
-            encode_tensors([*add_pieces(self.tensors, *pieces), *self.tied]),
-            tuple(files.tolist()),
-            tuple(dict.fromkeys(names)),
-            int(held.sum()),
-            int((self.shape.prod(axis=1) * itemsize[boxes.tensor[self.box]]).sum()),
-        )
+    @property
+    def writers(self) -> Int:
+        """The ranks that write a file, in the order of the list of files."""
+        has_values = np.array([bool(each.per_rank) for each in self.world.structures])
+        return np.flatnonzero((np.diff(self.limits) > 0) | has_values[self.world.structure_of])
 
-    def _place_pieces(self, files: Int) -> tuple[Int, Int, Int, Int, Int]:
-        """Return the columns of the pieces for `add_pieces`, in the order of the manifest.
+    @property
+    def bytes_held(self) -> int:
+        """The tensor bytes of all ranks together, with replicas."""
+        boxes = self.boxes
+        sizes = boxes.shape.prod(axis=1) * self.itemsize[boxes.tensor]
+        return int((sizes * boxes.counts).sum())
 
-        Args:
-            files: the ranks that write a file.
-        """
+    @property
+    def bytes_stored(self) -> int:
+        """The tensor bytes that are written, without replicas."""
+        itemsize = self.itemsize[self.boxes.tensor[self.box]]
+        return int((self.shape.prod(axis=1) * itemsize).sum())
+
+    def encode_tensors(self) -> bytes:
+        """Return the list of tensors in the manifest, encoded."""
+        return encode_tensors([*add_pieces(self.tensors, *self._place_pieces()), *self.tied])
+
+    def _place_pieces(self) -> tuple[Int, Int, Int, Int, Int]:
+        """Return the columns of the pieces for `add_pieces`, in the order of the manifest."""
         tensor = self.boxes.tensor[self.box]
         ranks = np.repeat(np.arange(self.world.size), np.diff(self.limits))
         ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsize[tensor])])
         start = ends[:-1] - ends[self.limits][ranks]
-        columns = (tensor, np.searchsorted(files, ranks), start, self.offset, self.shape)
+        columns = (tensor, np.searchsorted(self.writers, ranks), start, self.offset, self.shape)
         order = np.lexsort([*reversed(self.offset.T), tensor])
         tensor, file, start, offset, shape = (column[order] for column in columns)
         return tensor, file, start, offset, shape
@@ -259,14 +243,14 @@ class RankPlan:
         rank: the rank.
         pieces: the pieces that the rank writes.
         header: the entries of these pieces in the header of the rank's file.
-        manifest: on rank 0, the part of the manifest that depends on the plan alone.
+        tensors: on rank 0, the list of tensors in the manifest, encoded; empty on other ranks.
     """
 
     plan: SavePlan
     rank: int
     pieces: PieceTable
     header: HeaderEntries
-    manifest: ManifestPlan | None
+    tensors: bytes
 
     @classmethod
     def of(cls, world: World, rank: int, description: Description) -> RankPlan:
@@ -283,8 +267,8 @@ class RankPlan:
         plan = plan_save(world, rank)
         pieces = plan.pieces_of(rank, description)
         header = encode_header_entries(pieces.describe_pieces(description))
-        manifest = plan.manifest() if rank == 0 else None
-        return cls(plan, rank, pieces, header, manifest)
+        tensors = plan.encode_tensors() if rank == 0 else b""
+        return cls(plan, rank, pieces, header, tensors)
 
 
 @dataclass(frozen=True, slots=True)

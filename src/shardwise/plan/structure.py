@@ -153,3 +153,8 @@ class World:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.coordinates)
+
+    @property
+    def per_rank(self) -> tuple[str, ...]:
+        """The names of the per-rank values of all ranks."""
+        return tuple(dict.fromkeys(name for each in self.structures for name in each.per_rank))

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.exchange import exchange as exchange
-from shardwise.engine.exchange import run_on_all as run_on_all
 from shardwise.engine.group import Group as Group
 from shardwise.engine.load import PlannedLoad, fill_alone
+from shardwise.engine.rounds import Round as Round
 from shardwise.store import Files
 
 GROUP = "shardwise.read_strategies"
@@ -62,8 +61,8 @@ class ReadStrategy(Protocol):
 
         Args:
             reads: what this rank needs.
-            group: the ranks. They exchange messages by `exchange` and `run_on_all`, which raise
-                the failure of a rank on all ranks.
+            group: the ranks. They exchange messages in a `Round`, which raises the failure of a
+                rank on all ranks.
             cleanup: closes what the strategy opens, after all ranks have finished.
 
         Returns:

@@ -21,13 +21,13 @@ def make_pending_manifest(
     durable: bool,
 ) -> PendingManifest:
     """Return the pending manifest of a save; `rings` are the file names of each ring of ranks."""
-    manifest = planned.manifest_plan
+    plan = planned.plan.plan
     node_of = membership.node_of
     return PendingManifest(
         save_id=planned.save_id,
         step=options.step or 0,
         manifest=planned.manifest(()).decode(),
-        files=[(data_file(r, planned.save_id), node_of[r]) for r in manifest.writers],
+        files=[(data_file(r, planned.save_id), node_of[r]) for r in plan.writers.tolist()],
         nodes=membership.nodes,
         leader=node_of[0],
         epoch=membership.lineage.epoch,
@@ -41,6 +41,6 @@ def make_pending_manifest(
         group=memory.group,
         wait=memory.wait,
         budget=memory.budget,
-        bytes_held=manifest.bytes_held,
-        bytes_total=manifest.bytes_stored,
+        bytes_held=plan.bytes_held,
+        bytes_total=plan.bytes_stored,
     )

@@ -13,11 +13,18 @@ import msgspec
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.planning import (
+    DescribedSave,
+    Offer,
+    PlannedSave,
+    SaveRequest,
+    complete_plan,
+    describe_save,
+)
+from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Run, SnapshotDirectory
@@ -154,35 +161,40 @@ class Snapshots:
         self.fence()
         bytes_sent_before = self._group.bytes_sent
 
-        def prepare() -> SaveRequest:
+        with Round(self._group, "agreeing on a save") as step:
             info = self._check_before_save()
-            save = make_save()
-            step = save.options.step or 0
-            refuse_older_step(self.run, step, self.membership.lineage, self._root)
-            self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-            has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
-            return replace(
-                save,
-                place=str(save.store) if durable else f"memory, for {save.store}",
-                written_to=self._root if durable else None,
-                note=msgspec.msgpack.encode((has_slot, info)),
-            )
-
-        def begin(own: SaveRequest, notes: list[bytes]) -> str:
-            if durable:
-                refuse_existing(own, self._steps_to_look_for)
-            decoded = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in notes]
-            self.membership.nodes = list({info.node: info for _, info in decoded}.values())
-            has_slots = all(has_slot for has_slot, _ in decoded)
-            return new_save_id() if has_slots or self._options.when_full != "skip" else ""
-
-        planned = plan_together(prepare, begin, self._group, plan_cache, recorder, self._comparison)
-        if planned is None:
+            has_slot, described = self._describe(make_save(), recorder, durable=durable)
+            offer = described.offer(plan_cache, self._group, self._comparison)
+            messages = step.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
+        offers = [offer for offer, _, _ in messages]
+        self._comparison.conclude([each.sample for each in offers], self._group, recorder)
+        self.membership.nodes = list({info.node: info for _, _, info in messages}.values())
+        if self._options.when_full == "skip" and not all(slot for _, slot, _ in messages):
             self.skipped += 1
             return None
+        planned = complete_plan(
+            described, offers, self._group, plan_cache, recorder, self._comparison
+        )
+        with Round(self._group, "looking for an earlier save", first_only=True):
+            if self._group.rank == 0 and durable:
+                refuse_existing(planned.save, self._steps_to_look_for)
+                planned.refuse_if_full()
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
+
+    def _describe(
+        self, save: SaveRequest, recorder: Recorder, *, durable: bool
+    ) -> tuple[bool, DescribedSave]:
+        """Return whether this rank has a slot for a snapshot, and the described save."""
+        step = save.options.step or 0
+        refuse_older_step(self.run, step, self.membership.lineage, self._root)
+        self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
+        has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
+        place = str(save.store) if durable else f"memory, for {save.store}"
+        root = self._root if durable else None
+        with recorder.stage("describe"):
+            return has_slot, describe_save(replace(save, place=place, written_to=root))
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
@@ -202,21 +214,15 @@ class Snapshots:
                 much is needed.
         """
         group = self._group
-        planned = plan_together(
-            lambda: replace(make_save(), written_to=None),
-            lambda own, notes: new_save_id(),
-            group,
-            plan_cache,
-            recorder,
-        )
-        if planned is None:
-            raise RuntimeError("slots are always planned")
+
+        with Round(group, "describing a save") as step:
+            described = describe_save(replace(make_save(), written_to=None))
+            offers = step.gather(described.offer(plan_cache, group), Offer)
+        planned = complete_plan(described, offers, group, plan_cache, recorder)
         source, ring = self._rings.join(planned)
         compared = self._comparison.most_bytes(planned.plan, planned.description)
-        with recorder.stage("allocate"):
-            return run_on_all(
-                group, "allocating slots", lambda: self._staging.prepare(source, ring, compared)
-            )
+        with Round(group, "allocating slots"), recorder.stage("allocate"):
+            return self._staging.prepare(source, ring, compared)
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Yield the newest snapshot in memory, as `recovery.find_snapshots` does."""

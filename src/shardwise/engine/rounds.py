@@ -1,0 +1,256 @@
+"""`Round`: a step that all ranks take together. If it fails on one rank, it fails on all ranks.
+
+Example: each rank writes a file, and all ranks learn of all files.
+
+    with Round(group, "writing a save") as step:
+        entry = write_own_file()                     # may fail on some ranks
+        entries = step.gather(entry, FileEntry)      # the entries of all ranks, on all ranks
+
+If `write_own_file` fails on rank 3, rank 3 raises that error, and all other ranks raise a
+`RankError` which names rank 3. So no rank waits for a failed rank. Code that may fail on a single
+rank therefore runs in the block of a round. Code whose result is equal on all ranks need not,
+because it fails on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from shardwise import errors
+from shardwise.decoding import prepare_decoding
+from shardwise.engine.group import Group
+from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, describe_error
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@prepare_decoding
+class _Message(msgspec.Struct, array_like=True):
+    """What a rank sends to rank 0: the name of the operation, and the rank's data or error."""
+
+    operation: str
+    data: bytes = b""
+    failure: str | None = None
+
+
+@prepare_decoding
+class _Reply(msgspec.Struct, array_like=True):
+    """What rank 0 sends to all ranks.
+
+    Attributes:
+        data: the result, if all ranks succeeded.
+        error_class: the name of the class of an error; None if all ranks succeeded.
+        message, problems: the text of an error that rank 0 raised.
+        failures: for each failed rank, its error.
+    """
+
+    data: bytes = b""
+    error_class: str | None = None
+    message: str = ""
+    problems: list[str] = []
+    failures: dict[int, str] = {}
+
+
+class Round:
+    """A step that all ranks take together, as a context manager.
+
+    At most one of `gather`, `reduce` and `share` is called, at the end of the block. Without such a
+    call, the end of the block waits for the other ranks.
+
+    Args:
+        group: the ranks. All of them begin the same rounds in the same order.
+        operation: what the ranks do, for error messages; the same on all ranks.
+        first_only: only rank 0 does something in the block that can fail. The other ranks send
+            nothing, and wait for rank 0. The block of rank 0 calls `share`, or nothing.
+
+    Raises:
+        Exception: the block failed on this rank.
+        RankError: the block failed on other ranks.
+        ShardwiseError: rank 0 failed in a round with `first_only`, or in the function passed to
+            `reduce`: the same error on all ranks.
+        MismatchError: ranks take different steps.
+        LostRankError: a rank died or did not answer in time.
+    """
+
+    def __init__(self, group: Group, operation: str, *, first_only: bool = False) -> None:
+        self._group = group
+        self._operation = operation
+        self._first_only = first_only
+        self._is_over = False
+
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(
+        self,
+        error_class: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_over or not (error is None or isinstance(error, Exception)):
+            return
+        if error is None:
+            self._exchange(b"", lambda _: b"")
+            return
+        try:
+            self._report(error)
+        except LostRankError as lost:
+            raise error from lost  # the error of this rank explains more
+
+    def gather(self, message: T, kind: Any) -> list[T]:
+        """Send a message, and return the messages of all ranks.
+
+        Args:
+            message: a value that msgspec encodes.
+            kind: the type of the messages.
+        """
+        if self._group.size == 1:
+            self._is_over = True
+            return [message]
+        encoded = self._exchange(msgspec.msgpack.encode(message), msgspec.msgpack.encode)
+        messages = msgspec.msgpack.decode(encoded, type=list[bytes])
+        return [msgspec.msgpack.decode(each, type=kind) for each in messages]
+
+    def reduce(self, message: T, kind: Any, combine: Callable[[list[T]], R], result_kind: Any) -> R:
+        """Send a message, and return what `combine` makes of the messages of all ranks.
+
+        Use it instead of `gather` if the result is much smaller than all messages.
+
+        Args:
+            message: a value that msgspec encodes.
+            kind: the type of the messages.
+            combine: a pure function of the messages, which runs on rank 0.
+            result_kind: the type of its result, which msgspec encodes.
+        """
+
+        def reply(messages: list[bytes]) -> bytes:
+            decoded = [msgspec.msgpack.decode(each, type=kind) for each in messages]
+            return msgspec.msgpack.encode(combine(decoded))
+
+        if self._group.size == 1:
+            self._is_over = True
+            return combine([message])
+        data = self._exchange(msgspec.msgpack.encode(message), reply)
+        result: R = msgspec.msgpack.decode(data, type=result_kind)
+        return result
+
+    def share(self, value: T, kind: Any) -> T:
+        """Return the value of rank 0 on all ranks. Only for rounds with `first_only`.
+
+        Args:
+            value: a value that msgspec encodes; ignored on other ranks.
+            kind: the type of the value.
+        """
+        if self._group.size == 1:
+            self._is_over = True
+            return value
+        encoded = msgspec.msgpack.encode(value) if self._group.rank == 0 else b""
+        data = self._exchange(encoded, lambda _: encoded)
+        shared: T = msgspec.msgpack.decode(data, type=kind)
+        return shared
+
+    def _exchange(self, data: bytes, reply: Callable[[list[bytes]], bytes]) -> bytes:
+        """Send this rank's data to rank 0, and return its reply."""
+        self._is_over = True
+        if self._group.size == 1:
+            return reply([data])
+        answer, error = _Reply(), None
+        if self._first_only:
+            if self._group.rank == 0:
+                answer.data = reply([data])
+        else:
+            answer, error = self._gather(_Message(self._operation, data), reply)
+        answer = self._broadcast(answer)
+        if error is not None:
+            raise error
+        _raise_failure(answer, self._operation)
+        return answer.data
+
+    def _report(self, error: Exception) -> None:
+        """Tell the other ranks that this rank has failed."""
+        self._is_over = True
+        if self._group.size == 1:
+            return
+        if self._first_only:
+            self._broadcast(_reply_of_error(error))
+        else:
+            failed = _Message(self._operation, failure=describe_error(error))
+            self._broadcast(self._gather(failed, lambda _: b"")[0])
+
+    def _gather(
+        self, message: _Message, reply: Callable[[list[bytes]], bytes]
+    ) -> tuple[_Reply, Exception | None]:
+        """Gather the messages of all ranks.
+
+        Returns:
+            On rank 0, the reply to all ranks, and the error of `reply` if it failed.
+        """
+        encoded = self._group.gather(msgspec.msgpack.encode(message))
+        messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
+        failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
+        if failures:
+            return _Reply(error_class="RankError", failures=failures), None
+        if not messages:
+            return _Reply(), None
+        try:
+            _refuse_different_operations([each.operation for each in messages])
+            return _Reply(reply([each.data for each in messages])), None
+        except Exception as error:  # the caller raises it, after the other ranks know
+            return _reply_of_error(error), error
+
+    def _broadcast(self, reply: _Reply) -> _Reply:
+        data = msgspec.msgpack.encode(reply) if self._group.rank == 0 else b""
+        return msgspec.msgpack.decode(self._group.broadcast(data), type=_Reply)
+
+
+def require_equal(values: Sequence[str], summary: str) -> None:
+    """Require that all ranks have the same value.
+
+    Args:
+        values: the value of each rank, formatted for an error message.
+        summary: the first line of the error.
+
+    Raises:
+        MismatchError: the values differ. The error lists the value of each rank.
+    """
+    if len(set(values)) > 1:
+        raise MismatchError(summary, [f"rank {rank}: {each}" for rank, each in enumerate(values)])
+
+
+def _reply_of_error(error: Exception) -> _Reply:
+    problems = error.problems if isinstance(error, MismatchError) else []
+    text = error.summary if isinstance(error, MismatchError) else str(error)
+    return _Reply(error_class=type(error).__name__, message=text, problems=problems)
+
+
+def _refuse_different_operations(operations: Sequence[str]) -> None:
+    """Refuse messages of different operations, which cannot be decoded together."""
+    if len(set(operations)) > 1:
+        first_ranks = sorted(operations.index(each) for each in set(operations))
+        raise MismatchError(
+            "ranks called different operations: all must make the same calls, with the same steps "
+            "and options, in the same order:",
+            [f"rank {rank}: {operations[rank]}" for rank in first_ranks],
+        )
+
+
+def _raise_failure(reply: _Reply, operation: str) -> None:
+    if reply.error_class is None:
+        return
+    if reply.failures:
+        raise RankError(operation, reply.failures)
+    error_class: Any = getattr(errors, reply.error_class, None)
+    if error_class is MismatchError:
+        raise MismatchError(reply.message, reply.problems)
+    if (
+        isinstance(error_class, type)
+        and issubclass(error_class, ShardwiseError)
+        and error_class is not RankError
+    ):
+        raise error_class(reply.message)
+    raise RankError(operation, {0: f"{reply.error_class}: {reply.message}"})
