@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,11 +15,9 @@ import torch
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import Comparison, compare
 from shardwise.engine.group import SoloGroup
 from shardwise.engine.load import read_leaves
 from shardwise.engine.per_rank import read_per_rank
-from shardwise.engine.verify import VerifyReport, find_damage, refuse_damage
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
@@ -27,7 +25,6 @@ from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import FROZEN
-from shardwise.notebook import checkpoint_html
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
@@ -37,6 +34,10 @@ from shardwise.state.selection import Selection
 from shardwise.state.tensors import tensor_leaf
 from shardwise.store import Files
 from shardwise.tiers.store import TieredStore
+
+if TYPE_CHECKING:
+    from shardwise.engine.compare import Comparison
+    from shardwise.engine.verify import VerifyReport
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -82,6 +83,8 @@ class Checkpoint(Mapping[str, Any]):
         return f"<Checkpoint {self.path} step={self.step} names={len(self)}>"
 
     def _repr_html_(self) -> str:
+        from shardwise.notebook import checkpoint_html  # only notebooks need it
+
         return checkpoint_html(self.path, self.layout)
 
     @property
@@ -279,6 +282,8 @@ class Checkpoint(Mapping[str, Any]):
                 saved.
             MismatchError: copies of a tensor differ. The message names all such tensors.
         """
+        from shardwise.engine.verify import refuse_damage
+
         report = self.find_damage(on_event)
         refuse_damage(report)
         return report
@@ -289,6 +294,8 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             on_event: as for `verify`.
         """
+        from shardwise.engine.verify import find_damage  # loads need not import it
+
         store = self._store
         checksums: Iterable[FileChecksums] = ()
         if isinstance(store, TieredStore):
@@ -316,6 +323,8 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             CorruptionError: a checkpoint is damaged.
         """
+        from shardwise.engine.compare import compare  # loads need not import it
+
         a, b = (self._store, self.layout), (other._store, other.layout)
         return compare(a, b, self._arena, Recorder(on_event))
 

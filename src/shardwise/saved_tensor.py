@@ -21,7 +21,6 @@ from shardwise.layout import (
 )
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.notebook import tensor_html
 from shardwise.state.leaves import Fragment, TensorLeaf
 
 IndexArray: TypeAlias = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -78,6 +77,8 @@ class SavedTensor:
         return f"SavedTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
     def _repr_html_(self) -> str:
+        from shardwise.notebook import tensor_html  # only notebooks need it
+
         return tensor_html(self._entry, self._boxes())
 
     def __len__(self) -> int:
