@@ -30,7 +30,7 @@ def main() -> None:
     sw.save(bench.dir / "sw", {"model": state})
     bytes_read: dict[str, float] = {}
     name = f"node {bench.rank}"
-    with patch.object(node_ranks, "_node_name", lambda: name):
+    with patch.object(node_ranks, "node_name", lambda: name):
         for _ in bench.rounds:
             measure(bench, state, bytes_read)
     bench.compare(LIMIT, ONCE, DEFAULT, ALONE)

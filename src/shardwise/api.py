@@ -149,7 +149,7 @@ def load(
         resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format, index: as for `open`.
-        read_once: one node reads bytes that several need, and sends them on. Default: if faster.
+        read_once: one node reads what several need, and sends it on. Default: if this saves much.
         staging_bytes, group, on_event: as for `save`; 256 MiB by default for object stores.
 
     Raises:

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.engine import data_reader
 from shardwise.engine.group import listen
 from shardwise.manifest.checksums import BLOCK
-from shardwise.sharing import connections, links, node_ranks, read_once
+from shardwise.sharing import agreement, links, node_ranks
 from shardwise.store import LocalStore
 from tests.breadth import mostly_long
 from tests.conftest import PRELOAD
@@ -167,29 +167,18 @@ def test_nodes_read_alone_on_request(gang: Gang, saved: str) -> None:
     assert all(read >= NBYTES for read, _, _ in loads)
 
 
-def load_measured(path: str, rate: float) -> int:
-    with patch.object(read_once, "WORTH_MEASURING", 1):
-        return load_parts(path, whole, once=None, rate=rate)[2]
+def load_by_default(path: str) -> int:
+    with patch.object(agreement, "WORTH_CONNECTING", 1):
+        return load_parts(path, whole, once=None)[2]
 
 
-@pytest.mark.parametrize(("rate", "shares"), [(50e6, True), (FAST, False)])
-def test_the_slower_of_storage_and_network_decides(
-    gang: Gang, saved: str, rate: float, shares: bool
-) -> None:
-    """The network of this machine is faster than 50 MB/s; that of the test is made slower."""
-    call = load_measured if shares else load_with_slow_network
-    received = gang.run(call, saved, rate, world=2)
-    assert [each > 0 for each in received] == [shares] * 2
-
-
-def load_with_slow_network(path: str, rate: float) -> int:
-    with patch.object(read_once, "measure_network", lambda *_: 1e6):
-        return load_measured(path, rate)
+def test_nodes_share_by_default_what_all_read_from_storage(gang: Gang, saved: str) -> None:
+    assert all(each > 0 for each in gang.run(load_by_default, saved, world=2))
 
 
 def load_from_disk(path: str) -> int:
     _, state = state_of(whole)
-    with on_nodes(1), patch.object(read_once, "WORTH_MEASURING", 1):
+    with on_nodes(1), patch.object(agreement, "WORTH_CONNECTING", 1):
         return sw.load(path, state).bytes_received
 
 
@@ -198,7 +187,7 @@ def test_nodes_read_their_own_disk_alone(gang: Gang, saved: str) -> None:
     assert gang.run(load_from_disk, saved, world=2) == [0, 0]
 
 
-def test_small_states_are_not_measured(gang: Gang, saved: str) -> None:
+def test_small_states_are_not_shared_by_default(gang: Gang, saved: str) -> None:
     loads = gang.run(load_parts, saved, whole, once=None, world=2)
     assert [received for _, _, received in loads] == [0, 0]
 
@@ -301,7 +290,7 @@ def change_what_is_received() -> AbstractContextManager[object]:
     publish = links.SharedBuffers.publish
 
     def changed(self: links.SharedBuffers, read: int, checksum: int) -> None:
-        if not self.is_own(read):
+        if not self.is_made_here(read):
             self.slot(read)[100] ^= 1
         publish(self, read, checksum)
 
@@ -345,7 +334,7 @@ def refuse_connections() -> AbstractContextManager[object]:
     def refusing(*_: object, **__: object) -> object:
         raise ConnectionRefusedError("refused by the test")
 
-    return patch.object(connections.socket, "create_connection", refusing)
+    return patch.object(links.socket, "create_connection", refusing)
 
 
 def load_with_fault(path: str, per_node: int, fault: tuple[int, Fault], prefix: str) -> None:
@@ -464,12 +453,12 @@ def test_a_restore_goes_back_to_an_intact_checkpoint(gang: Gang, tmp_path: Path)
 
 def load_refused(path: str, once: bool | None) -> int:
     fault = 1, refuse_connections
-    with patch.object(read_once, "WORTH_MEASURING", 1):
+    with patch.object(agreement, "WORTH_CONNECTING", 1):
         return load_parts(path, whole, once=once, fault=fault)[2]
 
 
 def test_nodes_that_cannot_connect_read_alone(gang: Gang, saved: str) -> None:
-    with patch.object(read_once, "CONNECT_SECONDS", 2.0):
+    with patch.object(agreement, "CONNECT_SECONDS", 2.0):
         assert gang.run(load_refused, saved, None, world=2, group_timeout=3.0) == [0, 0]
 
 
@@ -483,14 +472,12 @@ def test_processes_without_the_token_are_not_accepted() -> None:
     with ExitStack() as cleanup:
         listener = listen("127.0.0.1", cleanup)
         address = listener.getsockname()[:2]
-        token = b"s" * connections.TOKEN_SIZE
+        token = b"s" * links.TOKEN_SIZE
 
         intruders = []
-        for wrong, source in ((b"x" * connections.TOKEN_SIZE, 1), (token, 2), (token, 1)):
-            outgoing, _ = connections.connect(
-                source, {0: address}, [], listener, wrong, 5.0, cleanup
-            )
+        for wrong, source in ((b"x" * links.TOKEN_SIZE, 1), (token, 2), (token, 1)):
+            outgoing, _ = links.connect(source, {0: address}, [], listener, wrong, 5.0, cleanup)
             intruders.append(outgoing[0])
-        _, incoming = connections.connect(0, {}, [1], listener, token, 5.0, cleanup)
+        _, incoming = links.connect(0, {}, [1], listener, token, 5.0, cleanup)
         assert list(incoming) == [1]
         assert incoming[1].getpeername() == intruders[-1].getsockname()

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.engine import data_reader
 from shardwise.sharing import shared_buffers, strategy
-from shardwise.sharing.ranges import Ranges
-from shardwise.sharing.within_node import ReadsOfNode, SharedReads, share_reads
+from shardwise.sharing.reads import Ranges, Reads, share_reads
 from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 64, 4096
@@ -157,8 +156,8 @@ def plan_other_reads() -> AbstractContextManager[object]:
 
 
 def _in_small_reads(
-    ranges: list[Ranges], *, largest_read: object, between_nodes: ReadsOfNode | None
-) -> SharedReads:
+    ranges: list[Ranges], *, largest_read: object, between_nodes: Reads | None
+) -> Reads:
     return share_reads(ranges, largest_read=65536, between_nodes=between_nodes)
 
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from shardwise.engine.group import listen
-from shardwise.sharing import connections
-from shardwise.sharing.connections import TOKEN_SIZE, connect
+from shardwise.sharing import links
+from shardwise.sharing.links import TOKEN_SIZE, connect
 
 TOKEN = b"t" * TOKEN_SIZE
 
@@ -20,7 +20,7 @@ TOKEN = b"t" * TOKEN_SIZE
 def test_a_stranger_that_says_too_little_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, drips: bool
 ) -> None:
-    monkeypatch.setattr(connections, "HELLO_TIMEOUT", 0.5)
+    monkeypatch.setattr(links, "HELLO_TIMEOUT", 0.5)
     ended = threading.Event()
 
     def talk(stranger: socket.socket) -> None:

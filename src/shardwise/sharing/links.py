@@ -1,33 +1,129 @@
-"""Pass file data on between nodes during a load, over connections between ranks.
+"""Connections between ranks of different nodes, over which they pass on file data during a load.
 
-One thread of a rank moves all data of its connections. It receives into free slots of the rank's
-buffer, and sends from filled slots. On each connection, the reads follow each other in the order in
-which all ranks process them, so nodes cannot deadlock (see `sharing/shared_buffers.py`).
+Each rank listens on a port of its own. Rank 0 sends the addresses, and a secret token with which
+each connection begins, over the process group. The data is neither encrypted nor compressed, as in
+the process group itself.
+
+Each connection has a thread: it receives into free slots of the rank's buffer, or sends from filled
+slots. On each connection, the reads follow each other in the order in which all ranks process them,
+so nodes cannot deadlock (see `sharing/shared_buffers.py`).
 """
 
 from __future__ import annotations
 
+import hmac
 import select
 import socket
 import struct
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import numpy as np
 
+from shardwise.deadline import Deadline
+from shardwise.engine.group import Address
 from shardwise.errors import LostRankError, RankError
-from shardwise.sharing.between_nodes import NOBODY
-from shardwise.sharing.connections import OPERATION, Connections
-from shardwise.sharing.doorbell import POLL_SECONDS, Doorbell
+from shardwise.sharing.node_ranks import NodeRanks
+from shardwise.sharing.reads import NOBODY, Reads
 from shardwise.sharing.shared_buffers import SharedBuffers
-from shardwise.sharing.within_node import SharedReads
 
+OPERATION = "passing on data between nodes"
+TOKEN_SIZE = 16
+"""The size of the token with which a connection begins, in bytes."""
+HELLO_TIMEOUT = 5.0
+"""The seconds in which a rank that has connected has to send its number."""
 SECONDS_TO_REPORT = 2.0
 """The longest time to tell a rank of another node that this rank has failed."""
+POLL_SECONDS = 0.2
+_HELLO = struct.Struct(f"<{TOKEN_SIZE}sq")
 _FRAME = struct.Struct("<QQQIq")
 """Before each read: its file, its range, its checksum, and the rank that has failed, or -1."""
+
+Connections = dict[int, socket.socket]
+PlannedRead = tuple[int, int, tuple[int, int, int]]
+"""The index of a read, its length in bytes, and its file and range."""
+
+
+def connect(
+    rank: int,
+    targets: Mapping[int, Address],
+    sources: Iterable[int],
+    listener: socket.socket,
+    token: bytes,
+    timeout: float,
+    cleanup: ExitStack,
+) -> tuple[Connections, Connections]:
+    """Connect to some ranks, and accept the connections of others.
+
+    Args:
+        rank: this rank.
+        targets: the addresses of the ranks to connect to.
+        sources: the ranks that connect to this rank.
+        listener: from `listen`.
+        token: the secret that all ranks know.
+        timeout: the longest wait, in seconds.
+        cleanup: closes the connections.
+
+    Returns:
+        The connections to `targets` and from `sources`.
+
+    Raises:
+        LostRankError: a rank cannot be reached, or did not connect in time.
+    """
+    deadline = Deadline(timeout)
+    outgoing: Connections = {}
+    for target, address in targets.items():
+        with _rank_in_errors(target, address):
+            made = socket.create_connection(address, _remaining(deadline))
+            outgoing[target] = cleanup.enter_context(made)
+            made.sendall(_HELLO.pack(token, rank))
+    missing = set(sources)
+    incoming: Connections = {}
+    while missing:
+        try:
+            listener.settimeout(_remaining(deadline))
+            accepted = cleanup.enter_context(listener.accept()[0])
+        except OSError as error:
+            late = dict.fromkeys(sorted(missing), f"did not connect within {timeout:.0f} s")
+            raise LostRankError(OPERATION, late) from error
+        with suppress(OSError):
+            patience = Deadline(min(HELLO_TIMEOUT, _remaining(deadline)))
+            sent, source = _HELLO.unpack(_receive_before(patience, accepted, _HELLO.size))
+            if hmac.compare_digest(sent, token) and source in missing:
+                missing.remove(source)
+                incoming[source] = accepted
+    for connection in (*outgoing.values(), *incoming.values()):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return outgoing, incoming
+
+
+@contextmanager
+def _rank_in_errors(rank: int, address: Address) -> Iterator[None]:
+    """Add the rank to the message of an error of a connection."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"it cannot be reached at {address[0]}:{address[1]}: {error}"
+        raise LostRankError(OPERATION, {rank: reason}) from error
+
+
+def _remaining(deadline: Deadline) -> float:
+    return max(deadline.seconds_left(), 0.001)
+
+
+def _receive_before(deadline: Deadline, connection: socket.socket, count: int) -> bytes:
+    """Return the next bytes of a connection, which have to arrive before the deadline together."""
+    data = b""
+    while len(data) < count:
+        connection.settimeout(_remaining(deadline))
+        received = connection.recv(count - len(data))
+        if not received or deadline.has_passed():
+            raise ConnectionError("the connection was closed, or is too slow")
+        data += received
+    return data
 
 
 class Links:
@@ -36,9 +132,8 @@ class Links:
     Args:
         rank: this rank.
         outgoing, incoming: connections by rank; see `connect`.
-        doorbell: wakes the thread that calls `run`.
+        node: the ranks of this node.
         timeout: the longest time without progress, in seconds.
-        check_alive: called every 0.2 s; raises if another rank of this node has died.
     """
 
     def __init__(
@@ -46,18 +141,16 @@ class Links:
         rank: int,
         outgoing: Connections,
         incoming: Connections,
-        doorbell: Doorbell,
+        node: NodeRanks,
         timeout: float,
-        check_alive: Callable[[], None],
     ) -> None:
         self._rank = rank
         self._outgoing = outgoing
         self._incoming = incoming
-        self._doorbell = doorbell
+        self._node = node
         self._timeout = timeout
-        self._check_alive = check_alive
 
-    def run(self, reads: SharedReads, nbytes: Sequence[int], buffers: SharedBuffers) -> None:
+    def run(self, reads: Reads, nbytes: Sequence[int], buffers: SharedBuffers) -> None:
         """Receive and send all reads of this rank.
 
         If this rank fails, the ranks at the other ends of its connections are told, and stop.
@@ -71,210 +164,159 @@ class Links:
             RankError: a rank of another node has failed.
             LostRankError: a rank of another node died, or made no progress before the timeout.
         """
-        ranges = list(
-            zip(reads.file.tolist(), reads.low.tolist(), reads.high.tolist(), strict=True)
-        )
         is_own = reads.reader == buffers.index
-        streams: list[_Stream] = []
-        for kind, links, column in (
-            (_Receiver, self._incoming, reads.source),
-            (_Sender, self._outgoing, reads.target),
+        jobs: list[Callable[[], None]] = []
+        for links, column, move in (
+            (self._incoming, reads.source, _Stream.receive),
+            (self._outgoing, reads.target, _Stream.send),
         ):
             for rank, link in links.items():
-                rows = deque(np.flatnonzero(is_own & (column == rank)).tolist())
-                streams.append(kind(rank, link, ranges, nbytes, rows))
-        for stream in streams:
-            stream.link.setblocking(False)
+                stream = _Stream(rank, link, buffers, self._node, self._timeout)
+                rows = np.flatnonzero(is_own & (column == rank)).tolist()
+                places = [(int(reads.file[i]), int(reads.low[i]), int(reads.high[i])) for i in rows]
+                planned = [(i, nbytes[i], place) for i, place in zip(rows, places, strict=True)]
+                jobs.append(partial(move, stream, planned))
+
+        def run(job: Callable[[], None]) -> None:
+            try:
+                job()
+            except BaseException as error:
+                buffers.mark_failed(error)
+                raise
+
         try:
-            self._move(streams, buffers)
-        except BaseException as error:
-            buffers.mark_failed(error)
-            raise
+            with ThreadPoolExecutor(max(1, len(jobs)), "shardwise-link") as pool:
+                for done in as_completed([pool.submit(run, job) for job in jobs]):
+                    done.result()
         finally:
             if buffers.failed_rank is not None:
-                for stream in streams:
-                    stream.report_failure(buffers.failed_rank)
+                self.report_failure(buffers.failed_rank)
 
-    def report_failure(self) -> None:
-        """Tell the ranks at the other ends that this rank failed; no effect if they know it."""
+    def report_failure(self, failed: int | None = None) -> None:
+        """Tell the ranks at the other ends that a rank failed; by default, this rank."""
+        frame = _FRAME.pack(0, 0, 0, 0, self._rank if failed is None else failed)
         for link in (*self._outgoing.values(), *self._incoming.values()):
-            _send_failure(link, self._rank)
-
-    def _move(self, streams: Sequence[_Stream], buffers: SharedBuffers) -> None:
-        """Move bytes until all streams are done, or this rank fails."""
-        progress = time.monotonic()
-        while buffers.failed_rank is None:
-            unfinished = [stream for stream in streams if stream.reads]
-            if not unfinished:
-                return
-            self._doorbell.clear()
-            if sum(stream.advance(buffers) for stream in unfinished):
-                progress = time.monotonic()
-                continue
-            poller = select.poll()
-            poller.register(self._doorbell.fileno(), select.POLLIN)
-            for stream in unfinished:
-                if stream.awaits:
-                    poller.register(stream.link.fileno(), stream.awaits)
-            if not poller.poll(POLL_SECONDS * 1000):
-                self._check_alive()
-            if time.monotonic() - progress > self._timeout:
-                raise LostRankError(OPERATION, self._late_ranks(unfinished))
-
-    def _late_ranks(self, unfinished: Sequence[_Stream]) -> dict[int, str]:
-        """Return the ranks that this rank waits for, and what they have not done."""
-        late = f"it sent or took no data for {self._timeout:.0f} s"
-        found = {stream.rank: late for stream in unfinished if stream.is_stuck}
-        here = f"the ranks of its node filled or emptied no buffer for {self._timeout:.0f} s"
-        return found or {self._rank: here}
-
-
-def _send_failure(link: socket.socket, failed: int) -> None:
-    with suppress(OSError):
-        link.settimeout(SECONDS_TO_REPORT)
-        link.sendall(_FRAME.pack(0, 0, 0, 0, failed))
-        link.shutdown(socket.SHUT_WR)
+            with suppress(OSError):
+                link.settimeout(SECONDS_TO_REPORT)
+                link.sendall(frame)
+                link.shutdown(socket.SHUT_WR)
 
 
 class _Stream:
-    """The reads that one connection moves in one direction.
+    """What one connection moves in one direction.
 
     Args:
         rank: the rank at the other end.
         link: the connection.
-        ranges, nbytes: the file and range of each read of the node, and its length.
-        reads: the reads to move, in order.
-
-    Attributes:
-        awaits: the events of the connection that can make it possible to move more.
+        buffers: the slots to fill, and to send from.
+        node: the ranks of this node.
+        timeout: the longest time without progress, in seconds.
     """
 
     def __init__(
         self,
         rank: int,
         link: socket.socket,
-        ranges: Sequence[tuple[int, int, int]],
-        nbytes: Sequence[int],
-        reads: deque[int],
+        buffers: SharedBuffers,
+        node: NodeRanks,
+        timeout: float,
     ) -> None:
-        self.rank = rank
-        self.link = link
-        self.reads = reads
-        self.awaits = 0
-        self._ranges = ranges
-        self._nbytes = nbytes
-        self._frame = bytearray(_FRAME.size)  # of the read that is received
-        self._parts: list[memoryview] = []
+        self._rank = rank
+        self._link = link
+        self._buffers = buffers
+        self._node = node
+        self._timeout = timeout
+        link.settimeout(POLL_SECONDS)
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the other end of the connection has to act before anything can be moved."""
-        return bool(self._parts)
-
-    def advance(self, buffers: SharedBuffers) -> bool:
-        """Move bytes as far as possible without waiting. Return whether anything was moved.
+    def receive(self, reads: Sequence[PlannedRead]) -> None:
+        """Receive reads into slots, until this rank fails.
 
         Raises:
-            RankError: the rank at the other end has failed.
-            LostRankError: the rank at the other end died.
+            RankError: the rank at the other end, or another rank, has failed.
+            LostRankError: the rank at the other end died, or made no progress before the timeout.
         """
-        try:
-            return self._advance(buffers)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise self._lost(str(error)) from error
+        for read, nbytes, place in reads:
+            frame = bytearray(_FRAME.size)
+            if not self._wait(partial(self._buffers.is_free, read)):
+                return
+            if not self._move(memoryview(frame), self._link.recv_into):
+                return
+            _check_frame(frame)
+            *sent, checksum, _ = _FRAME.unpack(frame)
+            if tuple(sent) != place:
+                raise RankError(OPERATION, {self._rank: "it sends other reads than were planned"})
+            slot = self._buffers.slot(read)[:nbytes].data
+            if not self._move(slot, self._link.recv_into):
+                return
+            self._buffers.publish(read, checksum)
 
-    def _advance(self, buffers: SharedBuffers) -> bool:
-        raise NotImplementedError
+    def send(self, reads: Sequence[PlannedRead]) -> None:
+        """Send reads from slots, until this rank fails. Raises errors as `receive` does."""
+        for read, nbytes, place in reads:
+            if not self._wait(partial(self._is_filled, read)):
+                return
+            frame = _FRAME.pack(*place, self._buffers.checksum(read), NOBODY)
+            for data in (memoryview(frame), self._buffers.slot(read)[:nbytes].data):
+                if not self._move(data, self._link.send):
+                    return
+            self._buffers.mark_sent(read)
 
-    def report_failure(self, failed: int) -> None:
-        """Tell the rank at the other end that a rank has failed. Errors are ignored."""
-        with suppress(OSError):
-            self.link.settimeout(SECONDS_TO_REPORT)
-            self._finish_parts()
-        _send_failure(self.link, failed)
+    def _is_filled(self, read: int) -> bool:
+        self._check_receiver()
+        return self._buffers.is_filled(read)
 
-    def _finish_parts(self) -> None:
-        """Complete what was sent in part, so that a frame can follow."""
+    def _wait(self, is_ready: Callable[[], bool]) -> bool:
+        """Wait until a slot is ready. Return whether it is; False if this rank has failed."""
+
+        def poll() -> bool | None:
+            return False if self._has_failed() else is_ready() or None
+
+        late = "the ranks of its node filled or emptied no buffer"
+        own_rank = self._node.ranks[self._node.index]
+        return self._node.wait(poll, lambda: {own_rank: late})
+
+    def _move(self, data: memoryview, act: Callable[[memoryview], int]) -> bool:
+        """Send or receive all of `data`. Return whether it was moved; False if this rank failed."""
+        deadline = Deadline(self._timeout)
+        while data:
+            try:
+                count = act(data)
+            except TimeoutError as error:
+                if self._has_failed():
+                    return False
+                self._node.check_alive()
+                if act == self._link.send:
+                    self._check_receiver()
+                if deadline.has_passed():
+                    late = f"it sent or took no data for {self._timeout:.0f} s"
+                    raise LostRankError(OPERATION, {self._rank: late}) from error
+                continue
+            except OSError as error:
+                self._check_receiver()
+                raise self._lost(str(error)) from error
+            if not count:
+                raise self._lost("its process has ended, or its load has failed")
+            data = data[count:]
+            deadline = Deadline(self._timeout)
+        return True
+
+    def _check_receiver(self) -> None:
+        """Raise an error if the rank that receives sent a failure, or closed the connection."""
+        poller = select.poll()
+        poller.register(self._link.fileno(), select.POLLIN)
+        if poller.poll(0):
+            with suppress(OSError):
+                _check_frame(self._link.recv(_FRAME.size))
+            raise self._lost("its process has ended, or its load has failed")
+
+    def _has_failed(self) -> bool:
+        return self._buffers.failed_rank is not None
 
     def _lost(self, reason: str) -> LostRankError:
-        return LostRankError(OPERATION, {self.rank: f"its connection ended: {reason}"})
-
-    def _check_failure(self, frame: bytes) -> None:
-        failed = _FRAME.unpack(frame)[-1]
-        if failed != NOBODY:
-            raise RankError(OPERATION, {failed: "it failed, or did not answer in time"})
-
-    def _slot(self, buffers: SharedBuffers) -> memoryview:
-        read = self.reads[0]
-        return buffers.slot(read)[: self._nbytes[read]].data
+        return LostRankError(OPERATION, {self._rank: f"its connection ended: {reason}"})
 
 
-class _Receiver(_Stream):
-    """Receives reads into slots."""
-
-    def _advance(self, buffers: SharedBuffers) -> bool:
-        self.awaits = 0
-        if not self._parts:
-            if not buffers.is_free(self.reads[0]):
-                return False
-            self._parts = [memoryview(self._frame), self._slot(buffers)]
-        self.awaits = select.POLLIN
-        count = self.link.recv_into(self._parts[0])
-        if not count:
-            raise self._lost("its process has ended, or its load has failed")
-        self._parts[0] = self._parts[0][count:]
-        if not self._parts[0]:
-            del self._parts[0]
-            self._complete_part(buffers)
-        return True
-
-    def _complete_part(self, buffers: SharedBuffers) -> None:
-        if self._parts:
-            self._check_failure(bytes(self._frame))
-            *sent, _, _ = _FRAME.unpack(self._frame)
-            if tuple(sent) != self._ranges[self.reads[0]]:
-                raise RankError(OPERATION, {self.rank: "it sends other reads than were planned"})
-        else:
-            checksum = _FRAME.unpack(self._frame)[3]
-            buffers.publish(self.reads.popleft(), checksum)
-
-
-class _Sender(_Stream):
-    """Sends reads from slots."""
-
-    def _advance(self, buffers: SharedBuffers) -> bool:
-        self.awaits = select.POLLIN
-        self._receive_failure()
-        if not self._parts:
-            read = self.reads[0]
-            if not buffers.is_filled(read):
-                return False
-            frame = _FRAME.pack(*self._ranges[read], buffers.checksum(read), NOBODY)
-            self._parts = [memoryview(frame), self._slot(buffers)]
-        self.awaits = select.POLLIN | select.POLLOUT
-        self._drop(self.link.sendmsg(self._parts))
-        if not self._parts:
-            buffers.mark_sent(self.reads.popleft())
-        return True
-
-    def _drop(self, count: int) -> None:
-        """Remove bytes that were sent."""
-        while self._parts and count >= len(self._parts[0]):
-            count -= len(self._parts[0])
-            del self._parts[0]
-        if self._parts:
-            self._parts[0] = self._parts[0][count:]
-
-    def _receive_failure(self) -> None:
-        """Raise an error if the other end sent a failure, or closed the connection."""
-        with suppress(BlockingIOError):
-            received = self.link.recv(_FRAME.size)
-            if len(received) == _FRAME.size:
-                self._check_failure(received)
-            raise self._lost("its process has ended, or its load has failed")
-
-    def _finish_parts(self) -> None:
-        for part in self._parts:
-            self.link.sendall(part)
+def _check_frame(frame: bytes | bytearray) -> None:
+    """Raise an error if a frame says that a rank has failed."""
+    if len(frame) == _FRAME.size and (failed := _FRAME.unpack(frame)[-1]) != NOBODY:
+        raise RankError(OPERATION, {failed: "it failed, or did not answer in time"})

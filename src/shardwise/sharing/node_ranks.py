@@ -1,43 +1,36 @@
-"""The ranks of one node, which exchange messages and map each other's memory to read together.
-
-Each rank computes the shared reads from the same messages. Ranks with different results would
-confuse the slots of each other's buffers. So each buffer begins with a digest of the shared reads,
-which the other ranks compare before any byte is read.
-"""
+"""The ranks of one node, which map each other's memory to read together."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
+from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, node_name
 from shardwise.errors import LostRankError, RankError
-from shardwise.manifest.layout import StoredFile
-from shardwise.sharing.doorbell import (
-    OPERATION,
-    Doorbell,
-    LateRanks,
-    T,
-    open_doorbell,
-    ring_doorbell,
-)
-from shardwise.sharing.shared_buffers import BufferLayout, SharedBuffers, rings_of
-from shardwise.sharing.within_node import SharedReads
+from shardwise.layout.columns import Int
+from shardwise.sharing.reads import Ranges
+from shardwise.store.store import Buffer
 
-PLAN_HEAD_SIZE = 8
-"""The size of the length before a plan, in bytes."""
+OPERATION = "reading together with the other ranks of the node"
+PAUSES = {"pause": 0.0001, "longest_pause": 0.0005}
+"""The seconds between two looks at what another rank does."""
+CHECK_EVERY = 400
+"""Looks between two checks that the other ranks run."""
 DIGEST_SIZE = 16
-"""The size of the digest at the beginning of a buffer, in bytes."""
+T = TypeVar("T")
+LateRanks = Callable[[], dict[int, str]]
+"""Returns the ranks that this rank waits for, and for each the step that it has not completed."""
 
 
 @prepare_decoding
@@ -48,41 +41,50 @@ class _Member(msgspec.Struct, array_like=True):
         rank: the rank in the group.
         node: the name of the node.
         process: the process id.
-        message, plan, buffer, doorbell, link_doorbell: file descriptors in that process.
+        wants, buffer: file descriptors in that process.
     """
 
     rank: int
     node: str
     process: int
-    message: int
-    plan: int
+    wants: int
     buffer: int
-    doorbell: int
-    link_doorbell: int
 
 
-def find_node_ranks(group: Group, message: bytes, cleanup: ExitStack) -> NodeRanks:
-    """Find the ranks of this node, and read their messages. All ranks call this function together.
+@prepare_decoding
+class Wants(msgspec.Struct, array_like=True):
+    """What a rank tells the other ranks of its node. From it, all plan the same shared reads.
+
+    Attributes:
+        are_mapped: whether all files that the rank reads are mapped into its memory.
+        ranges: the byte ranges that the rank needs, encoded.
+        largest_reads: the longest read of each file that the rank can make, in bytes, as int64.
+    """
+
+    are_mapped: bool
+    ranges: bytes
+    largest_reads: bytes
+
+
+def find_node_ranks(group: Group, wants: Wants, cleanup: ExitStack) -> NodeRanks:
+    """Find the ranks of this node, and read what they want. All ranks call this function together.
 
     Args:
         group: all ranks of the load.
-        message: this rank's message to the ranks of its node.
+        wants: what this rank wants.
         cleanup: closes this rank's memory, so that other ranks can no longer open it.
 
     Raises:
         ShardwiseError: as for `exchange`.
     """
-    doorbell, link_doorbell = Doorbell(cleanup), Doorbell(cleanup)
 
     def make_message() -> bytes:
-        message_fd, plan_fd, buffer_fd = (
-            _create_memory(f"shardwise-{name}", cleanup) for name in ("message", "plan", "buffer")
-        )
-        _write_all(message_fd, message, 0)
-        memory = message_fd, plan_fd, buffer_fd
-        doorbells = doorbell.fd, link_doorbell.fd
-        me = _Member(group.rank, node_name(), os.getpid(), *memory, *doorbells)
-        return msgspec.msgpack.encode(me)
+        fds = [os.memfd_create(f"shardwise-{each}", os.MFD_CLOEXEC) for each in ("wants", "buffer")]
+        for fd in fds:
+            cleanup.callback(os.close, fd)
+        with open(fds[0], "wb", closefd=False) as file:
+            file.write(msgspec.msgpack.encode(wants))
+        return msgspec.msgpack.encode(_Member(group.rank, node_name(), os.getpid(), *fds))
 
     def make_reply(messages: list[bytes]) -> list[bytes]:
         members = [msgspec.msgpack.decode(each, type=_Member) for each in messages]
@@ -92,8 +94,7 @@ def find_node_ranks(group: Group, message: bytes, cleanup: ExitStack) -> NodeRan
         return [msgspec.msgpack.encode(members_of[member.node]) for member in members]
 
     reply = exchange(group, "finding the ranks of a node", make_message, make_reply)
-    members = msgspec.msgpack.decode(reply, type=list[_Member])
-    return NodeRanks(members, group, doorbell, link_doorbell, cleanup)
+    return NodeRanks(msgspec.msgpack.decode(reply, type=list[_Member]), group, cleanup)
 
 
 class NodeRanks:
@@ -102,107 +103,76 @@ class NodeRanks:
     Attributes:
         index: the index of this rank among the ranks of the node.
         ranks: the rank in the group of each of them.
-        messages: the message of each of them.
-        link_doorbell: wakes the thread of this rank that exchanges bytes with other nodes.
+        wanted: the byte ranges that each of them wants.
+        largest_read: the longest read of each file that all of them can make, in bytes.
+        are_mapped: whether all files that they read are mapped into their memory.
     """
 
-    def __init__(
-        self,
-        members: Sequence[_Member],
-        group: Group,
-        doorbell: Doorbell,
-        link_doorbell: Doorbell,
-        cleanup: ExitStack,
-    ) -> None:
+    def __init__(self, members: Sequence[_Member], group: Group, cleanup: ExitStack) -> None:
         self._members = members
-        self._doorbell = doorbell
-        self.link_doorbell = link_doorbell
         self._cleanup = cleanup
         self._timeout = group.timeout.total_seconds()
         self.ranks = [member.rank for member in members]
         self.index = self.ranks.index(group.rank)
-        self.messages = [_read_all(_open_memory(m, m.message, cleanup)) for m in members]
+        wants = [self._read_wants(member) for member in members]
+        self.wanted = [decode_ranges(each.ranges) for each in wants]
+        self.largest_read: Int = np.minimum.reduce(
+            [np.frombuffer(each.largest_reads, np.int64) for each in wants]
+        )
+        self.are_mapped = all(each.are_mapped for each in wants)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def map_buffers(
-        self, reads: SharedReads, slots: int, slot_bytes: int, files: Sequence[StoredFile]
-    ) -> SharedBuffers:
-        """Allocate this rank's buffer, and map the buffers of all ranks of the node.
+    def map_memory(self, sizes: Sequence[int], digest: bytes) -> list[Buffer]:
+        """Allocate the memory that this rank shares, and map the memory of all ranks of the node.
+
+        Ranks with different plans would confuse each other's memory. So a digest of the plan is at
+        the beginning of the memory, which the other ranks compare before any byte is read.
 
         Args:
-            reads: the reads that the ranks share; the same on each of them.
-            slots: the number of slots of a buffer, each for one read.
-            slot_bytes: the size of a slot, in bytes; a multiple of the block size.
-            files: the files that `reads` refers to.
+            sizes: the size of each rank's memory, in bytes.
+            digest: a digest of the plan, not only zeros, of `DIGEST_SIZE` bytes.
 
         Raises:
-            RankError: another rank has computed other reads.
+            RankError: another rank has computed another plan.
             LostRankError: another rank died, or did not answer in time.
         """
-        rings = len(self) * (2 if reads.crosses_nodes else 1)
-        counts = np.bincount(rings_of(reads, len(self)), minlength=rings).tolist()
-        layout = BufferLayout(counts, len(self), slots, slot_bytes)
-        digest = _digest(reads, layout, files)
-        buffer_fd, size = self._members[self.index].buffer, layout.size(self.index)
-        os.ftruncate(buffer_fd, size)
-        allocate_pages(buffer_fd, size)
-        os.pwrite(buffer_fd, digest, 0)
-        doorbells = self._open_doorbells(links=reads.crosses_nodes)
-        for doorbell, *_ in doorbells:
-            ring_doorbell(doorbell)
+        own = self._members[self.index].buffer
+        os.ftruncate(own, sizes[self.index])
+        allocate_pages(own, sizes[self.index])
+        os.pwrite(own, digest, 0)
         memory = []
-        for index, member in enumerate(self._members):
-            fd = _open_memory(member, member.buffer, self._cleanup)
-            other_digest = self._wait(
-                partial(_read_digest, fd),
-                partial(dict, {member.rank: "it has not prepared its memory"}),
-            )
-            if other_digest != digest:
+        for size, member in zip(sizes, self._members, strict=True):
+            fd = self._open(member, member.buffer)
+            late = {member.rank: "it has not prepared its memory"}
+            if self.wait(partial(_read_digest, fd), late.copy) != digest:
                 reason = (
                     "it has planned other reads than this rank; use the same version of shardwise "
                     "on all ranks"
                 )
                 raise RankError(OPERATION, {member.rank: reason})
-            memory.append(map_pages(fd, 0, layout.size(index), writable=True, populate=True))
-        return SharedBuffers(reads, self.index, self.ranks, memory, layout, doorbells, self._wait)
+            memory.append(map_pages(fd, 0, size, writable=True, populate=True))
+        return memory
 
-    def share_plan(self, plan: bytes | None) -> bytes:
-        """Return the plan that the first rank of the node received, on all ranks of the node.
+    def wait(self, poll: Callable[[], T | None], late_ranks: LateRanks) -> T:
+        """Wait until `poll` returns a value, and return the value.
 
         Args:
-            plan: the plan; None on the other ranks.
+            poll: returns None to keep waiting.
+            late_ranks: called after the timeout, for the error message.
 
         Raises:
-            LostRankError: the first rank died, or did not answer in time.
+            LostRankError: the timeout of the group has passed, or a rank of the node has died. The
+                error names the late ranks.
         """
-        first = self._members[0]
-        if plan is not None:
-            _write_all(first.plan, plan, PLAN_HEAD_SIZE)
-            os.pwrite(first.plan, len(plan).to_bytes(PLAN_HEAD_SIZE, "little"), 0)
-            for doorbell, *_ in self._open_doorbells(links=False):
-                ring_doorbell(doorbell)
-            return plan
-        fd = _open_memory(first, first.plan, self._cleanup)
-        size = self._wait(
-            lambda: int.from_bytes(os.pread(fd, PLAN_HEAD_SIZE, 0), "little") or None,
-            partial(dict, {first.rank: "it did not pass on the plan"}),
-        )
-        return os.pread(fd, size, PLAN_HEAD_SIZE)
-
-    def _open_doorbells(self, *, links: bool) -> list[list[int]]:
-        """Open the doorbells of all ranks; also the doorbells of their links, if `links`."""
-        return [
-            [
-                open_doorbell(member.process, fd, self._cleanup)
-                for fd in (member.doorbell, member.link_doorbell)[: 1 + links]
-            ]
-            for member in self._members
-        ]
-
-    def _wait(self, poll: Callable[[], T | None], late_ranks: LateRanks) -> T:
-        return self._doorbell.wait(poll, self.check_alive, self._timeout, late_ranks)
+        for look, _ in enumerate(Deadline(self._timeout).attempts(**PAUSES)):
+            if (found := poll()) is not None:
+                return found
+            if look % CHECK_EVERY == CHECK_EVERY - 1:
+                self.check_alive()
+        late = {rank: f"{step} within {self._timeout:.0f} s" for rank, step in late_ranks().items()}
+        raise LostRankError(OPERATION, late)
 
     def check_alive(self) -> None:
         """Check that the processes of all ranks of the node run.
@@ -214,41 +184,25 @@ class NodeRanks:
             if not Path(f"/proc/{member.process}").exists():
                 raise LostRankError(OPERATION, {member.rank: "its process has ended"})
 
+    def _read_wants(self, member: _Member) -> Wants:
+        with open(self._open(member, member.wants), "rb", closefd=False) as file:
+            return msgspec.msgpack.decode(file.read(), type=Wants)
 
-def _create_memory(name: str, cleanup: ExitStack) -> int:
-    """Create an anonymous file, which the kernel removes when the last process closes it."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    cleanup.callback(os.close, fd)
-    return fd
-
-
-def _open_memory(member: _Member, fd: int, cleanup: ExitStack) -> int:
-    """Open an anonymous file of another process, given its file descriptor there."""
-    own_fd = os.open(f"/proc/{member.process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    cleanup.callback(os.close, own_fd)
-    return own_fd
+    def _open(self, member: _Member, fd: int) -> int:
+        """Open an anonymous file of another process, given its file descriptor there."""
+        own_fd = os.open(f"/proc/{member.process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._cleanup.callback(os.close, own_fd)
+        return own_fd
 
 
-def _write_all(fd: int, data: bytes, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
+def encode_ranges(ranges: Ranges) -> bytes:
+    """Encode byte ranges for a message."""
+    return np.stack([ranges.file, ranges.low, ranges.high]).tobytes()
 
 
-def _read_all(fd: int) -> bytes:
-    return os.pread(fd, os.fstat(fd).st_size, 0)
-
-
-def _digest(reads: SharedReads, layout: BufferLayout, files: Sequence[StoredFile]) -> bytes:
-    """Return a digest of the reads, the files that they refer to, and the layout of buffers."""
-    digest = hashlib.blake2b(digest_size=DIGEST_SIZE)
-    for column in reads.columns():
-        digest.update(str((column.dtype.str, column.shape)).encode())
-        digest.update(np.ascontiguousarray(column).data)
-    digest.update(repr((layout.slots, layout.slot_bytes)).encode())
-    for index in np.unique(reads.file).tolist():
-        digest.update(msgspec.msgpack.encode(files[index]))
-    return digest.digest()
+def decode_ranges(message: bytes) -> Ranges:
+    """Decode what `encode_ranges` returned."""
+    return Ranges(*np.frombuffer(message, np.int64).reshape(3, -1))
 
 
 def _read_digest(fd: int) -> bytes | None:

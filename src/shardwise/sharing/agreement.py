@@ -1,0 +1,211 @@
+"""Agree on the reads that nodes share, so that bytes that several nodes want are read only once.
+
+Each rank knows the other ranks of its node. The ranks exchange two messages through rank 0:
+
+1. Each rank sends its address. The first rank of each node also sends the byte ranges that the node
+   wants. Rank 0 replies with all of them, each different list once, and all ranks divide them alike
+   (`share_between_nodes`). If sharing would spare little, the reply is empty.
+2. The ranks connect. If one cannot, every node reads alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+import msgspec
+import numpy as np
+
+from shardwise.decoding import prepare_decoding
+from shardwise.engine.exchange import exchange_with_local_value
+from shardwise.engine.group import Group, listen, own_address
+from shardwise.errors import LostRankError
+from shardwise.layout.columns import Int
+from shardwise.sharing.links import OPERATION, TOKEN_SIZE, Links, connect
+from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
+from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, unite_ranges
+
+WORTH_SHARING = 0.05
+"""Nodes share their reads if this spares at least this fraction of the bytes to read."""
+WORTH_CONNECTING = 64 << 20
+"""Unless the user has chosen: and if it spares at least so many bytes."""
+LARGEST_LISTS = 1 << 30
+"""The limit on the sum of the sizes of all lists of byte ranges that rank 0 receives, in bytes."""
+CONNECT_SECONDS = 30.0
+LOOPBACK = "127.0.0.1"
+
+log = logging.getLogger("shardwise")
+
+
+@prepare_decoding
+class _Offer(msgspec.Struct, array_like=True):
+    """The first message of a rank.
+
+    Attributes:
+        first: the first rank of its node.
+        address: the host and port at which it listens.
+        wanted: the encoded byte ranges that its node wants; empty if the node reads alone, or if
+            this rank is not the first of its node.
+    """
+
+    first: int
+    address: tuple[str, int]
+    wanted: bytes
+
+
+@prepare_decoding
+class _Division(msgspec.Struct, array_like=True):
+    """What all nodes want, from which all ranks compute the same division of the reads.
+
+    Attributes:
+        lists: the different lists of byte ranges, encoded.
+        list_of_node: the index in `lists` of each node's list.
+        ranks: the ranks of each node.
+        addresses: the address of each rank.
+        largest_read: the greatest length of a read of each file in bytes, as int64.
+        token: the secret of all connections.
+    """
+
+    lists: list[bytes]
+    list_of_node: list[int]
+    ranks: list[list[int]]
+    addresses: list[tuple[str, int]]
+    largest_read: bytes
+    token: bytes
+
+    def wanted(self) -> list[Ranges]:
+        """Return the different lists of byte ranges."""
+        return [decode_ranges(zlib.decompress(each)) for each in self.lists]
+
+    def divide(self, wanted: Sequence[Ranges], node: int) -> tuple[Reads, int]:
+        """Return the reads of a node; see `share_between_nodes`."""
+        largest = np.frombuffer(self.largest_read, np.int64)
+        lists = self.list_of_node
+        return share_between_nodes(wanted, lists, self.ranks, node, largest_read=largest)
+
+
+def agree_on_reading_once(
+    group: Group, node: NodeRanks, cleanup: ExitStack, *, may_share: bool, read_once: bool | None
+) -> tuple[Reads, Links] | None:
+    """Agree on the reads that nodes share. All ranks call this function together.
+
+    Args:
+        group: all ranks of the load, of several nodes.
+        node: the ranks of this node.
+        cleanup: closes the connections.
+        may_share: whether this node shares its reads.
+        read_once: whether to share reads; None: if this spares enough bytes.
+
+    Returns:
+        The reads of this node, and the connections of this rank; None if every node reads alone.
+
+    Raises:
+        RankError: a rank failed; with `read_once`, also if a rank cannot connect to another.
+        LostRankError: a rank died, or did not answer in time.
+    """
+
+    def offer() -> tuple[socket.socket, bytes]:
+        address, listener = _listen(cleanup)
+        wanted = b""
+        if may_share and node.index == 0:
+            wanted = zlib.compress(encode_ranges(unite_ranges(node.wanted)), 1)
+            if len(wanted) > LARGEST_LISTS * len(node) // group.size:
+                wanted = b""
+        return listener, msgspec.msgpack.encode(_Offer(node.ranks[0], address, wanted))
+
+    def divide(_: object, messages: list[bytes]) -> bytes:
+        offers = [msgspec.msgpack.decode(each, type=_Offer) for each in messages]
+        least = 1 if read_once else WORTH_CONNECTING
+        return _divide(offers, node.largest_read, least)
+
+    listener, reply = exchange_with_local_value(group, "planning shared reads", offer, divide)
+    if not reply:
+        return None
+    division = msgspec.msgpack.decode(reply, type=_Division)
+    reads, _ = division.divide(division.wanted(), division.ranks.index(node.ranks))
+
+    def connect_rank() -> tuple[Links | None, bytes]:
+        try:
+            return _connect(group, node, reads, division, listener, cleanup), b""
+        except LostRankError as error:
+            if read_once:
+                raise
+            return None, str(error).encode()
+
+    links, reply = exchange_with_local_value(group, "connecting", connect_rank, _find_failure)
+    return None if reply or links is None else (reads, links)
+
+
+def _divide(offers: Sequence[_Offer], largest_read: Int, least: int) -> bytes:
+    """Return the encoded `_Division`; nothing if sharing spares fewer bytes than `least`."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        ranks_of.setdefault(offer.first, []).append(rank)
+    lists = [offers[first].wanted for first in ranks_of]
+    if not all(lists):
+        return b""
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(lists))}
+    division = _Division(
+        lists=list(numbers),
+        list_of_node=[numbers[each] for each in lists],
+        ranks=list(ranks_of.values()),
+        addresses=[offer.address for offer in offers],
+        largest_read=largest_read.tobytes(),
+        token=secrets.token_bytes(TOKEN_SIZE),
+    )
+    wanted = division.wanted()
+    _, saved = division.divide(wanted, 0)
+    nbytes = sum(wanted[number].nbytes for number in division.list_of_node)
+    return msgspec.msgpack.encode(division) if saved >= max(least, WORTH_SHARING * nbytes) else b""
+
+
+def _listen(cleanup: ExitStack) -> tuple[tuple[str, int], socket.socket]:
+    """Listen on the address that other nodes can reach; on loopback if none is known."""
+    host = own_address()
+    if host is None:
+        with suppress(OSError):
+            host = socket.gethostbyname(socket.gethostname())
+    try:
+        listener = listen(host or LOOPBACK, cleanup)
+    except OSError:
+        host, listener = LOOPBACK, listen(LOOPBACK, cleanup)
+    return (host or LOOPBACK, listener.getsockname()[1]), listener
+
+
+def _connect(
+    group: Group,
+    node: NodeRanks,
+    reads: Reads,
+    division: _Division,
+    listener: socket.socket,
+    cleanup: ExitStack,
+) -> Links:
+    """Connect this rank to those that it receives from, and sends to."""
+    is_own = reads.reader == node.index
+    sources = set(reads.source[is_own].tolist()) - {NOBODY}
+    targets = sorted(set(reads.target[is_own].tolist()) - {NOBODY})
+    addresses = {target: division.addresses[target] for target in targets}
+    # Half of the group's timeout, because a rank that could not connect waits for this rank.
+    timeout = min(CONNECT_SECONDS, group.timeout.total_seconds() / 2)
+    try:
+        outgoing, incoming = connect(
+            group.rank, addresses, sources, listener, division.token, timeout, cleanup
+        )
+    except LostRankError as error:
+        advice = "open the ports between nodes, or pass read_once=False"
+        raise LostRankError(
+            OPERATION, {rank: f"{why}; {advice}" for rank, why in error.failures.items()}
+        ) from error
+    return Links(group.rank, outgoing, incoming, node, group.timeout.total_seconds())
+
+
+def _find_failure(_: object, messages: list[bytes]) -> bytes:
+    """Return why a rank cannot connect to another; nothing if all can."""
+    failures = list(filter(None, messages))
+    if failures:
+        log.warning("every node reads alone, because %s", failures[0].decode())
+    return failures[0] if failures else b""
