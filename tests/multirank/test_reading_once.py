@@ -418,7 +418,7 @@ def test_waiting_for_a_rank_of_another_node_ends(gang: Gang, saved: str) -> None
 
 def save_steps(root: str) -> None:
     box, state = state_of(rows)
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         for step in (1, 2):
             for i in range(TENSORS):
                 _fragment(state, i).copy_(reference(i + step)[box.slices()])
@@ -427,7 +427,7 @@ def save_steps(root: str) -> None:
 
 def restore(root: str) -> tuple[int | None, int]:
     _, state = state_of(whole)
-    with on_nodes(1), sw.Checkpointer(root) as checkpointer:
+    with on_nodes(1), sw.Checkpointer(root, memory=None) as checkpointer:
         step = checkpointer.restore(state, read_once=True)
         assert checkpointer.last_restore is not None
         received = checkpointer.last_restore.load.bytes_received
