@@ -1,6 +1,6 @@
 """The time and memory to export checkpoints of DCP and ZeRO-3 to Hugging Face's safetensors.
 
-Limits: a direct write of the same size, read again, and `max_memory`. Peers: DCP's consolidation
+Limits: a direct write of the same size, and read again. Peers: DCP's consolidation
 and DeepSpeed's zero_to_fp32.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.memory import peak_beyond
 
 SIZE = Size(tensors=64)
 FILES = 4
-MAX_MEMORY = 256 << 20
+MOST_MEMORY = 256 << 20
 AGAIN = "direct write, and read again"
 BLOCKS, BLOCKS_QUICK = 20, 1
 
@@ -38,7 +38,7 @@ def main() -> None:
     target = bench.dir / "target"
     of_dcp, of_zero, limit = bench.dir / "dcp", bench.dir / "zero3", target / f"{bench.rank}"
     size, part = bench.size.total // FILES, bench.size.total // bench.world
-    export = partial(sw.export, target=target, max_memory=MAX_MEMORY, max_file=size)
+    export = partial(sw.export, target=target, max_file=size)
     jobs: dict[str, Callable[[], object]] = {
         "direct write": lambda: direct_write(limit, part),
         AGAIN: lambda: (direct_write(limit, part), direct_read(limit, part)),
@@ -113,7 +113,7 @@ def report(bench: Bench, peaks: dict[str, float]) -> None:
     bench.goal("bandwidth of writing and reading again, of direct", again, least=0.7)
     for name, other in ((dcp_, "DCP: consolidate"), (zero_, "ZeRO-3: zero_to_fp32")):
         bench.goal(f"{name}: times faster than {other}", bench.ratio(other, name), least=1)
-        bench.goal(f"{name}: MB of memory", peaks[name], most=round(MAX_MEMORY / 1e6))
+        bench.goal(f"{name}: MB of memory", peaks[name], most=round(MOST_MEMORY / 1e6))
     bench.finish()
 
 

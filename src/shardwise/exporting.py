@@ -9,12 +9,7 @@ from contextlib import ExitStack
 import torch.distributed as dist
 
 from shardwise.api import Index, Place, open_place, resolved_group
-from shardwise.convert.export import (
-    MAX_FILE,
-    MAX_MEMORY,
-    ExportOptions,
-    write_export,
-)
+from shardwise.convert.export import ExportOptions, write_export
 from shardwise.convert.write import ConversionReport
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
@@ -42,8 +37,7 @@ def export(
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
     index: Index | None = None,
-    max_memory: int = MAX_MEMORY,
-    max_file: int = MAX_FILE,
+    max_file: int = 5 << 30,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
@@ -62,7 +56,7 @@ def export(
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
         config: a file that `"hf"` copies as `config.json`.
         step, verify, spec, skip_unknown, format, index: as in `open`. `verify` compares all copies.
-        max_memory, max_file: the most host memory of each rank, and the most bytes in a file.
+        max_file: the most bytes of tensors in a file.
         group, on_event: as for `load`.
 
     Raises:
@@ -72,7 +66,7 @@ def export(
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, root=root, dtype=dtype,
-        config=config, verify=verify, max_memory=max_memory, max_file=max_file)  # fmt: skip
+        config=config, verify=verify, max_file=max_file)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:

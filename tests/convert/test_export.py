@@ -7,31 +7,21 @@ import itertools
 import json
 import os
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import shardwise as sw
 from shardwise.convert import write
-from shardwise.convert.journal import RECORDS
-from shardwise.convert.plan import BytesFromChecksums, OutputFile, RunningChecksums
-from shardwise.convert.source import CheckpointSource
-from shardwise.convert.write import write_contents
-from shardwise.engine.buffers import Arena
-from shardwise.engine.group import SoloGroup
-from shardwise.manifest.checksums import crc32
-from shardwise.opening import open_any
-from shardwise.store import LocalStore
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import mostly_long
 from tests.tools.gang import Gang
 
+RECORDS = ".shardwise-convert"
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
 
 
@@ -69,7 +59,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_becomes_what_safetensors_reads(source: Path, tmp_path: Path) -> None:
-    report = sw.export(source, tmp_path / "hf", max_memory=16 << 20)
+    report = sw.export(source, tmp_path / "hf")
     expected = state()["model"]
     found = stored(tmp_path / "hf")
     assert found.keys() == expected.keys() - {"tied"}
@@ -101,9 +91,7 @@ def test_large_models_are_split_and_have_an_index(source: Path, tmp_path: Path) 
 
 
 def test_what_is_native_stays_so_in_other_files(source: Path, tmp_path: Path) -> None:
-    report = sw.export(
-        source, tmp_path / "new", to="native", max_file=1_000_000, max_memory=16 << 20
-    )
+    report = sw.export(source, tmp_path / "new", to="native", max_file=1_000_000)
     assert report.files > 5
     before, after = sw.open(source), sw.open(tmp_path / "new")
     assert set(after) == set(before)
@@ -143,17 +131,18 @@ def test_it_goes_on_where_it_was_broken_off(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+    write_file = write.write_file
 
-    def failing(output: OutputFile, *args: object) -> object:
+    def failing(output: Any, *args: Any) -> object:
         calls.append(output.name)
         if len(calls) == 3:
             raise OSError("the disk is full")
-        return write_contents(output, *args)  # type: ignore[arg-type]
+        return write_file(output, *args)
 
     def export() -> sw.ConversionReport:
         return sw.export(source, tmp_path / "new", to="native", max_file=100_000)
 
-    monkeypatch.setattr(write, "write_contents", failing)
+    monkeypatch.setattr(write, "write_file", failing)
     with pytest.raises(OSError, match="full"):
         export()
     with pytest.raises(sw.CheckpointNotFoundError):
@@ -175,7 +164,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> object:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(write, "write_contents", full)
+    monkeypatch.setattr(write, "_fill", full)
     with pytest.raises(OSError, match=r"No space left.*: free some space.*new/r00000") as caught:
         sw.export(source, tmp_path / "new", to="native")
     assert caught.value.errno == errno.ENOSPC
@@ -187,30 +176,32 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_damaged_on_the_way_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaging(output: OutputFile, *args: object) -> object:
-        sums = write_contents(output, *args)  # type: ignore[arg-type]
+    write_file = write.write_file
+
+    def damaging(output: Any, *args: Any) -> object:
+        sums = write_file(output, *args)
         path = tmp_path / "hf" / output.name
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
         return sums
 
-    monkeypatch.setattr(write, "write_contents", damaging)
+    monkeypatch.setattr(write, "write_file", damaging)
     with pytest.raises(sw.CorruptionError, match="does not read back as written"):
         sw.export(source, tmp_path / "hf")
 
 
 def export_and_die(source: Path, target: Path, number: int) -> None:
-    """Export a checkpoint; kill this process at a write of pages, counted from 1, 0 for none."""
-    seen, write_pages = itertools.count(1), write._write_pages
+    """Export a checkpoint; kill this process at a chunk, counted from 1, 0 for none."""
+    seen, fill = itertools.count(1), write._fill
 
-    def dying(*args: Any, **options: Any) -> Any:
+    def dying(*args: Any) -> None:
         if next(seen) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_pages(*args, **options)
+        fill(*args)
 
-    with patch.object(write, "_write_pages", dying):
-        sw.export(source, target, to="native", max_file=2_000_000, max_memory=16 << 20)
+    with patch.object(write, "_fill", dying):
+        sw.export(source, target, to="native", max_file=2_000_000)
 
 
 @pytest.mark.parametrize("number", mostly_long([1, 4], [4]))
@@ -233,9 +224,8 @@ def test_a_kill_leaves_nothing_that_looks_whole(
         ({"dtype": "float31"}, "bfloat16"),
         ({"only": ["nothing"]}, "select none of"),
         ({"root": "net"}, "of model, optimizer"),
-        ({"max_memory": 1}, "at least"),
-        ({"max_memory": "1G"}, "a number of bytes"),
         ({"max_file": 0}, "at least 1"),
+        ({"max_file": "1G"}, "a number of bytes"),
         ({"config": "nowhere.json"}, "not a file"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
         (
@@ -285,12 +275,14 @@ def test_of_two_at_once_one_is_refused(
     def export() -> sw.ConversionReport:
         return sw.export(source, tmp_path / "new", to="native")
 
-    def with_another(*args: object) -> object:
+    write_file = write.write_file
+
+    def with_another(*args: Any) -> object:
         with pytest.raises(sw.CheckpointExistsError, match="another process is writing"):
             export()
-        return write_contents(*args)  # type: ignore[arg-type]
+        return write_file(*args)
 
-    monkeypatch.setattr(write, "write_contents", with_another)
+    monkeypatch.setattr(write, "write_file", with_another)
     assert export().resumed == 0
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
     assert RECORDS not in os.listdir(tmp_path / "new")
@@ -315,22 +307,25 @@ def test_what_safetensors_cannot_hold_is_told(tmp_path: Path) -> None:
     assert list(stored(tmp_path / "hf")) == ["w"]
 
 
-def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    content = random.bytes(300_000)
-    late = BytesFromChecksums(12, lambda sums: b"%012d" % sums[0])
-    checksum_boundaries = (1000, 65_536, 300_000)
-    output = OutputFile("out", (content[:1000], content[1000:], late), checksum_boundaries)
-    store = LocalStore(tmp_path)
-    opened = open_any(LocalStore(source), SoloGroup(), ExitStack())
-    for largest in (4096, 100_000, 1 << 20):
-        file = store.create(f"out-{largest}", output.size)
-        sums = write_contents(output, CheckpointSource(*opened, Arena(1 << 20)), file, largest)
-        file.close()
-        written = (tmp_path / f"out-{largest}").read_bytes()
-        assert written == content + b"%012d" % crc32(content[:1000])
-        cuts = [0, *checksum_boundaries, output.size]
-        assert sums == [crc32(written[a:b]) for a, b in itertools.pairwise(cuts)]
-        again = RunningChecksums(output)
-        again.add(np.frombuffer(written, np.uint8))
-        assert again.finish() == sums
+@pytest.mark.parametrize("to", ["native", "torch", "dcp", "hf", "deepspeed-universal"])
+def test_files_are_the_same_in_chunks_of_any_size(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Chunks end within tensors, and within bytes that are computed from checksums."""
+    model = torch.nn.Linear(50, 70)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(50)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "source", {"model": model, "optimizer": optimizer}, step=1)
+    found = []
+    for name, size in (("large", write.CHUNK), ("small", 4096)):
+        monkeypatch.setattr(write, "CHUNK", size)
+        sw.export(tmp_path / "source", tmp_path / "new", to=to)  # names depend on the target
+        (tmp_path / "new").rename(tmp_path / name)
+        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        found.append(
+            {p.relative_to(tmp_path / name): p.read_bytes() for p in files if p.suffix != ".json"}
+        )
+    assert found[0] == found[1]
+    place = tmp_path / "small"
+    sw.open(place / "checkpoint.pt" if to == "torch" else place).verify()

@@ -63,7 +63,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rest = {"epoch": 3, "values": VALUES, "numpy": numpy, "noise": noise}
     state = {**training(1), **rest, "kind": {"none": Kind.LARGE}}
     sw.save(root / "source", state, step=2)
-    report = sw.export(root / "source", root / "new", to="torch", max_memory=16 << 20)
+    report = sw.export(root / "source", root / "new", to="torch")
     assert report.left_out == ("kind.none: torch.load reads a Kind only with weights_only=False",)
     return root / "new" / FILE_NAME
 

@@ -57,7 +57,6 @@ Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has
 Index = Annotated[
     str | None, _option("FILE", "Keep an index of SRC in FILE, to open it faster next time.")
 ]
-MaxMemory = Annotated[str, _option("SIZE", "Memory limit for each process, such as 500M.")]
 MaxFile = Annotated[str, _option("SIZE", "Size limit for the tensors in each file.")]
 
 
@@ -77,7 +76,6 @@ def export(
     skip_unknown: SkipUnknown = False,
     format: Format = None,  # noqa: A002 - the option's name
     index: Index = None,
-    max_memory: MaxMemory = "1G",
     max_file: MaxFile = "5G",
     as_json: AsJson = False,
 ) -> None:
@@ -110,7 +108,6 @@ def export(
         "skip_unknown": skip_unknown,
         "format": format,
         "index": index,
-        "max_memory": _parse_size("--max-memory", max_memory),
         "max_file": _parse_size("--max-file", max_file),
     }
     with _join_process_group() as is_rank_0, progress() as on_event:

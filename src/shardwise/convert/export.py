@@ -10,11 +10,14 @@ from dataclasses import dataclass, fields, replace
 
 import msgspec
 import numpy as np
+import torch
 
+from shardwise.checkpoint import Checkpoint
 from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_root
 from shardwise.convert.targets import TARGETS
-from shardwise.convert.write import SMALLEST_MEMORY, Conversion, ConversionReport
+from shardwise.convert.write import ConversionReport, write_files
 from shardwise.engine.group import Group
+from shardwise.engine.replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.containers.ranges import FileRange
@@ -23,8 +26,6 @@ from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store, is_file, name_of, open_store, resolve_links
 
-MAX_MEMORY = 1 << 30
-MAX_FILE = 5 << 30
 LARGEST_CONFIG = 64 << 20
 
 
@@ -40,7 +41,6 @@ class ExportOptions:
     dtype: str | None
     config: str | os.PathLike[str] | None
     verify: bool
-    max_memory: int
     max_file: int
 
     @property
@@ -73,14 +73,8 @@ class ExportOptions:
             )
         if self.dtype is not None and self.dtype not in FLOATS:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
-        for name, value, minimum in (
-            ("max_memory", self.max_memory, SMALLEST_MEMORY),
-            ("max_file", self.max_file, 1),
-        ):
-            if type(value) is not int or value < minimum:
-                raise StateError(
-                    f"{name}={value!r}: expected a number of bytes, at least {minimum}"
-                )
+        if type(self.max_file) is not int or self.max_file < 1:
+            raise StateError(f"max_file={self.max_file!r}: expected a number of bytes, at least 1")
 
 
 def write_export(
@@ -94,23 +88,18 @@ def write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    identity = f"{_digest_source(source, layout)}: {options.resume_key}"
+    # Pickles of torch's classes depend on its version.
+    identity = f"{torch.__version__}: {_digest_source(source, layout)}: {options.resume_key}"
     selected, tensors = _select_contents(options, layout)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))
-    plan_files = TARGETS[options.to]
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file, config)
-    return Conversion(
-        source=source,
-        layout=layout,
-        verify=options.verify,
-        files=plan_files(contents),
-        folder=open_store(options.target),
-        identity=identity,
-        max_memory=options.max_memory,
-        group=group,
-        recorder=recorder,
-    ).run()
+    files = TARGETS[options.to](contents)
+    if options.verify:
+        names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
+        check_all_together(source, layout, names, recorder, group)
+    checkpoint = Checkpoint(source, layout, verify=options.verify)
+    return write_files(files, checkpoint, open_store(options.target), identity, group, recorder)
 
 
 def _read_config(store: Store) -> bytes:

@@ -9,10 +9,9 @@ from functools import cached_property
 
 import msgspec
 
-from shardwise.convert.plan import BytesFromChecksums, OutputFile, RangeChecksums, TensorPart
-from shardwise.decoding import prepare_decoding
+from shardwise.convert.plan import OutputFile, RangeChecksums
 from shardwise.errors import CheckpointExistsError, StoreError
-from shardwise.store import FileStatus, Store, why_no_directory
+from shardwise.store import Store, why_no_directory
 
 RECORDS = ".shardwise-convert"
 IDENTITY = "identity"
@@ -21,21 +20,13 @@ LARGEST_RECORD = 1 << 30
 MOST_FILES = 1 << 22
 
 
-@prepare_decoding
-class _FileRecord(msgspec.Struct, frozen=True):
-    """A complete file: its name, a digest of its planned contents, and its checksums."""
-
-    name: str
-    plan: str
-    sums: list[int]
-
-
 class Journal:
     """The records of an export, in a directory of the target.
 
     Args:
         target: the target.
-        identity: identifies the source and the options; only the same export is resumed.
+        identity: identifies the source, the options, and all that decides what the files contain;
+            only the same export is resumed.
     """
 
     def __init__(self, target: Store, identity: str) -> None:
@@ -87,33 +78,25 @@ class Journal:
             )
 
     @cached_property
-    def _files_at_start(self) -> dict[str, FileStatus]:
-        """The files in the target at the start of this process; empty if none was complete."""
-        if len(self._records.list()) <= len((IDENTITY, LOCK)):
-            return {}
-        return self._target.walk(MOST_FILES)
+    def _sizes_at_start(self) -> dict[str, int]:
+        """The sizes of the files in the target at the start of this process."""
+        return {name: status.size for name, status in self._target.walk(MOST_FILES).items()}
 
     def read_sums(self, file: OutputFile) -> RangeChecksums | None:
         """Return the checksums of a file from its record; None if the file is not complete."""
         name = _record_of(file)
-        status = self._files_at_start.get(file.name)
-        if (
-            status is None
-            or status.size != file.size
-            or f"{RECORDS}/{name}" not in self._files_at_start
-        ):
+        sizes = self._sizes_at_start
+        if sizes.get(file.name) != file.size or f"{RECORDS}/{name}" not in sizes:
             return None
         try:
             data = self._records.read(name, limit=LARGEST_RECORD)
-            record = msgspec.json.decode(data, type=_FileRecord)
+            return msgspec.json.decode(data, type=list[int])
         except (OSError, StoreError, msgspec.DecodeError):
             return None
-        return record.sums if record.plan == _digest_contents(file) else None
 
     def record_sums(self, file: OutputFile, sums: RangeChecksums) -> None:
         """Record that a file is complete and durable."""
-        record = _FileRecord(file.name, _digest_contents(file), list(sums))
-        self._records.publish(_record_of(file), msgspec.json.encode(record), replace=True)
+        self._records.publish(_record_of(file), msgspec.json.encode(list(sums)), replace=True)
 
     def remove(self) -> None:
         """Remove all records. `lock_target` removes their directory when its block ends."""
@@ -124,18 +107,3 @@ class Journal:
 def _record_of(file: OutputFile) -> str:
     """Return the name of the record of a file."""
     return hashlib.blake2b(file.name.encode(), digest_size=16).hexdigest()
-
-
-def _digest_contents(file: OutputFile) -> str:
-    """Return a digest of what a file is planned to contain."""
-    digest = hashlib.blake2b(digest_size=16)
-    for segment in file.segments:
-        if isinstance(segment, bytes):
-            digest.update(segment)
-        elif isinstance(segment, TensorPart):
-            # Records of earlier versions have digests of this text.
-            text = f"Part(name={segment.name!r}, box={segment.box!r}, dtype={segment.dtype!r})"
-            digest.update(text.encode())
-        elif isinstance(segment, BytesFromChecksums):
-            digest.update(b"%d" % segment.size)
-    return digest.hexdigest()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar
 
 from shardwise.errors import StateError
@@ -61,13 +63,14 @@ class BytesFromChecksums:
 Segment = bytes | TensorPart | BytesFromChecksums
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutputFile:
     """A file to write.
 
     Attributes:
         name: path below the target directory, with `/` as the separator.
-        segments: contents of the file, in order.
+        segments: contents of the file, in order. The offset of a `TensorPart` is a multiple of the
+            size of its elements.
         checksum_boundaries: ascending offsets in bytes, without the start and the end of the file.
             They divide the file into ranges, and each range gets a checksum.
     """
@@ -76,10 +79,24 @@ class OutputFile:
     segments: tuple[Segment, ...]
     checksum_boundaries: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        for start, segment in zip(self.starts, self.segments, strict=True):
+            if isinstance(segment, TensorPart) and start % DTYPES[segment.dtype].itemsize:
+                raise ValueError(f"{self.name}: {segment.name} is not aligned: at byte {start}")
+
+    @cached_property
+    def starts(self) -> Sequence[int]:
+        """The offset of each segment in the file."""
+        return [0, *accumulate(map(size_of, self.segments))][: len(self.segments)]
+
     @property
     def size(self) -> int:
         """The size in bytes."""
-        return sum(size_of(segment) for segment in self.segments)
+        return self.starts[-1] + size_of(self.segments[-1]) if self.segments else 0
+
+    def tensor_parts(self) -> list[TensorPart]:
+        """Return the parts of tensors in the file."""
+        return [segment for segment in self.segments if isinstance(segment, TensorPart)]
 
 
 class RunningChecksums:

@@ -1,19 +1,23 @@
 """Write the files of an export, read them back, and publish them. A stopped export is resumable.
 
-A file is written in chunks, through two buffers: one chunk is read while the chunk before it is
-checksummed and written. Memory is bounded, whatever the size of the checkpoint.
+A file is written in chunks, through two buffers: one chunk is read from the source while the chunk
+before it is written. Memory is bounded, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import add
 
 import numpy as np
+import torch
 
+from shardwise.checkpoint import Checkpoint
 from shardwise.convert.journal import Journal
 from shardwise.convert.plan import (
     BytesFromChecksums,
@@ -21,25 +25,20 @@ from shardwise.convert.plan import (
     OutputFile,
     RangeChecksums,
     RunningChecksums,
-    Segment,
     TensorPart,
     size_of,
 )
-from shardwise.convert.source import CheckpointSource
-from shardwise.engine.buffers import Arena, aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.group import Group
-from shardwise.engine.replicas import check_all_together
 from shardwise.engine.rounds import Round
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box, boxes_of_range
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout
-from shardwise.store import Files, Store, WritableFile, store_below
+from shardwise.store import Store, store_below
 from shardwise.store.store import Buffer
 
-SMALLEST_MEMORY = 16 << 20
-LARGEST_CHUNK = 32 << 20
+CHUNK = 32 << 20
+"""The bytes that are read or written at a time. An export needs about six times as many."""
 ALIGNMENT = 4096
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -81,117 +80,63 @@ class ConversionReport:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """One export. All ranks of the group run it together and share the files.
+def write_files(
+    files: ExportFiles,
+    source: Checkpoint,
+    target: Store,
+    identity: str,
+    group: Group,
+    recorder: Recorder,
+) -> ConversionReport:
+    """Write all files, read them back, and publish the files that commit the checkpoint.
 
-    Attributes:
-        source, layout: the source.
-        verify: whether to verify checksums, and to compare all copies of the written tensors.
+    All ranks call this function together, and share the files.
+
+    Args:
         files: the files to write.
-        folder: a place that is new, empty, or has files of the same export.
+        source: the checkpoint that has the tensors.
+        target: a place that is new, empty, or has files of the same export.
         identity: identifies the source and the options; only the same export is resumed.
-        max_memory: the most host memory that each rank uses, in bytes.
+        group: the ranks.
+        recorder: gets an event for each stage.
+
+    Raises:
+        CheckpointExistsError: the target holds something else, or another process writes there.
+        CorruptionError: the source is damaged, or a written file does not read back as written.
+        RankError: another rank failed. Complete files stay, and the next run resumes.
     """
+    journal = Journal(target, identity)
+    own_files = _divide_among_ranks(files.tensor_files, group.size)[group.rank]
 
-    source: Files
-    layout: Layout
-    verify: bool
-    files: ExportFiles
-    folder: Store
-    identity: str
-    max_memory: int
-    group: Group
-    recorder: Recorder
-
-    def run(self) -> ConversionReport:
-        """Write all files, read them back, and publish the files that commit the checkpoint.
-
-        Raises:
-            CheckpointExistsError: the folder holds something else, or another process writes there.
-            CorruptionError: the source is damaged, or a written file does not read back as written.
-            MismatchError: the source stores a tensor several times, and the copies differ.
-            RankError: another rank failed. Complete files stay, and the next run resumes.
-        """
-        if self.verify:
-            names = _tensor_names(self.files.tensor_files)
-            check_all_together(
-                self.source, self.layout, names, self.max_memory, self.recorder, self.group
-            )
-        journal = Journal(self.folder, self.identity)
-        own_files = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
-        with ExitStack() as lock:
-            with Round(self.group, "starting an export", first_only=True):
-                if self.group.rank == 0:
-                    lock.enter_context(journal.lock_target())
-            with Round(self.group, "exporting") as step:
-                resumed, own_sums = self._write_files(own_files, journal)
-                sums = step.gather(own_sums, dict[str, list[int]])
-            with Round(self.group, "publishing an export", first_only=True):
-                if self.group.rank == 0:
-                    self._publish({name: each for own in sums for name, each in own.items()})
-                    journal.remove()
-        return ConversionReport(
-            path=str(self.folder),
-            files=len(self.files.tensor_files),
-            bytes_written=sum(file.size for file in own_files),
-            resumed=resumed,
-            left_out=(*self.layout.left_out, *self.files.left_out),
-            seconds=self.recorder.seconds(),
-        )
-
-    def _publish(self, sums: Mapping[str, list[int]]) -> None:
-        with self.recorder.stage("publish"):
-            for name, content in self.files.make_final_files(sums).items():
-                folder, file_name = _folder_of(self.folder, name)
-                folder.publish(file_name, content, replace=True)
-
-    def _write_files(
-        self, files: list[OutputFile], journal: Journal
-    ) -> tuple[int, dict[str, list[int]]]:
-        """Write the files that are not complete yet, and read all files back.
-
-        Returns the number of files that were complete, and the checksums of all files.
-        """
-        chunk = _chunk_size(self.max_memory)
-        source = CheckpointSource(self.source, self.layout, Arena(chunk), verify=self.verify)
-        resumed = 0
-        sums_of_files: dict[str, list[int]] = {}
-        with self.recorder.stage("plan", 2 * sum(file.size for file in files)):
-            pass  # announces the total to progress bars
-        with ThreadPoolExecutor(1, "shardwise-convert-verify") as verifier:
-            verifying: tuple[OutputFile, Future[None]] | None = None
-            for file in files:
-                sums = journal.read_sums(file)
-                if sums is None:
-                    with self.recorder.stage("write", file.size):
-                        sums = _write_file(file, source, self.folder, chunk)
-                        journal.record_sums(file, sums)
-                else:
-                    resumed += 1
-                self._wait_until_verified(verifying)
-                verifying = file, verifier.submit(_verify_file, file, sums, self.folder, chunk)
-                sums_of_files[file.name] = list(sums)
-            self._wait_until_verified(verifying)
-        return resumed, sums_of_files
-
-    def _wait_until_verified(self, verifying: tuple[OutputFile, Future[None]] | None) -> None:
-        if verifying is not None:
-            file, verification = verifying
-            with self.recorder.stage("verify", file.size):
-                verification.result()
+    with ExitStack() as lock:
+        with Round(group, "starting an export", first_only=True):
+            if group.rank == 0:
+                lock.enter_context(journal.lock_target())
+        with Round(group, "exporting") as step:
+            resumed, own_sums = _write_own_files(own_files, source, target, journal, recorder)
+            sums = step.gather(own_sums, dict[str, list[int]])
+        with Round(group, "publishing an export", first_only=True):
+            if group.rank == 0:
+                with recorder.stage("publish"):
+                    _publish(files, {n: each for own in sums for n, each in own.items()}, target)
+                journal.remove()
+    return ConversionReport(
+        path=str(target),
+        files=len(files.tensor_files),
+        bytes_written=sum(file.size for file in own_files),
+        resumed=resumed,
+        left_out=(*source.left_out, *files.left_out),
+        seconds=recorder.seconds(),
+    )
 
 
-def _tensor_names(files: tuple[OutputFile, ...]) -> set[str]:
-    return {part.name for each in files for part in each.segments if isinstance(part, TensorPart)}
+def _publish(files: ExportFiles, sums: Mapping[str, RangeChecksums], target: Store) -> None:
+    for name, content in files.make_final_files(sums).items():
+        folder, file_name = _folder_of(target, name)
+        folder.publish(file_name, content, replace=True)
 
 
-def _chunk_size(max_memory: int) -> int:
-    """Return the bytes to read or write at a time. An export needs about six times as many."""
-    return min(LARGEST_CHUNK, max_memory // 8) // ALIGNMENT * ALIGNMENT
-
-
-def _divide_among_ranks(files: tuple[OutputFile, ...], ranks: int) -> list[list[OutputFile]]:
+def _divide_among_ranks(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
     """Divide files among ranks by size: each file, largest first, goes to the least loaded rank."""
     shares: list[list[OutputFile]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -202,75 +147,44 @@ def _divide_among_ranks(files: tuple[OutputFile, ...], ranks: int) -> list[list[
     return shares
 
 
-def _write_file(
-    file: OutputFile, source: CheckpointSource, target: Store, chunk: int
-) -> RangeChecksums:
-    """Write a file, which appears under its name when it is durable."""
-    folder, name = _folder_of(target, file.name)
-    try:
-        with closing(folder.create(name, file.size, replace=True)) as writable:
-            return write_contents(file, source, writable, chunk)
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        message = f"{error.strerror}: free some space, and run the same export again to resume it"
-        raise OSError(error.errno, message, str(folder.at(name))) from error
+def _write_own_files(
+    files: Sequence[OutputFile],
+    source: Checkpoint,
+    target: Store,
+    journal: Journal,
+    recorder: Recorder,
+) -> tuple[int, dict[str, list[int]]]:
+    """Write the files that are not complete yet, and read all files back.
 
+    A file is read back while the next one is written.
 
-def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store, chunk: int) -> None:
-    """Read a file back and compare its checksums. One chunk is summed while the next is read.
-
-    Raises:
-        CorruptionError: the file differs from what was written.
+    Returns:
+        The number of files that were complete, and the checksums of all files.
     """
-    found = RunningChecksums(file)
-    buffers = [aligned_buffer(chunk) for _ in range(2)]
-    folder, name = _folder_of(target, file.name)
-    with (
-        closing(folder.open(name)) as readable,
-        ThreadPoolExecutor(1, "shardwise-convert-reread") as reader,
-    ):
-
-        def read_chunk(start: int) -> Buffer:
-            buffer = buffers[start // chunk % 2][: max(0, min(chunk, file.size - start))]
-            return buffer[: readable.read_at(start, buffer)]
-
-        upcoming = reader.submit(read_chunk, 0)
-        for start in range(chunk, file.size + chunk, chunk):
-            data = upcoming.result()
-            upcoming = reader.submit(read_chunk, start)
-            found.add(data)
-    if found.finish() != list(sums):
-        raise CorruptionError(
-            f"{folder.at(name)}: does not read back as written. Check the storage, remove the "
-            "file, and run the same export again"
-        )
+    with recorder.stage("plan", 2 * sum(file.size for file in files)):
+        pass  # announces the total to progress bars
+    resumed = 0
+    sums: dict[str, list[int]] = {}
+    with ThreadPoolExecutor(1, "shardwise-convert-verify") as verifier:
+        verifying = []
+        for file in files:
+            recorded = journal.read_sums(file)
+            if recorded is None:
+                with recorder.stage("write", file.size):
+                    recorded = write_file(file, source, target)
+                    journal.record_sums(file, recorded)
+            else:
+                resumed += 1
+            sums[file.name] = list(recorded)
+            verifying.append(verifier.submit(_verify_file, file, recorded, target))
+        for file, verification in zip(files, verifying, strict=True):
+            with recorder.stage("verify", file.size):
+                verification.result()
+    return resumed, sums
 
 
-def _folder_of(target: Store, path: str) -> tuple[Store, str]:
-    """Return the store of a file's directory, and the last part of the file's name."""
-    folder, _, name = path.rpartition("/")
-    return (store_below(target, folder) if folder else target), name
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Bytes `start:stop` of a file: segments or parts of segments, with their file offsets."""
-
-    start: int
-    stop: int
-    other_segments: list[tuple[int, bytes | BytesFromChecksums]] = field(default_factory=list)
-    tensor_parts: list[tuple[int, TensorPart]] = field(default_factory=list)
-
-
-def write_contents(
-    file: OutputFile, source: CheckpointSource, writable: WritableFile, max_bytes: int
-) -> list[int]:
-    """Write the contents of a file, and make them durable.
-
-    Args:
-        writable: a new file of this size.
-        max_bytes: bytes to read or write at a time; the two buffers hold twice as many.
+def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChecksums:
+    """Write a file, which appears under its name when it is durable.
 
     Returns:
         The checksums of the ranges between the file's `checksum_boundaries`.
@@ -279,97 +193,126 @@ def write_contents(
         CorruptionError: the source is damaged.
         OSError: the storage failed.
     """
-    chunks = list(_chunks(file, max_bytes))
-    buffers = [aligned_buffer(max_bytes + 2 * ALIGNMENT) for _ in range(2)]
-    sums = RunningChecksums(file)
-
-    def read_chunk(index: int) -> Buffer:
-        chunk = chunks[index]
-        first = chunk.start % ALIGNMENT
-        data = buffers[index % 2][first : first + chunk.stop - chunk.start]
-        parts = [(part, data[at - chunk.start :][: part.size]) for at, part in chunk.tensor_parts]
-        source.read(parts)
-        return data
-
-    with (
-        ThreadPoolExecutor(1, "shardwise-convert-read") as reader,
-        ThreadPoolExecutor(1, "shardwise-convert-write") as writer,
-    ):
-        upcoming: Future[Buffer] | None = reader.submit(read_chunk, 0) if chunks else None
-        unwritten = np.zeros(0, np.uint8)
-        for index, chunk in enumerate(chunks):
-            data = upcoming.result() if upcoming else read_chunk(index)
-            upcoming = reader.submit(read_chunk, index + 1) if index + 1 < len(chunks) else None
-            summed = 0
-            for offset, segment in chunk.other_segments:
-                low = offset - chunk.start
-                if isinstance(segment, BytesFromChecksums):
-                    sums.add(data[summed:low])
-                    summed = low
-                    content = segment.make_bytes(sums.complete)
-                else:
-                    content = segment
-                data[low:][: size_of(segment)] = np.frombuffer(content, np.uint8)
-            last = chunk.stop == file.size
-            writing = writer.submit(
-                _write_pages, writable, chunk, buffers[index % 2], unwritten, last=last
-            )
-            sums.add(data[summed:])
-            unwritten = writing.result()
-    writable.commit()
-    return sums.finish()
+    folder, name = _folder_of(target, file.name)
+    try:
+        with closing(folder.create(name, file.size, replace=True)) as writable:
+            sums = RunningChecksums(file)
+            for low, data, padded in _chunks_of(file, source, sums):
+                sums.add(data)
+                writable.write_at(low, padded)
+            writable.commit()
+            return sums.finish()
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        message = f"{error.strerror}: free some space, and run the same export again to resume it"
+        raise OSError(error.errno, message, str(folder.at(name))) from error
 
 
-def _write_pages(
-    writable: WritableFile, chunk: _Chunk, buffer: Buffer, unwritten: Buffer, *, last: bool
-) -> Buffer:
-    """Write the whole pages of a chunk, and return the bytes of its last, incomplete page.
+def _chunks_of(
+    file: OutputFile, source: Checkpoint, sums: RunningChecksums
+) -> Iterator[tuple[int, Buffer, Buffer]]:
+    """Yield the offset of each chunk of a file; its bytes that are not summed yet; and all bytes.
 
     Args:
-        unwritten: the incomplete page of the chunk before, which is written first.
-        last: whether this chunk ends the file; its incomplete page is padded and written too.
+        sums: gets the bytes before those that are computed from checksums.
     """
-    start = chunk.start // ALIGNMENT * ALIGNMENT
-    buffer[: len(unwritten)] = unwritten
-    length = chunk.stop - start
-    paged = length // ALIGNMENT * ALIGNMENT
-    if last and length > paged:
-        buffer[length : paged + ALIGNMENT] = 0
-        paged += ALIGNMENT
-    if paged:
-        writable.write_at(start, buffer[:paged])
-    return buffer[paged:length].copy() if length > paged else np.zeros(0, np.uint8)
+    late = [
+        (start, segment)
+        for start, segment in zip(file.starts, file.segments, strict=True)
+        if isinstance(segment, BytesFromChecksums)
+    ]
+    buffers = [aligned_buffer(min(CHUNK, -(-file.size // ALIGNMENT) * ALIGNMENT)) for _ in range(2)]
+
+    def read_chunk(index: int) -> Buffer:
+        low = index * CHUNK
+        data = buffers[index % 2][: min(CHUNK, file.size - low)]
+        _fill(data, low, file, source)
+        return data
+
+    content = b""
+    chunks = _read_ahead(-(-file.size // CHUNK), read_chunk) if file.size else ()
+    for index, data in enumerate(chunks):
+        low, high, summed = index * CHUNK, index * CHUNK + len(data), 0
+        while late and late[0][0] < high:
+            start, segment = late[0]
+            at = max(start - low, 0)
+            if start >= low:
+                sums.add(data[summed:at])
+                summed, content = at, segment.make_bytes(sums.complete)
+            part = content[max(low - start, 0) : high - start]
+            data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            if start + segment.size > high:
+                break  # the rest is in the next chunk
+            late.pop(0)
+        padded = buffers[index % 2][: -(-len(data) // ALIGNMENT) * ALIGNMENT]
+        padded[len(data) :] = 0
+        yield low, data[summed:], padded
 
 
-def _chunks(file: OutputFile, max_bytes: int) -> Iterator[_Chunk]:
-    """Cut a file into chunks of at most `max_bytes` bytes."""
-    offset = 0
-    chunk = _Chunk(0, 0)
-    for whole in file.segments:
-        for segment in _cut_segment(whole, max_bytes):
-            if chunk.stop > chunk.start and offset + size_of(segment) - chunk.start > max_bytes:
-                yield chunk
-                chunk = _Chunk(offset, offset)
-            if isinstance(segment, TensorPart):
-                chunk.tensor_parts.append((offset, segment))
-            else:
-                chunk.other_segments.append((offset, segment))
-            offset += size_of(segment)
-            chunk.stop = offset
-    if chunk.stop > chunk.start:
-        yield chunk
+def _fill(data: Buffer, low: int, file: OutputFile, source: Checkpoint) -> None:
+    """Fill a chunk with the known bytes of a file, and with the parts of tensors.
+
+    Args:
+        data: the bytes of the chunk.
+        low: the offset of the chunk in the file.
+    """
+    high = low + len(data)
+    requests: list[tuple[str, Box, torch.Tensor]] = []
+    for index in range(bisect_right(file.starts, low) - 1, len(file.segments)):
+        start, segment = file.starts[index], file.segments[index]
+        if start >= high:
+            break
+        first, last = max(low - start, 0), min(high - start, size_of(segment))
+        out = data[start + first - low : start + last - low]
+        if isinstance(segment, bytes):
+            out[:] = np.frombuffer(segment, np.uint8)[first:last]
+        elif isinstance(segment, TensorPart):
+            elements = torch.from_numpy(out).view(getattr(torch, segment.dtype))
+            itemsize = elements.element_size()
+            for box in boxes_of_range(segment.box.shape, first // itemsize, last // itemsize):
+                offset = tuple(map(add, segment.box.offset, box.offset))
+                part, elements = elements[: box.size], elements[box.size :]
+                requests.append((segment.name, Box(offset, box.shape), part.view(box.shape)))
+    source.read_parts(requests, cast=True)
 
 
-def _cut_segment(segment: Segment, max_bytes: int) -> Iterator[Segment]:
-    """Cut a segment into segments of at most `max_bytes` bytes. `BytesFromChecksums` stay whole."""
-    if isinstance(segment, bytes):
-        for low in range(0, len(segment), max_bytes):
-            yield segment[low : low + max_bytes]
-    elif isinstance(segment, TensorPart):
-        step = max(1, max_bytes // DTYPES[segment.dtype].itemsize)
-        for low in range(0, segment.box.size, step):
-            for box in boxes_of_range(segment.box.shape, low, min(low + step, segment.box.size)):
-                offset = tuple(a + b for a, b in zip(segment.box.offset, box.offset, strict=True))
-                yield TensorPart(segment.name, Box(offset, box.shape), segment.dtype)
-    else:
-        yield segment
+def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store) -> None:
+    """Read a file back and compare its checksums.
+
+    Raises:
+        CorruptionError: the file differs from what was written.
+    """
+    found = RunningChecksums(file)
+    buffers = [aligned_buffer(min(CHUNK, file.size)) for _ in range(2)]
+    folder, name = _folder_of(target, file.name)
+    with closing(folder.open(name)) as readable:
+
+        def read_chunk(index: int) -> Buffer:
+            buffer = buffers[index % 2][: min(CHUNK, file.size - index * CHUNK)]
+            return buffer[: readable.read_at(index * CHUNK, buffer)]
+
+        for data in _read_ahead(-(-file.size // CHUNK), read_chunk) if file.size else ():
+            found.add(data)
+    if found.finish() != list(sums):
+        raise CorruptionError(
+            f"{folder.at(name)}: does not read back as written. Check the storage, remove the "
+            "file, and run the same export again"
+        )
+
+
+def _read_ahead(count: int, read: Callable[[int], Buffer]) -> Iterator[Buffer]:
+    """Yield `read(0)`, `read(1)`, …; each is read while the caller uses the one before."""
+    with ThreadPoolExecutor(1, "shardwise-convert-read") as reader:
+        upcoming = reader.submit(read, 0)
+        for index in range(1, count + 1):
+            data = upcoming.result()
+            if index < count:
+                upcoming = reader.submit(read, index)
+            yield data
+
+
+def _folder_of(target: Store, path: str) -> tuple[Store, str]:
+    """Return the store of a file's directory, and the last part of the file's name."""
+    folder, _, name = path.rpartition("/")
+    return (store_below(target, folder) if folder else target), name

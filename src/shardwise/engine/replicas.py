@@ -79,7 +79,6 @@ def check_all_together(
     store: Files,
     layout: Layout,
     names: Iterable[str],
-    max_memory: int,
     recorder: Recorder,
     group: Group,
 ) -> None:
@@ -87,7 +86,6 @@ def check_all_together(
 
     Args:
         names: the names of the tensors, the same on all ranks.
-        max_memory: bound on the host memory of each rank, in bytes; at least 16 MiB.
 
     Raises:
         MismatchError: copies differ; the same error on all ranks.
@@ -96,14 +94,13 @@ def check_all_together(
         return  # on all ranks
 
     with Round(group, "comparing replicas") as step:
-        saved, batch_bytes = SavedNames(layout), min(LARGEST_BATCH, max_memory // 8)
+        saved = SavedNames(layout)
         _, own = find_differences(
             store,
             layout,
-            Arena(2 * batch_bytes),
+            Arena(2 * LARGEST_BATCH),
             recorder,
             tensors={saved.stored_index(name) for name in names},
-            batch_bytes=batch_bytes,
             share=(group.rank, group.size),
         )
         differences = step.gather(own, list[str])
