@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from shardwise.store import Store, abort_uploads, name_of, open_store, parent_of
 from shardwise.store.object_store import SMALLEST_WINDOW
 from shardwise.store.store import Buffer
 from shardwise.store.unfinished_uploads import abort_idle_uploads
-from shardwise.store.uploads import UploadShare
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.servers import (  # noqa: F401 - fixtures
     BUCKET,
@@ -327,25 +325,11 @@ def test_uploads_of_other_keys_with_the_same_beginning_are_kept(moto: Server) ->
     assert abort_uploads(store, 0) == 1
 
 
-def test_the_processes_of_a_node_divide_the_requests(
-    moto: Server,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_option_bounds_the_requests_of_an_upload(moto: Server) -> None:  # noqa: F811
     with FaultProxy(moto.endpoint, bytes_per_second=100e6) as proxy:
-        for processes, most, parts in ((8, 4, 6), (100, 1, 2)):
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-            store = open_store(moto.behind(proxy.url).new_url(part_mib="5"))
-            proxy.clear()
-            upload(store.at(f"of-{processes}"), content(parts * PART), range(parts * PART // CHUNK))
-            assert proxy.max_concurrent_requests == most
-
-
-def test_the_uploads_of_a_process_divide_its_requests() -> None:
-    share = UploadShare(20)
-    with ExitStack() as uploads:
-        assert [uploads.enter_context(share.reserve(8)) for _ in range(4)] == [8, 8, 4, 1]
-    with share.reserve(8) as requests:
-        assert requests == 8
+        store = open_store(moto.behind(proxy.url).new_url(part_mib="5", requests="2"))
+        upload(store, content(6 * PART), range(6 * PART // CHUNK))
+        assert proxy.max_concurrent_requests == 2
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +35,7 @@ from shardwise.store.unfinished_uploads import (
     abort_idle_uploads,
     abort_uploads_of,
 )
-from shardwise.store.uploads import SmallUpload, UploadShare, UploadStream
+from shardwise.store.uploads import SmallUpload, UploadStream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 PART_MIB = 16
 MOST_PARTS = 9000  # S3 allows 10,000
 UPLOAD_REQUESTS = 8
-NODE_UPLOAD_REQUESTS = 32
 SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
@@ -59,7 +57,6 @@ class ObjectStore:
         url: the URL; see docs/storage.md for its options.
         client: the client of the bucket, which the stores below share; None to open one.
         times: the times of locks.
-        share: the upload requests of this process, which the stores below share.
 
     Raises:
         StoreError: the URL is wrong.
@@ -70,14 +67,12 @@ class ObjectStore:
         url: str | StoreUrl,
         client: Client | None = None,
         times: leases.LeaseTimes | None = None,
-        share: UploadShare | None = None,
     ) -> None:
         self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
         self._client = client or Client(self.url)
         lock_seconds = self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2)
         self._times = times or leases.LeaseTimes(lease=lock_seconds)
         self._requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
-        self._share = share or UploadShare(_requests_of_process(self._requests))
         self.traits = StoreTraits(
             alignment=1,
             lock_expiry=self._times.lease,
@@ -94,7 +89,7 @@ class ObjectStore:
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
         check_name(name, str(self))
-        return ObjectStore(self.url.below(name), self._client, self._times, self._share)
+        return ObjectStore(self.url.below(name), self._client, self._times)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is known about an object; None for a prefix of others."""
@@ -149,8 +144,8 @@ class ObjectStore:
 
         def put(chunks: Iterator[memoryview]) -> None:
             abort_uploads_of(self._client, path)  # those of a process that was killed
-            with self._share.reserve(self._requests) as requests:
-                put_parts(self._client, path, place, chunks, retry, part=part, requests=requests)
+            requests = self._requests
+            put_parts(self._client, path, place, chunks, retry, part=part, requests=requests)
 
         stream = UploadStream(place, put, lambda: abort_failed_upload(self._client, path))
         return SequentialWriter(
@@ -323,17 +318,6 @@ class ObjectStore:
         """Return the URL of an object without options, for messages."""
         path = self.url.below(key).path if key else self.url.path
         return f"{self.url.scheme}://{self.url.host}/{path}"
-
-
-def _requests_of_process(requests: int) -> int:
-    """Return how many upload requests this process may have under way, for all its objects.
-
-    Args:
-        requests: the requests for one object.
-    """
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")  # as torchrun and other launchers set it
-    divisor = int(processes) if processes.isdigit() else 1
-    return max(1, max(NODE_UPLOAD_REQUESTS, requests) // max(1, divisor))
 
 
 def parse_object_url(place: str) -> StoreUrl:

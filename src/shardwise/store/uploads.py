@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 
@@ -18,36 +18,6 @@ ABORT_SECONDS = 60.0
 
 Put = Callable[[Iterator[memoryview]], object]
 """Uploads parts, and aborts the upload if the iterator raises."""
-
-
-class UploadShare:
-    """The upload requests that one process may have under way at a time, for all its objects.
-
-    Args:
-        requests: their number.
-    """
-
-    def __init__(self, requests: int) -> None:
-        self.requests = requests
-        self._used = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def reserve(self, most: int) -> Iterator[int]:
-        """Reserve requests for an object while the block runs.
-
-        Yields:
-            Their number: at most `most` and as many as are left, but at least 1, so that no upload
-            waits for another.
-        """
-        with self._lock:
-            reserved = max(1, min(most, self.requests - self._used))
-            self._used += reserved
-        try:
-            yield reserved
-        finally:
-            with self._lock:
-                self._used -= reserved
 
 
 class SmallUpload:
