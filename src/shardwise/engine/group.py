@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +25,14 @@ FIRST_SIZE = HEAD_SIZE - LENGTH_SIZE
 """The number of bytes of a message that fit into its head."""
 BACKLOG = 4096
 """Connections that may wait until this rank accepts them; the kernel may allow fewer."""
+
+LOST_SECONDS = 2
+"""How long a host may leave packets unanswered before it counts as lost."""
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 1,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_USER_TIMEOUT: 1000 * LOST_SECONDS,
+}
 
 Address = tuple[str, int]
 """A host and a port."""
@@ -239,13 +247,44 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
             # The barrier fails at once if a rank died before, because its connections are closed.
             _barrier(default, timeout)
             connect_timeout = min(timeout, CONNECT_TIMEOUT)
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=connect_timeout)
+        with _watched_connections():
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=connect_timeout)
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     except RuntimeError as error:
         raise _lost_rank_error("connecting to", error, dist.get_rank()) from error.with_traceback(
             None
         )
     return TorchGroup(group, own=True)
+
+
+@contextmanager
+def _watched_connections() -> Iterator[None]:
+    """Have the kernel watch the TCP connections that this process opens in the block.
+
+    If the other host is lost, because its power or network fails, an operation that waits for it
+    fails after about `LOST_SECONDS`. Gloo alone would wait until its timeout. A suspended process
+    is not lost: its kernel answers.
+    """
+    before = _own_sockets()
+    yield
+    for fd in _own_sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(fd[0])) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _own_sockets() -> set[tuple[int, str]]:
+    """Return the file descriptors of this process's sockets, each with its inode."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found.add((int(name), target))
+    return found
 
 
 def own_address() -> str | None:
