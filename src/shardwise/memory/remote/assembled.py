@@ -57,6 +57,9 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     unanswered: dict[str, str] = {}
 
 
+NO_SNAPSHOT = Assembly(None, {}, {}, {}, b"", [])
+
+
 class AssembledStore(ReadOnlyStore):
     """A read-only store of the files of an assembly.
 

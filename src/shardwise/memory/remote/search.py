@@ -23,7 +23,7 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import find_unreadable_files
-from shardwise.memory.remote.assembled import Assembly
+from shardwise.memory.remote.assembled import NO_SNAPSHOT, Assembly
 from shardwise.memory.remote.client import AgentClient
 
 CONNECT_TIMEOUT = 0.5
@@ -192,7 +192,7 @@ class Search:
             if not isinstance(found, str):
                 return msgspec.structs.replace(found, skipped=skipped)
             skipped.append((candidate, f"memory: {found}"))
-        return Assembly(None, {}, {}, {}, b"", skipped)
+        return msgspec.structs.replace(NO_SNAPSHOT, skipped=skipped)
 
     def is_complete(self, step: int | None) -> bool:
         """Return whether no other node can hold a newer snapshot than these nodes do.

@@ -8,13 +8,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import msgspec
-
-from shardwise.decoding import prepare_decoding
-from shardwise.engine.exchange import exchange, exchange_with_local_value
 from shardwise.engine.group import Group, own_address
+from shardwise.engine.rounds import Round
 from shardwise.errors import StoreError
 from shardwise.memory.home import Home
 from shardwise.memory.identity import refuse_unreachable_agents
@@ -32,8 +29,8 @@ MOST_STARTS, START_PERIOD = 5, 60.0
 log = logging.getLogger("shardwise")
 
 
-@prepare_decoding
-class Membership(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class Membership:
     """The nodes of a run.
 
     Attributes:
@@ -52,18 +49,11 @@ def choose_interface(options: Memory, group: Group) -> Memory:
 
     All ranks call this together.
     """
-
-    def has_several_hosts(hosts: list[bytes]) -> bytes:
-        return b"1" if len(set(hosts)) > 1 else b""
-
-    has_several = exchange(
-        group, "finding hosts", lambda: socket.gethostname().encode(), has_several_hosts
-    )
-    return (
-        replace(options, interface=own_address())
-        if has_several and not options.interface
-        else options
-    )
+    with Round(group, "finding hosts") as step:
+        hosts = step.gather(socket.gethostname(), str)
+    if len(set(hosts)) > 1 and not options.interface:
+        return replace(options, interface=own_address())
+    return options
 
 
 def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
@@ -75,24 +65,15 @@ def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membersh
         StoreError: the root cannot be read, an agent does not start, or other nodes cannot reach
             an agent.
     """
-
-    def find_agent() -> tuple[Home, bytes]:
+    with Round(group, "finding the agents of the nodes") as step:
         home = Home(options.dir)
-        return home, msgspec.msgpack.encode(ensure_agent(home, options))
-
-    def list_members(_: Home, requests: list[bytes]) -> bytes:
-        infos = [msgspec.msgpack.decode(each, type=AgentInfo) for each in requests]
-        refuse_unreachable_agents(infos)
-        nodes = {info.node: info for info in infos}
-        node_of = [info.node for info in infos]
-        return msgspec.msgpack.encode(
-            Membership(read_or_create_lineage(root), list(nodes.values()), node_of)
-        )
-
-    home, reply = exchange_with_local_value(
-        group, "finding the agents of the nodes", find_agent, list_members
-    )
-    return home, msgspec.msgpack.decode(reply, type=Membership)
+        infos = step.gather(ensure_agent(home, options), AgentInfo)
+    refuse_unreachable_agents(infos)
+    with Round(group, "reading the lineage of the run", first_only=True) as step:
+        lineage = read_or_create_lineage(root) if group.rank == 0 else Lineage("")
+        lineage = step.share(lineage, Lineage)
+    nodes = {info.node: info for info in infos}
+    return home, Membership(lineage, list(nodes.values()), [info.node for info in infos])
 
 
 class AgentSupervisor:

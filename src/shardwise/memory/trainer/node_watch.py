@@ -18,11 +18,9 @@ from errno import EINPROGRESS
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-
 from shardwise.deadline import Deadline
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Address, Group, listen
+from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError
 from shardwise.memory.identity import served_address
 from shardwise.memory.trainer.agents import Membership
@@ -52,17 +50,14 @@ class NodeWatch:
             return
         is_first = membership.node_of.index(own_node) == group.rank
 
-        def begin_to_listen() -> bytes:
-            return msgspec.msgpack.encode(self._listen(own_node) if is_first else None)
-
-        def combine(addresses: list[bytes]) -> bytes:
-            decoded = [msgspec.msgpack.decode(each, type=Address | None) for each in addresses]
-            named = zip(membership.node_of, decoded, strict=True)
-            return msgspec.msgpack.encode({node: each for node, each in named if each is not None})
-
-        reply = exchange(group, "watching nodes", begin_to_listen, combine)
-        known = msgspec.msgpack.decode(reply, type=dict[str, Address])
-        others = {node: address for node, address in known.items() if node != own_node}
+        with Round(group, "watching nodes") as step:
+            address = self._listen(own_node) if is_first else None
+            addresses = step.gather(address, Address | None)
+        others = {
+            node: address
+            for node, address in zip(membership.node_of, addresses, strict=True)
+            if address is not None and node != own_node
+        }
         # A node that cannot be reached now, for example through a firewall, cannot be watched.
         unreachable = _why_unreachable(others, SECOND_TIMEOUT)
         self._first_ranks = {n: address for n, address in others.items() if n not in unreachable}

@@ -11,8 +11,8 @@ import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.engine.copy_file import Throttle, is_intact
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
@@ -21,7 +21,7 @@ from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.assembled import AssembledStore, Assembly
+from shardwise.memory.remote.assembled import NO_SNAPSHOT, AssembledStore, Assembly
 from shardwise.memory.remote.search import (
     SEARCH_TIMEOUT,
     NodeFiles,
@@ -77,53 +77,63 @@ def _find_assembly(
     nodes_read: Collection[str],
 ) -> Assembly:
     """Agree on the snapshot, and return where its files are."""
-    membership, run, here = snapshots.membership, snapshots.run, snapshots.node
+    run, here = snapshots.run, snapshots.node
     complete_saves = _find_complete_saves(snapshots, group) if damaged_step is None else set()
+    with Round(group, "listing snapshots") as listing:
+        own = None
+        if snapshots.is_first_of_node:
+            has_removed = False
+            if damaged_step is None:
+                _wait_for_commits(run, complete_saves)
+            else:
+                has_removed = _remove_damaged(SnapshotDirectory(run, damaged_step))
+            own = msgspec.structs.replace(list_own_files(run, here), has_removed=has_removed)
+        nodes = [each for each in listing.gather(own, NodeFiles | None) if each is not None]
+    with Round(group, "looking for snapshots", first_only=True) as looking:
+        found = NO_SNAPSHOT
+        if group.rank == 0:
+            found = _search_nodes(snapshots, nodes, step, damaged_step, nodes_read)
+        return looking.share(found, Assembly)
 
-    def encode_own_files() -> bytes:
-        if not snapshots.is_first_of_node:
-            return b""
-        has_removed = False
-        if damaged_step is None:
-            _wait_for_commits(run, complete_saves)
-        else:
-            has_removed = _remove_damaged(SnapshotDirectory(run, damaged_step))
-        files = list_own_files(run, here)
-        return msgspec.msgpack.encode(msgspec.structs.replace(files, has_removed=has_removed))
 
-    def choose(encoded: list[bytes]) -> bytes:
-        nodes = [msgspec.msgpack.decode(each, type=NodeFiles) for each in encoded if each]
-        infos = {info.node: info for info in membership.nodes}
-        deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
+def _search_nodes(
+    snapshots: Snapshots,
+    nodes: list[NodeFiles],
+    step: int | None,
+    damaged_step: int | None,
+    nodes_read: Collection[str],
+) -> Assembly:
+    """Ask further nodes as far as necessary, and choose the snapshot.
 
-        def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
-            read = make_reader(infos, run, here, snapshots.tls, deadline, failures)
-            return Search(nodes, infos, read, membership.lineage)
+    Args:
+        nodes: the files of the nodes that have ranks.
+    """
+    membership, run, here = snapshots.membership, snapshots.run, snapshots.node
+    infos = {info.node: info for info in membership.nodes}
+    deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
 
-        def is_enough(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> bool:
-            return damaged_step is None and make_search(nodes, infos).is_complete(step)
+    def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
+        read = make_reader(infos, run, here, snapshots.tls, deadline, failures)
+        return Search(nodes, infos, read, membership.lineage)
 
-        answers = ask_nodes(nodes, infos, run.name, snapshots.tls, is_enough, deadline)
-        search = make_search(*answers)
-        start = time.perf_counter()
-        assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
-        seconds = time.perf_counter() - start
-        answered = {each.node for each in search.nodes}
-        unanswered = {
-            info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-            for each in search.nodes
-            for info in each.known_nodes
-            if info.node not in answered
-        }
-        if unanswered and search.is_complete(step):
-            unanswered = {}
-        assembly = msgspec.structs.replace(
-            assembly, choosing_seconds=seconds, unanswered=unanswered
-        )
-        return msgspec.msgpack.encode(assembly)
+    def is_enough(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> bool:
+        return damaged_step is None and make_search(nodes, infos).is_complete(step)
 
-    reply = exchange(group, "looking for snapshots", encode_own_files, choose)
-    return msgspec.msgpack.decode(reply, type=Assembly)
+    answers = ask_nodes(nodes, infos, run.name, snapshots.tls, is_enough, deadline)
+    search = make_search(*answers)
+    start = time.perf_counter()
+    assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
+    seconds = time.perf_counter() - start
+    answered = {each.node for each in search.nodes}
+    unanswered = {
+        info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
+        for each in search.nodes
+        for info in each.known_nodes
+        if info.node not in answered
+    }
+    if unanswered and search.is_complete(step):
+        unanswered = {}
+    return msgspec.structs.replace(assembly, choosing_seconds=seconds, unanswered=unanswered)
 
 
 def _is_damaged(place: SnapshotDirectory, entry: FileEntry) -> bool:
@@ -156,30 +166,21 @@ def _remove_damaged(place: SnapshotDirectory) -> bool:
 def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     """Return the ids of the saves that all nodes have staged, so that agents will commit them."""
 
-    def list_saves() -> bytes:
-        staged_files: list[str] = []
-        files_of_saves: list[tuple[str, list[str]]] = []
-        for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
-            place = SnapshotDirectory(snapshots.run, step)
+    staged_files: list[str] = []
+    files_of_saves: list[tuple[str, list[str]]] = []
+    with Round(group, "asking what was staged") as step:
+        for number in snapshots.run.steps() if snapshots.is_first_of_node else ():
+            place = SnapshotDirectory(snapshots.run, number)
             with suppress(StoreError):  # a record is damaged, so the save will not be committed
                 staged_files += [staged.file.name for staged in place.staged_files()]
                 files_of_saves += [
                     (pending.save_id, [name for name, _ in pending.files])
                     for pending in place.pending_manifests()
                 ]
-        return msgspec.msgpack.encode((staged_files, files_of_saves))
-
-    def find_complete(encoded: list[bytes]) -> bytes:
-        list_type = tuple[list[str], list[tuple[str, list[str]]]]
-        lists = [msgspec.msgpack.decode(each, type=list_type) for each in encoded]
-        staged = {name for names, _ in lists for name in names}
-        complete_saves = {
-            save for _, saves in lists for save, files in saves if staged.issuperset(files)
-        }
-        return msgspec.msgpack.encode(complete_saves)
-
-    reply = exchange(group, "asking what was staged", list_saves, find_complete)
-    return msgspec.msgpack.decode(reply, type=set[str])
+        own = staged_files, files_of_saves
+        lists = step.gather(own, tuple[list[str], list[tuple[str, list[str]]]])
+    staged = {name for names, _ in lists for name in names}
+    return {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
 
 
 def _wait_for_commits(run: Run, saves: set[str]) -> None:

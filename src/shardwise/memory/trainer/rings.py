@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.decoding import prepare_decoding
-from shardwise.engine.exchange import exchange_with_local_value
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
+from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.manifest.manifest import FileEntry
@@ -46,8 +44,8 @@ from shardwise.store.store import Buffer
 _PLACEHOLDER_SAVE_ID = "0" * 16
 
 
-@prepare_decoding
-class RingMember(msgspec.Struct, array_like=True, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RingMember:
     """A rank of a ring: its node, failure domain and file."""
 
     rank: int
@@ -146,7 +144,7 @@ class Rings:
         group: the ranks.
 
     Attributes:
-        files: on rank 0, the names of the files of each ring of the newest snapshot.
+        files: the names of the files of each ring of the newest snapshot.
     """
 
     def __init__(self, options: Memory, membership: Membership, group: Group) -> None:
@@ -163,57 +161,35 @@ class Rings:
         if not self._are_needed():
             return planned.source(), None
 
-        def encode_entry() -> tuple[FileSource | None, bytes]:
+        with Round(self._group, "forming rings") as step:
             source = planned.source()
             entry = None if source is None else planned.entry(source)
-            return source, msgspec.msgpack.encode((planned.held, entry))
-
-        source, reply = exchange_with_local_value(
-            self._group,
-            "forming rings",
-            encode_entry,
-            lambda _, entries: self._encode_rings(entries),
-        )
-        if not reply:
-            return source, None
-        members = msgspec.msgpack.decode(reply, type=tuple[RingMember, ...])
-        index = next(i for i, each in enumerate(members) if each.rank == self._group.rank)
-        return source, Ring(members, index, self._options.copies, self._options.parity)
-
-    def _encode_rings(self, encoded: list[bytes]) -> list[bytes]:
-        """Form the rings on rank 0, and return the ring of each rank, encoded.
-
-        Rings in which a rank writes no file are left out.
-
-        Args:
-            encoded: for each rank, bytes that are equal for ranks that hold the same data, and the
-                entry of its file.
-        """
+            held = step.gather((planned.held, entry), tuple[bytes, FileEntry | None])
         options, node_of = self._options, self._membership.node_of
-        decoded = [msgspec.msgpack.decode(e, type=tuple[bytes, FileEntry | None]) for e in encoded]
         domain_of = {info.node: info.domain for info in self._membership.nodes}
         rings = form_rings(
-            [held for held, _ in decoded],
+            [fingerprint for fingerprint, _ in held],
             node_of,
             domain_of,
             copies=options.copies,
             parity=options.parity,
             group_size=options.group,
         )
-        replies = [b""] * len(encoded)
+        own: Ring | None = None
         self.files = []
         for ranks in rings:
             members = [
                 RingMember(rank, node_of[rank], domain_of[node_of[rank]], file)
                 for rank in ranks
-                if (file := decoded[rank][1]) is not None
+                if (file := held[rank][1]) is not None
             ]
-            if len(members) < len(ranks):
+            if len(members) < len(ranks):  # a rank writes no file
                 continue
             self.files.append([member.file.name for member in members])
-            for rank in ranks:
-                replies[rank] = msgspec.msgpack.encode(members)
-        return replies
+            if self._group.rank in ranks:
+                index = ranks.index(self._group.rank)
+                own = Ring(tuple(members), index, options.copies, options.parity)
+        return source, own
 
     def _are_needed(self) -> bool:
         is_protected = self._options.copies or self._options.parity

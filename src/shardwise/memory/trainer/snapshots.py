@@ -8,10 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
-
 from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.planning import (
     DescribedSave,
@@ -83,12 +80,12 @@ class Snapshots:
         self._pending, self.skipped = PendingSaves(), 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
-        self._rank_lock = run_on_all(
-            group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
-        )
+        with Round(group, "taking the locks of ranks"):
+            self._rank_lock = RankLock(self.run, group.rank)
         # A save looks for older snapshots of these steps; None: of any step.
         self._steps_to_look_for: frozenset[int] | None = None
-        run_on_all(group, "reclaiming memory", self._reclaim)
+        with Round(group, "reclaiming memory"):
+            self._reclaim()
         self._rings = Rings(options, self.membership, group)
         self._staging = Staging(
             self.home,
@@ -246,16 +243,13 @@ class Snapshots:
         All ranks call this together. Unreachable nodes and nodes without trainers may keep newer
         snapshots. So the root records which steps are superseded.
         """
-
-        def discard() -> bytes:
+        with Round(self._group, "discarding newer snapshots"):
             self._discard(step)
-            return b""
-
-        def record(_: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode(resume_from(self._root, self.run.name, step))
-
-        reply = exchange(self._group, "discarding newer snapshots", discard, record)
-        self.membership.lineage = msgspec.msgpack.decode(reply, type=Lineage)
+        lineage = self.membership.lineage
+        with Round(self._group, "recording a resumption", first_only=True) as recording:
+            if self._group.rank == 0:
+                lineage = resume_from(self._root, self.run.name, step)
+            self.membership.lineage = recording.share(lineage, Lineage)
 
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
@@ -287,24 +281,22 @@ class Snapshots:
 
     def _finish(self) -> None:
         """Wait until all saves have ended. All ranks call this together."""
-
-        def wait() -> bytes:
+        with Round(self._group, "waiting for saves") as waiting:
             self.fence()
             self._raise_failures()
             self._pending.wait_until_ended()
             self._pending.wait_for_retention()
-            is_replaced, has_steps = self._rank_lock.is_replaced(), bool(self.run.steps())
-            return msgspec.msgpack.encode((is_replaced, has_steps, self._pending.is_last_durable()))
-
-        def can_delete_all(encoded: list[bytes]) -> bytes:
-            states = [msgspec.msgpack.decode(each, type=list[bool]) for each in encoded]
-            is_replaced, has_steps, is_durable = zip(*states, strict=True)
-            is_in_storage = all(is_durable) or not any(has_steps)
-            return b"1" if not any(is_replaced) and is_in_storage else b""
-
-        if exchange(self._group, "waiting for saves", wait, can_delete_all):
+            own = (
+                self._rank_lock.is_replaced(),
+                bool(self.run.steps()),
+                self._pending.is_last_durable(),
+            )
+            states = waiting.gather(own, tuple[bool, bool, bool])
+        is_replaced, has_steps, is_durable = zip(*states, strict=True)
+        if not any(is_replaced) and (all(is_durable) or not any(has_steps)):
             self._delete_all()
-        run_on_all(self._group, "deleting old checkpoints", self._raise_failures)
+        with Round(self._group, "deleting old checkpoints"):
+            self._raise_failures()
 
     @property
     def _agents(self) -> SaveAgents:
@@ -335,18 +327,14 @@ class Snapshots:
             Whether the last snapshot is of this step.
         """
         leads = self._group.rank == 0
-
-        def is_last() -> bytes:
+        with Round(self._group, "looking for the last snapshot") as looking:
             self.fence()
-            return b"1" if self._pending.is_last_of_step(step) else b""
-
-        def request() -> None:
+            are_last = looking.gather(self._pending.is_last_of_step(step), bool)
+        if not all(are_last):
+            return False
+        with Round(self._group, "persisting the last snapshot"):
             self._pending.persist_last(deletes_older=leads and removes_old, leads=leads)
             self.home.wake()
-
-        if not exchange(self._group, "looking for the last snapshot", is_last, min):
-            return False
-        run_on_all(self._group, "persisting the last snapshot", request)
         return True
 
     def take_saved(self) -> list[int]:
@@ -363,13 +351,12 @@ class Snapshots:
 
     def _delete_all(self) -> None:
         """Delete everything of the run from memory. All ranks call this together."""
-
-        def delete() -> None:
-            if self.is_first_of_node:
-                shutil.rmtree(self.run.path, ignore_errors=True)
-
-        for work in (lambda: self._discard(None), self._staging.remove, delete):
-            run_on_all(self._group, "deleting snapshots", work)
+        with Round(self._group, "deleting snapshots"):
+            self._discard(None)
+        with Round(self._group, "deleting slots"):
+            self._staging.remove()
+        if self.is_first_of_node:
+            shutil.rmtree(self.run.path, ignore_errors=True)
 
     def _raise_failures(self) -> None:
         self._staging.raise_failure()
