@@ -30,7 +30,7 @@ from shardwise.data import (
 from shardwise.state.plain_values import encode
 
 MEMORY = Path("/dev/shm/shardwise-data-loader")
-WORKERS, STREAMS, LENGTH, FAILURES = 8, 16, 4096, 16
+WORKERS, STREAMS, LENGTH = 8, 16, 4096
 STEPS, STEPS_QUICK, WARM = 40, 5, 4
 NEVER = 1 << 30
 WEIGHTS, WITH_LOADERS = "save: weights", "save: weights and loaders"
@@ -57,7 +57,6 @@ def main() -> None:
         {f"source {i}": Documents(10_000, i) for i in range(4)},
         streams=STREAMS,
         packer=partial(BestFitPacker, LENGTH),
-        failures_allowed=FAILURES,
     )
     loader = ElasticStreamLoader(dataset, num_workers=WORKERS)
     sampler = ElasticBatchSampler(10**9, global_batch=STREAMS)

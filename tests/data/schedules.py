@@ -184,7 +184,7 @@ def save_streams(loaders: list[Loader]) -> dict[str, Any]:
     """Put the rows of all ranks together, as a checkpoint does."""
     states = [each.state_dict() for each in loaders]
     whole = dict(states[0])
-    for name in ("cursors", "buffers", "failures"):
+    for name in ("cursors", "buffers"):
         shards: list[sw.Shards] = [state[name] for state in states]
         tensor = torch.full(shards[0].shape, -1, dtype=shards[0].dtype)
         for each in shards:

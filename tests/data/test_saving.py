@@ -146,12 +146,12 @@ def test_changed_streams_are_refused(tmp_path: Path, changed: dict[str, Any], me
 
 
 def test_what_may_change(tmp_path: Path) -> None:
-    """Weights, the global batch, failures_allowed, and further sources; places stay."""
+    """Weights, the global batch, and further sources; places stay."""
     first = loader_of(0, 1)
     train_some(first, 3)
     sw.save(tmp_path, {"loader": first})
     more = {**label_sources([2] * 20, [3] * 17), "more": label_sources([1] * 16)["s0"]}
-    dataset = make_dataset(sources=more, weights={"s0": 1, "s1": 0, "more": 0}, failures_allowed=3)
+    dataset = make_dataset(sources=more, weights={"s0": 1, "s1": 0, "more": 0})
     second = loader_of(0, 1, dataset, global_batch=32)
     sw.load(tmp_path, {"loader": second})
     before = first._states
@@ -180,27 +180,6 @@ def test_a_document_in_use_is_finished_when_the_weights_change() -> None:
     cut = [number for number in set(before) if before.count(number) < count_tokens(number)]
     assert len(cut) == sum(each.used > 0 for each in states)
     assert all(both[number] == count_tokens(number) for number in cut)
-
-
-def test_failures_are_part_of_the_state(tmp_path: Path) -> None:
-    def refuse_some(sample: Any) -> Any:
-        if sample[2] == 1 and sample[1] % 3 == 0:
-            raise ValueError("broken")
-        return tokens_of(sample)
-
-    dataset = make_dataset(transform=refuse_some, failures_allowed=20)
-    loader = loader_of(0, 1, dataset)
-    train_some(loader, 6)
-    sw.save(tmp_path, {"loader": loader})
-    again = loader_of(0, 1, dataset)
-    sw.load(tmp_path, {"loader": again})
-    found = [(each.stream, each.source, each.segment, each.offset) for each in loader.failures]
-    assert found
-    assert [(e.stream, e.source, e.segment, e.offset) for e in again.failures] == found
-    assert torch.equal(train_some(loader, 1)[0], train_some(again, 1)[0])
-    stricter = loader_of(0, 1, make_dataset(transform=refuse_some, failures_allowed=0))
-    with pytest.raises(sw.StateError, match=r"has skipped \d+ failures, but failures_allowed is 0"):
-        sw.load(tmp_path, {"loader": stricter})
 
 
 def test_ranks_that_advance_differently_cannot_save(tmp_path: Path) -> None:
@@ -234,7 +213,7 @@ def test_the_checkpoint_can_be_inspected(tmp_path: Path) -> None:
     train_some(loader, 2)
     sw.save(tmp_path, {"loader": loader})
     checkpoint = sw.open(tmp_path)
-    assert checkpoint["loader.cursors"].shape == (16, 9)
+    assert checkpoint["loader.cursors"].shape == (16, 8)
     again = loader_of(0, 1)
     again.load_state_dict(checkpoint.to_dict()["loader"])
     assert torch.equal(train_some(loader, 1)[0], train_some(again, 1)[0])
@@ -250,7 +229,6 @@ def test_the_checkpoint_can_be_inspected(tmp_path: Path) -> None:
         {"cursors": None},
         {"buffers": torch.zeros(16, 1, dtype=torch.int32)},
         {"buffers": torch.full((16, 52), 13, dtype=torch.int32)},
-        {"failures": torch.zeros(16, 0)},
         {"sources": None},
         {"batches": -1},
     ],

@@ -1,8 +1,7 @@
-"""Virtual streams: mixtures, epochs of sources, failures, and misuse."""
+"""Virtual streams: mixtures, epochs of sources, errors, and misuse."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -19,7 +18,6 @@ from shardwise.data import (
     ConcatPacker,
     ElasticStreamDataset,
     ElasticStreamLoader,
-    Failure,
     FileSource,
     MapSource,
 )
@@ -117,33 +115,6 @@ def test_packing_uses_each_document_once(packer: Any) -> None:
     assert Counter(found.values())[2] >= 16
 
 
-def test_failures_are_skipped_recorded_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse_2(sample: Any) -> Any:
-        if sample[2] == 2:
-            raise KeyError("no text")
-        return sample
-
-    sources = label_sources([4, 4])
-    dataset = ElasticStreamDataset(sources, streams=1, transform=refuse_2, failures_allowed=2)
-    loader = ElasticStreamLoader(dataset, collate_fn=list)
-    batches = iter(loader)
-    with caplog.at_level(logging.WARNING, "shardwise"):
-        items = [next(batches)[0] for _ in range(6)]
-    assert sorted(items) == [("s0", k, i) for k in range(2) for i in (0, 1, 3)]
-    assert caplog.text.count("is skipped: KeyError: 'no text'") == 2
-    assert loader.failures == []
-    for _ in range(6):
-        loader.advance()
-    first, second = loader.failures
-    assert first == Failure(0, "s0", 0, items[0][1], 2, False, "KeyError: 'no text'")
-    assert (second.segment, second.offset) == (items[5][1], 2)
-    with pytest.raises(KeyError, match="no text") as caught:
-        [next(batches) for _ in range(3)]
-    notes = getattr(caught.value, "__notes__", [])
-    assert "failures_allowed= would skip it" in str(notes)
-    assert "sample 2 in segment" in str(notes)
-
-
 class Torn:
     """A source whose second segment ends with an error after one sample."""
 
@@ -156,16 +127,22 @@ class Torn:
             yield f"{segment}{i}"
 
 
-def test_the_rest_of_a_segment_that_cannot_be_read_is_skipped() -> None:
-    dataset = ElasticStreamDataset({"torn": Torn()}, streams=1, failures_allowed=1)
-    stream = Stream(dataset, 0, StreamState())
+def refuse_11(sample: str) -> str:
+    if sample == "10":
+        raise OSError("bad block")
+    return sample
+
+
+@pytest.mark.parametrize(("transform", "offset"), [(None, 1), (refuse_11, 0)])
+def test_an_error_says_which_sample_it_was(transform: Any, offset: int) -> None:
+    dataset = ElasticStreamDataset({"torn": Torn()}, streams=1, transform=transform)
     items: list[str] = []
-    with pytest.raises(OSError, match="bad block"):
-        items.extend(iter(stream.next_item, None))
-    assert sorted(items[:7]) == ["00", "01", "02", "10", "20", "21", "22"]
-    assert 8 <= len(items) <= 14
-    (failure,) = stream.state().failures
-    assert (failure.epoch, failure.segment, failure.offset, failure.rest) == (0, 1, 1, True)
+    with pytest.raises(OSError, match="bad block") as caught:
+        items.extend(items_of(dataset))
+    assert "11" not in items
+    assert f"sample {offset} in segment 1 of the source 'torn'" in str(
+        getattr(caught.value, "__notes__", "")
+    )
 
 
 def test_an_empty_source_is_refused() -> None:
@@ -272,8 +249,6 @@ def test_a_source_needs_a_name(name: Any) -> None:
         ({"weights": {"s0": 1e308, "s1": 1e308}}, "finite weights"),
         ({"sources": {}}, "at least one source"),
         ({"seed": -1}, r"seed=-1\)"),
-        ({"failures_allowed": -1}, r"failures_allowed=-1\)"),
-        ({"failures_allowed": 1001}, r"failures_allowed=1001\): expected at most 1000"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:

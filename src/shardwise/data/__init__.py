@@ -10,7 +10,7 @@ from shardwise.data.packing import BestFitPacker, ConcatPacker, Packer
 from shardwise.data.per_rank_loader import PerRankLoader
 from shardwise.data.sources import FileSource, MapSource, Source
 from shardwise.data.stream_loader import ElasticStreamLoader
-from shardwise.data.streams import ElasticStreamDataset, Failure
+from shardwise.data.streams import ElasticStreamDataset
 
 __all__ = [
     "BestFitPacker",
@@ -18,7 +18,6 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticStreamDataset",
     "ElasticStreamLoader",
-    "Failure",
     "FileSource",
     "MapSource",
     "Packer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,15 +13,12 @@ from shardwise.data.shares import MOST_BATCHES_AHEAD, data_rank, share_of
 from shardwise.data.stream_rows import decode_states, encode_states
 from shardwise.data.streams import (
     ElasticStreamDataset,
-    Failure,
     Part,
     StreamState,
     produce_parts,
 )
 from shardwise.engine.options import check_integer
 from shardwise.errors import StateError
-
-log = logging.getLogger("shardwise")
 
 
 class ElasticStreamLoader:
@@ -120,11 +116,6 @@ class ElasticStreamLoader:
         """
         return len(self.streams) * self.world_size / self.dataset.streams
 
-    @property
-    def failures(self) -> list[Failure]:
-        """The failures that the streams of this rank skipped, up to the last batch trained on."""
-        return [failure for state in self._states.values() for failure in state.failures]
-
     def advance(self) -> None:
         """Record that the model was trained on the next batch. Call this after each step.
 
@@ -163,9 +154,7 @@ class ElasticStreamLoader:
                     f"ElasticStreamLoader: {len(self._ahead)} batches were taken, but advance() "
                     "was not called: call it after each training step"
                 )
-            before = self._ahead[-1] if self._ahead else self._states
             self._ahead.append(join_states(own))
-            _log_failures(before, self._ahead[-1])
             yield self._collate([item for part in own for item in part.items])
 
     def state_dict(self) -> dict[str, object]:
@@ -243,13 +232,3 @@ class _PartsOfWorker(IterableDataset[Part]):
 
 def _unchanged(part: Any) -> Any:
     return part
-
-
-def _log_failures(before: Mapping[int, StreamState], after: Mapping[int, StreamState]) -> None:
-    for stream, state in after.items():
-        for failure in state.failures[len(before[stream].failures) :]:
-            log.warning(
-                "%s of segment %d of the source %r (epoch %d) is skipped: %s",
-                f"sample {failure.offset}{' and the rest' if failure.rest else ''}",
-                *(failure.segment, failure.source, failure.epoch, failure.reason),
-            )

@@ -6,7 +6,7 @@ ranks reads exactly the rows that each rank needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,16 +14,14 @@ import torch
 from shardwise.data.packing import Tokens
 from shardwise.data.random_order import ORDER_VERSION
 from shardwise.data.sources import Place
-from shardwise.data.streams import ElasticStreamDataset, Failure, StreamState
+from shardwise.data.streams import ElasticStreamDataset, StreamState
 from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.state.leaves import Shards
 
-_COUNTS = 5
-"""The first columns of `cursors`: the number of samples, used tokens, buffered tokens and failures;
-and the number of the source whose tokens are used (from 1)."""
-_FAILURE = 5
-"""The fields of a failure: source, epoch, segment, offset, rest."""
+_COUNTS = 4
+"""The first columns of `cursors`: the number of samples, used tokens and buffered tokens; and the
+number of the source whose tokens are used (from 1)."""
 
 
 def encode_states(
@@ -32,29 +30,24 @@ def encode_states(
     """Return the states of this rank's streams, and the settings that they depend on.
 
     Returns:
-        A dict with plain values, and with `Shards` of three tensors that have a row for each
-        stream of the dataset: `cursors` (int64), `buffers` (int32) and `failures` (int64).
+        A dict with plain values, and with `Shards` of two tensors that have a row for each stream
+        of the dataset: `cursors` (int64) and `buffers` (int32).
     """
     names = list(dataset.sources)
     cursors = np.zeros((len(states), _COUNTS + 2 * len(names)), np.int64)
     buffers = np.zeros((len(states), _capacity(dataset)), np.int32)
-    failures = np.zeros((len(states), dataset.failures_allowed, _FAILURE), np.int64)
     for row, state in enumerate(states.values()):
         places = [state.places.get(name, Place()) for name in names]
         source = 1 + names.index(state.source) if state.source else 0
-        counts = (state.samples, state.used, len(state.buffer), len(state.failures), source)
+        counts = (state.samples, state.used, len(state.buffer), source)
         cursors[row] = [*counts, *(n for each in places for n in (each.begun, each.offset))]
         buffers[row, : len(state.buffer)] = state.buffer
-        for i, each in enumerate(state.failures):
-            source = names.index(each.source)
-            failures[row, i] = source, each.epoch, each.segment, each.offset, each.rest
     first = min(states)
     return {
         **_settings(dataset),
         "sources": {name: source.segments for name, source in dataset.sources.items()},
         "cursors": _rows(cursors, first, dataset.streams),
         "buffers": _rows(buffers, first, dataset.streams),
-        "failures": _rows(failures, first, dataset.streams),
     }
 
 
@@ -73,32 +66,25 @@ def decode_states(
     saved_names = _check_settings(dataset, state)
     cursors = _array(state, "cursors", streams, dataset)
     buffers = _array(state, "buffers", streams, dataset)
-    failures = _array(state, "failures", streams, dataset)
-    if cursors.ndim != 2 or buffers.ndim != 2 or failures.ndim != 3 or (cursors < 0).any():
+    if cursors.ndim != 2 or buffers.ndim != 2 or (cursors < 0).any():
         raise StateError("the state of the streams has negative numbers, or wrong dimensions")
-    if cursors.shape[1] != _COUNTS + 2 * len(saved_names) or failures.shape[2] != _FAILURE:
+    if cursors.shape[1] != _COUNTS + 2 * len(saved_names):
         raise StateError(f"the state of the streams has no columns for {saved_names}")
     found = {}
     for row, stream in enumerate(streams):
-        samples, used, buffered, failed, source, *places = map(int, cursors[row])
-        if buffered > buffers.shape[1] or failed > failures.shape[1] or source > len(saved_names):
+        samples, used, buffered, source, *places = map(int, cursors[row])
+        if buffered > buffers.shape[1] or source > len(saved_names):
             raise StateError(f"stream {stream}: its counts exceed its rows")
         if bool(used) != bool(source):
             raise StateError(f"stream {stream}: {used} tokens are used of source number {source}")
         buffer = buffers[row, :buffered].astype(np.int32)
         _check_buffer(dataset, stream, buffer)
-        if failed > dataset.failures_allowed:
-            raise StateError(
-                f"stream {stream} has skipped {failed} failures, but failures_allowed is "
-                f"{dataset.failures_allowed}: allow at least as many as before"
-            )
         found[stream] = StreamState(
             samples,
             used,
             saved_names[source - 1] if source else "",
             dict(zip(saved_names, map(Place, places[::2], places[1::2]), strict=True)),
             buffer,
-            tuple(_failure(stream, each, saved_names) for each in failures[row, :failed]),
         )
     return found
 
@@ -176,10 +162,3 @@ def _array(
         f"the state has no {name!r} for the streams {streams.start} to {streams.stop - 1}: load it "
         "with sw.load, or pass the state of a single rank"
     )
-
-
-def _failure(stream: int, row: Sequence[int], names: list[str]) -> Failure:
-    source, epoch, segment, offset, rest = map(int, row)
-    if not 0 <= source < len(names):
-        raise StateError(f"stream {stream}: a failure in source {source} of {len(names)}")
-    return Failure(stream, names[source], epoch, segment, offset, bool(rest))

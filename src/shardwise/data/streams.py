@@ -22,31 +22,7 @@ from shardwise.errors import StateError, add_note
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio. Its multiples are spread evenly over 2⁶⁴."""
 _MOST_EMPTY_DOCUMENTS = 1_000_000
-_MOST_FAILURES = 1000
 _NO_TOKENS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A sample, or the rest of a segment, that could not be read and was skipped.
-
-    Attributes:
-        stream: the number of the stream.
-        source: the name of the source.
-        epoch, segment, offset: the sample: the epoch of the source, the segment, and the number of
-            the sample in the segment.
-        rest: whether the rest of the segment was skipped too, because the source raised the error.
-            Otherwise, `transform` raised it.
-        reason: the error. Empty if the failure was loaded from a checkpoint.
-    """
-
-    stream: int
-    source: str
-    epoch: int
-    segment: int
-    offset: int
-    rest: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +36,6 @@ class StreamState:
             other tokens come next, even if the weights have changed.
         places: the place in each source, by name.
         buffer: the tokens in the packer.
-        failures: the samples that were skipped, in order.
     """
 
     samples: int = 0
@@ -68,7 +43,6 @@ class StreamState:
     source: str = ""
     places: Mapping[str, Place] = field(default_factory=dict)
     buffer: Tokens = field(default_factory=lambda: _NO_TOKENS)
-    failures: tuple[Failure, ...] = ()
 
 
 class ElasticStreamDataset:
@@ -87,8 +61,6 @@ class ElasticStreamDataset:
         packer: returns a new packer, for example `partial(ConcatPacker, 8192)`. Without it, each
             sample is an item.
         seed: selects the random order of segments.
-        failures_allowed: how many failures each stream may skip, up to 1,000. The next failure is
-            raised. Each allowed failure takes 40 bytes in the state of each stream.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is out of range.
@@ -103,7 +75,6 @@ class ElasticStreamDataset:
         transform: Callable[[Any], Any] | None = None,
         packer: Callable[[], Packer] | None = None,
         seed: int = 0,
-        failures_allowed: int = 0,
     ) -> None:
         caller = "ElasticStreamDataset"
         if not all(isinstance(name, str) and name for name in sources):
@@ -113,14 +84,6 @@ class ElasticStreamDataset:
         self.transform = transform
         self.packer = packer
         self.seed = check_integer(f"{caller}(seed", seed, least=0)
-        self.failures_allowed = check_integer(
-            f"{caller}(failures_allowed", failures_allowed, least=0
-        )
-        if self.failures_allowed > _MOST_FAILURES:
-            raise ValueError(
-                f"{caller}(failures_allowed={failures_allowed}): expected at most "
-                f"{_MOST_FAILURES}, because the state has a place for each failure of each stream"
-            )
         self._names = tuple(self.sources)
         self._thresholds = _thresholds(self._names, weights)
         for name, source in self.sources.items():
@@ -175,7 +138,6 @@ class Stream:
         self._samples = state.samples
         self._used = state.used
         self._source = state.source
-        self._failures = state.failures
         self._document: Any = None  # the next sample, if it was read already
         self._packer = None if dataset.packer is None else dataset.packer()
         if self._packer is not None:
@@ -207,7 +169,7 @@ class Stream:
                     f"more than its capacity of {self._packer.capacity}: raise `capacity`"
                 )
         source = self._source if self._used else ""
-        return StreamState(self._samples, self._used, source, places, buffer, self._failures)
+        return StreamState(self._samples, self._used, source, places, buffer)
 
     def next_item(self) -> Any:
         """Return the next item.
@@ -215,7 +177,7 @@ class Stream:
         Raises:
             StateError: a sample is not an array of tokens, a source is empty, or the packer does
                 not follow its protocol.
-            Exception: the source or `transform` raised it, and no more failures are allowed.
+            Exception: the source or `transform` raised it.
         """
         if self._packer is None:
             item = self._read_sample()
@@ -262,30 +224,19 @@ class Stream:
         return rest
 
     def _read_sample(self) -> Any:
-        """Return the next sample that can be read, transformed."""
+        """Return the next sample, transformed."""
         transform = self._dataset.transform
-        while True:
-            reader = self._reader()
-            try:
-                sample = reader.read()
-            except StateError:
-                raise
-            except Exception as error:
-                self._record(error, rest=True)
-                reader.skip_segment()
-                self._count_sample()
-                continue
-            try:
-                return sample if transform is None else transform(sample)
-            except Exception as error:
-                self._record(error, rest=False)
-                self._finish_sample()
+        try:
+            sample = self._reader().read()
+            return sample if transform is None else transform(sample)
+        except StateError:
+            raise
+        except Exception as error:
+            add_note(error, self._where())
+            raise
 
     def _finish_sample(self) -> None:
         self._reader().skip_sample()
-        self._count_sample()
-
-    def _count_sample(self) -> None:
         self._samples += 1
         self._used = 0
         self._source = ""
@@ -295,23 +246,6 @@ class Stream:
         if not self._source:
             self._source = self._dataset.source_of(self._number, self._samples)
         return self._readers[self._source]
-
-    def _record(self, error: Exception, *, rest: bool) -> None:
-        """Record that a sample is skipped, or raise the error if no more failures are allowed."""
-        if len(self._failures) >= self._dataset.failures_allowed:
-            add_note(error, f"{self._where()}; failures_allowed= would skip it")
-            raise error
-        reader = self._reader()
-        failure = Failure(
-            stream=self._number,
-            source=reader.name,
-            epoch=reader.epoch,
-            segment=reader.segment,
-            offset=reader.place.offset,
-            rest=rest,
-            reason=f"{type(error).__name__}: {error}"[:200],
-        )
-        self._failures += (failure,)
 
     def _where(self) -> str:
         reader = self._reader()
