@@ -150,7 +150,7 @@ def test_a_transposed_tensor_and_a_flat_module(tmp_path: Path) -> None:
 def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64).conj()}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(sw.FormatError, match=r"\.distcp: model\.b: a conjugated .*resolve_conj"):
+    with pytest.raises(sw.FormatError, match=r"\.distcp: model\.b: .*conjugated .*resolve_conj"):
         sw.open(tmp_path / "dcp")
 
 

@@ -204,7 +204,7 @@ def test_conjugated_and_negated_views_are_refused_by_name(new: bool, tmp_path: P
     negated = torch.ones(3, dtype=torch.complex64).conj().imag
     state = {"a": whole, "model": {"b": whole.conj(), "c": [0, negated]}}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
-    with pytest.raises(FormatError, match=r"a\.pt: part: model\.b, model\.c\.1: .*resolve_conj"):
+    with pytest.raises(FormatError, match=r"a\.pt: part: .*near 'b'.*resolve_conj"):
         read_torch_file(part_of(tmp_path / "a.pt"))
     save(whole.conj(), tmp_path / "one.pt")
     with pytest.raises(FormatError, match=r"one\.pt: part: a conjugated"):

@@ -50,10 +50,6 @@ THREADS_FOR_REQUESTS = 32
 """The number of files to read at the same time if each read is a request to another machine."""
 LARGEST_KEPT_END = 2**18
 LARGEST_JSON = 2**28
-_LARGEST_GAP = 2**15
-"""The largest gap, in bytes, between parts of a file that are read in one request."""
-LARGEST_WINDOW = 2**22
-"""The largest number of bytes of several parts that are read in one request."""
 MOST_FILES_KEPT = 128
 """The number of files whose first and last bytes are kept from one read to the next."""
 
@@ -291,17 +287,11 @@ class FileTree:
 
         def read_file(group: tuple[str, list[int]]) -> None:
             with self.open_range(group[0]) as file:
-                for index in group[1]:
-                    part = parts[index]
-                    file.require(part.offset, part.size, part.name)
-                for window in _group_into_windows(parts, group[1], first_bytes):
-                    start = parts[window[0]].offset
-                    ends = (parts[i].offset + min(parts[i].size, first_bytes) for i in window)
-                    ahead = file.with_data(start, file.read(start, max(ends) - start))
-                    for index in window:
-                        part = parts[index]
-                        part_range = ahead.subrange(part.offset, part.size, part.name)
-                        values[index] = read_part(index, part_range)
+                own = [parts[index] for index in group[1]]
+                ranges = [file.subrange(part.offset, part.size, part.name) for part in own]
+                heads = file.read_ranges((p.offset, min(p.size, first_bytes)) for p in own)
+                for index, part_range, head in zip(group[1], ranges, heads, strict=True):
+                    values[index] = read_part(index, part_range.with_data(head))
 
         groups = [(name, list(group)) for name, group in groupby(order, lambda i: parts[i].file)]
         with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
@@ -438,26 +428,6 @@ class FileTree:
 @lru_cache(64)
 def _json_decoder(kind: Hashable) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
-
-
-def _group_into_windows(
-    parts: Sequence[FilePart], order: Sequence[int], first_bytes: int
-) -> Iterator[list[int]]:
-    """Group adjacent parts of a file, to read each group in one request."""
-    window: list[int] = []
-    window_start = window_stop = 0
-    for index in order:
-        start = parts[index].offset
-        stop = start + min(parts[index].size, first_bytes)
-        if window and (start - window_stop > _LARGEST_GAP or stop - window_start > LARGEST_WINDOW):
-            yield window
-            window = []
-        if not window:
-            window_start = window_stop = start
-        window.append(index)
-        window_stop = max(window_stop, stop)
-    if window:
-        yield window
 
 
 class ForeignFiles:

@@ -21,6 +21,7 @@ from shardwise.formats.foreign import StoredArray as StoredArray
 from shardwise.formats.foreign import StoredPart as StoredPart
 from shardwise.formats.foreign import StoredTensor as StoredTensor
 from shardwise.formats.foreign_builder import Builder as Builder
+from shardwise.formats.nested import name_leaves as name_leaves
 from shardwise.formats.nested import nest as nest
 from shardwise.formats.optimizers import ParamGroup as ParamGroup
 from shardwise.layout import Box as Box

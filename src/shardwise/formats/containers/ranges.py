@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,11 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.store import ReadableFile
 from shardwise.store.store import Buffer
+
+_LARGEST_GAP = 2**15
+"""The largest gap, in bytes, between ranges of a file that are read in one request."""
+LARGEST_WINDOW = 2**22
+"""The largest number of bytes of several ranges that are read in one request."""
 
 
 class BytesFile:
@@ -114,15 +120,9 @@ class FileRange:
         label = f"{self.label}: {label}"
         return FileRange(self.file, self.name, start, size, label, self.is_remote)
 
-    def with_data(self, offset: int, data: bytes) -> FileRange:
-        """Return this range, of which some bytes need not be read again.
-
-        Args:
-            offset: the offset of these bytes.
-            data: these bytes.
-        """
-        file = BytesFile(data, self.offset + offset, self.file)
-        return replace(self, file=file)
+    def with_data(self, data: bytes) -> FileRange:
+        """Return this range, of which the first bytes, `data`, need not be read again."""
+        return replace(self, file=BytesFile(data, self.offset, self.file))
 
     def require(self, offset: int, size: int, label: str) -> None:
         """Check that a range is within this range.
@@ -156,6 +156,33 @@ class FileRange:
                 "when no program writes it"
             )
         return data.tobytes()
+
+    def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield the bytes of ranges. Nearby ranges are read in one request.
+
+        Args:
+            ranges: the offset and the size of each range, in ascending order of the offsets.
+
+        Raises:
+            FormatError: as for `read`.
+        """
+        window: list[tuple[int, int]] = []
+        stop = 0
+        for offset, size in ranges:
+            if window and (
+                offset - stop > _LARGEST_GAP or offset + size - window[0][0] > LARGEST_WINDOW
+            ):
+                yield from self._read_window(window, stop)
+                window = []
+            stop = max(stop, offset + size) if window else offset + size
+            window.append((offset, size))
+        yield from self._read_window(window, stop)
+
+    def _read_window(self, window: Sequence[tuple[int, int]], stop: int) -> Iterator[bytes]:
+        start = window[0][0] if window else stop
+        data = self.read(start, stop - start)
+        for offset, size in window:
+            yield data[offset - start :][:size]
 
     def _contains(self, offset: int, size: int) -> bool:
         return offset >= 0 and 0 <= size <= self.size and offset <= self.size - size

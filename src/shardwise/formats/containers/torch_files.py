@@ -12,17 +12,13 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import TruncatedError
-from shardwise.formats.containers.pickle_values import AllowedNames, PickledInstance, UnknownObject
+from shardwise.formats.containers.pickle_values import AllowedNames, UnknownObject
 from shardwise.formats.containers.pickles import UnpickleResult, unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import (
-    PLACEHOLDER_NAMES,
-    RESOLVE_HINT,
     TORCH_NAMES,
     Storage,
     StorageType,
-    UnresolvedView,
-    UnresolvedViewError,
 )
 from shardwise.formats.containers.zip_archive import ZIP_START, Entry, read_directory
 from shardwise.formats.foreign import StoredArray
@@ -85,21 +81,6 @@ def read_torch_file(
             a big-endian machine, or contains objects that are not in `also_allowed`.
     """
     allowed = {**TORCH_NAMES, **(also_allowed or {})}
-    try:
-        return _read_contents(file_range, allowed, skip_unknown, cache)
-    except UnresolvedViewError as error:
-        value = _read_contents(file_range, {**allowed, **PLACEHOLDER_NAMES}, True, None)
-        names = [name for name in _find_unresolved_names(value, "") if name]
-        if not names:
-            raise
-        more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
-        shown = ", ".join(names[:MOST_NAMES_SHOWN])
-        raise FormatError(f"{file_range.label}: {shown}{more}: {RESOLVE_HINT}") from error
-
-
-def _read_contents(
-    file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
-) -> Any:
     head = file_range.read(0, min(64, file_range.size))
     if head.startswith(ZIP_START):
         return _read_zip(file_range, allowed, skip_unknown, cache)
@@ -109,21 +90,6 @@ def _read_contents(
         f"{file_range.label}: not a file of torch.save, or damaged: copy the file again from an "
         "intact source"
     )
-
-
-def _find_unresolved_names(value: object, name: str) -> Iterator[str]:
-    """Yield the names of tensors that are conjugated or negated views."""
-    if isinstance(value, UnresolvedView):
-        yield name
-    items: Mapping[Any, object] = {}
-    if isinstance(value, dict):
-        items = value
-    elif isinstance(value, (list, tuple)):
-        items = dict(enumerate(value))
-    elif isinstance(value, PickledInstance):
-        items = value.fields
-    for key, item in items.items():
-        yield from _find_unresolved_names(item, f"{name}.{key}" if name else str(key))
 
 
 def read_pickle_bytes(file_range: FileRange) -> bytes:

@@ -12,7 +12,6 @@ from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
     Constant,
-    Constructor,
     PickledInstance,
     UnknownObject,
     allow_as_instances,
@@ -21,23 +20,11 @@ from shardwise.formats.foreign import StoredArray, StoredPart
 from shardwise.layout import MeshShard, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
-_UNRESOLVED_REASON = "a conjugated or negated view, whose values differ from the stored bytes"
-_RESOLVE_REMEDY = "save tensor.resolve_conj().resolve_neg() instead"
-RESOLVE_HINT = f"{_UNRESOLVED_REASON}: {_RESOLVE_REMEDY}"
 MOST_DIMS = 64
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 LARGEST_EXPANDED = 2**26
 """The largest size in bytes of a tensor that is larger than its storage, because strides are 0."""
-
-
-class UnresolvedViewError(UnsupportedValueError):
-    """A tensor is a view whose values differ from the bytes of its storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnresolvedView:
-    """A placeholder for a tensor that raised `UnresolvedViewError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +91,10 @@ def _make_array(
     storage: Storage, dtype: str, offset: object, shape: object, stride: object, metadata: object
 ) -> StoredArray:
     if metadata:
-        raise UnresolvedViewError(_UNRESOLVED_REASON, _RESOLVE_REMEDY)
+        raise UnsupportedValueError(
+            "a conjugated or negated view, whose values differ from the stored bytes",
+            "save tensor.resolve_conj().resolve_neg() instead",
+        )
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
         raise TypeError("a tensor's shape and strides are not tuples, or its offset is no integer")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
@@ -134,16 +124,6 @@ def _make_array(
         )
     start = storage.start + offset * itemsize if size else storage.start
     return StoredArray(storage.file, start, dtype, tuple(shape), stride)
-
-
-def _replace_unresolved(construct: Constructor) -> Constructor:
-    def construct_or_replace(*args: object) -> object:
-        try:
-            return construct(*args)
-        except UnresolvedViewError:
-            return UnresolvedView()
-
-    return construct_or_replace
 
 
 def _return_first_argument(data: object, *_: object) -> object:
@@ -221,18 +201,10 @@ class _TensorProperties(PickledInstance):
 
 _SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 
-_TENSOR_FUNCTIONS: dict[str, Constructor] = {
+TORCH_NAMES: AllowedNames = {
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
-}
-PLACEHOLDER_NAMES: AllowedNames = {
-    name: _replace_unresolved(construct) for name, construct in _TENSOR_FUNCTIONS.items()
-}
-"""Variants of functions in `TORCH_NAMES` that return a placeholder for an unresolved view."""
-
-TORCH_NAMES: AllowedNames = {
-    **_TENSOR_FUNCTIONS,
     "torch._utils._rebuild_parameter": _return_first_argument,
     "torch._utils._rebuild_parameter_with_state": _return_first_argument,
     REBUILD_FROM_TYPE: _rebuild_from_type,

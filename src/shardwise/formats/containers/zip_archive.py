@@ -15,14 +15,11 @@ ZIP_START = b"PK\x03\x04"
 LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 MAX_UINT16, MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED_FLAG, _SIZE_FOLLOWS_FLAG, _UTF8_FLAG = 1, 8, 0x800
-_LARGEST_WINDOW = 2**20
 _HEADERS_TO_CHECK = 4
 """The number of headers to read if the offsets in the others follow from the alignment."""
 _ALIGNMENT = 64
 _DESCRIPTOR_SIZES = (0, 16, 24)
 """The possible sizes, in bytes, of the data descriptor after an entry; 0 without a descriptor."""
-_LARGEST_GAP = 2**14
-"""The largest gap in bytes between headers that are read in one request."""
 
 
 class Entry(NamedTuple):
@@ -177,7 +174,9 @@ def _infer_starts(
 
 def _read_starts(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[int]:
     """Yield where the content of each entry starts, after a check of its header."""
-    for entry, header in zip(entries, _read_entry_headers(archive, entries), strict=True):
+    sizes = (LOCAL_HEADER.size + len(_encoded_name(entry)) for entry in entries)
+    headers = archive.read_ranges(zip((e.header_offset for e in entries), sizes, strict=True))
+    for entry, header in zip(entries, headers, strict=True):
         signature, _, flags, method, _, _, _, packed_size, size, name_size, extra_size = (
             LOCAL_HEADER.unpack_from(header)
         )
@@ -200,20 +199,3 @@ def _read_starts(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[int
                 f"header and directory disagree about the size of {entry.orig_filename[:80]!r}",
             )
         yield entry.header_offset + LOCAL_HEADER.size + name_size + extra_size
-
-
-def _read_entry_headers(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[bytes]:
-    """Yield the headers of entries, including names. Nearby headers are read in one request."""
-    window, window_start = b"", 0
-    for index, entry in enumerate(entries):
-        end = entry.header_offset + LOCAL_HEADER.size + len(_encoded_name(entry))
-        if end > window_start + len(window):
-            window_start, window_end = entry.header_offset, end
-            for other in entries[index + 1 :]:
-                other_end = other.header_offset + LOCAL_HEADER.size + len(_encoded_name(other))
-                gap = other.header_offset - window_end
-                if gap > _LARGEST_GAP or other_end - window_start > _LARGEST_WINDOW:
-                    break
-                window_end = max(window_end, other_end)
-            window = archive.read(window_start, window_end - window_start)
-        yield window[entry.header_offset - window_start : end - window_start]

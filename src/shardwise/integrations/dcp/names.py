@@ -14,19 +14,21 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import shardwise as sw
 import shardwise.ports.reader as port
 from shardwise import FormatError, StateError
-from shardwise.formats.nested import name_leaves
-from shardwise.formats.readers.dcp.metadata import read_metadata
-from shardwise.store import open_store
 
 Path: TypeAlias = tuple[str | int, ...]
 DCP_METADATA = "dcp_metadata"
 GROUPS = "param_groups"
 _PATHS, _NAMES, _VALUES, _BYTES_IO = "paths", "names", "values", "bytes_io"
 _ARRAYS = "arrays"
+_METADATA_CLASSES = [
+    f"{Metadata.__module__}.{each.__name__}"
+    for each in (Metadata, MetadataIndex, BytesStorageMetadata)
+]
 _TENSOR = port.StoredArray("", 0, "uint8", (), ())
 """Stands for each tensor of a state."""
 _LONGEST_LIST = 1 << 20
@@ -83,7 +85,9 @@ def name_state(state: FlatState) -> NamedState:
     values = {state.path(name): value for name, value in plain.items()}
     others = list(map(state.path, (*state.whole, *state.arrays)))
     arrays = [*map(state.path, state.tensors), *others]
-    named = name_leaves(port.nest([*((path, _TENSOR) for path in arrays), *values.items()]), others)
+    named = port.name_leaves(
+        port.nest([*((path, _TENSOR) for path in arrays), *values.items()]), others
+    )
     tensor_names = {name: named.names[state.path(name)] for name in state.tensors}
     named_values = {named.names[path]: value for path, value in named.values.items()}
     groups = {
@@ -205,9 +209,11 @@ def names_in_dcp_files(names: DcpNames, path: str, checkpoint: sw.Checkpoint) ->
     tensors, values = dict(names.tensors), dict(names.values)
     objects = {name: SavedValue(name) for name in _value_names(checkpoint)}
     other_values = {**_hyperparameters_by_parameter(checkpoint), **values, **objects}
-    metadata = read_metadata(port.FileTree(open_store(path)))
-    for name in (*metadata.tensors, *metadata.values):
-        if name in metadata.values and tensors.get(name) == name:
+    tree = port.FileTree(path, skip_unknown=True)
+    metadata = tree.load_pickle(".metadata", classes=_METADATA_CLASSES)
+    for name, described in metadata.fields["state_dict_metadata"].items():
+        is_value = isinstance(described, port.PickledInstance)  # and not an unknown object
+        if is_value and tensors.get(name) == name:
             values[name] = SavedValue(tensors.pop(name))
         if name in tensors or name in values:
             continue
