@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.plugins import call_plugin, find_plugins, load_plugin
+from shardwise.ports.store import open_store
 
-GROUP = "shardwise.tests"
+GROUP = "shardwise.stores"
 
 
 def install(folder: Path, package: str, entries: str) -> None:
@@ -28,15 +28,18 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plugins_are_imported_only_when_they_are_used(site: Path) -> None:
-    assert not find_plugins(GROUP)
-    install(site, "good", "one = math:sqrt\ntwo = no_such_module:it")
-    found = find_plugins(GROUP)
-    assert sorted(found) == ["one", "two"]
-    assert load_plugin(found["one"])(4) == 2
+    install(site, "good", "one = store_of_good:open_it\ntwo = no_such_module:it")
+    (site / "store_of_good.py").write_text(
+        "from shardwise.ports.store import open_store\n"
+        "def open_it(url):\n"
+        "    return open_store('/' + url.partition('://')[2])\n"
+    )
+    assert open_store(f"one:/{site}").list() == sorted(each.name for each in site.iterdir())
+    assert "no_such_module" not in sys.modules
     with pytest.raises(
-        sw.StateError, match=r"package good provides shardwise.tests 'two'.*no_such"
+        sw.StateError, match=r"package good provides shardwise.stores 'two'.*no_such"
     ):
-        load_plugin(found["two"])
+        open_store("two://place")
 
 
 def test_two_plugins_of_one_name_are_an_error(site: Path) -> None:
@@ -45,14 +48,12 @@ def test_two_plugins_of_one_name_are_an_error(site: Path) -> None:
     with pytest.raises(
         sw.StateError, match=r"two packages provide .*first .*second|second .*first"
     ):
-        find_plugins(GROUP)
+        open_store("one://place")
 
 
 def test_what_a_plugin_makes_is_checked(site: Path) -> None:
-    install(site, "made", "one = math:sqrt\nother = math:log")
-    found = find_plugins(GROUP)
-    assert call_plugin(found["one"], float, 4) == 2
-    with pytest.raises(sw.StateError, match=r"package made .* returned a float instead of a str"):
-        call_plugin(found["one"], str, 4)
-    with pytest.raises(sw.StateError, match=r"package made .* math:log failed: ValueError"):
-        call_plugin(found["other"], float, 0)
+    install(site, "made", "one = builtins:len\nother = math:log")
+    with pytest.raises(sw.StateError, match=r"package made .* returned an? int instead of a Store"):
+        open_store("one://place")
+    with pytest.raises(sw.StateError, match=r"package made .* math:log failed: TypeError"):
+        open_store("other://place")

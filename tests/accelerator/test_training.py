@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.state.leaves import same_bytes
+from tests.equal import same_bytes
 
 SAVED, END = 3, 7
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]

@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.convert import write
 from shardwise.ports.store import open_store
 from tests.cli.conftest import Run
 from tests.cli.states import Model, state
 from tests.formats.test_in_stores import require_same
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.faulty_store import Fault, FaultyStore
 
 
 @pytest.fixture
@@ -166,21 +166,15 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_an_interrupted_export_goes_on(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def gone(operation: str) -> None:
+    raise OSError("the network is gone")
+
+
+def test_an_interrupted_export_goes_on(root: str) -> None:
     source, target = below(root, "step-00000200"), below(root, "exported")
-    whole = write._write_file
-    written: list[str] = []
-
-    def failing(file: write.OutputFile, *args: object) -> object:
-        if len(written) == 2:
-            raise OSError("the network is gone")
-        written.append(file.name)
-        return whole(file, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(write, "_write_file", failing)
+    target_store = FaultyStore(open_store(target), Fault(2, gone, verbs=("commit",)))
     with pytest.raises(OSError, match="the network is gone"):
-        sw.export(source, target, max_file=600, only=["model.*"])
-    monkeypatch.undo()
+        sw.export(source, target_store, max_file=600, only=["model.*"])
     with pytest.raises(sw.CheckpointExistsError, match="another unfinished export"):
         sw.export(source, target, max_file=700, only=["model.*"])
     report = sw.export(source, target, max_file=600, only=["model.*"])

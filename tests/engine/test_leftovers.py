@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.group import SoloGroup
-from shardwise.engine.leftovers import remove_leftovers
-from shardwise.manifest.names import data_file, lock_file
-from shardwise.store import LocalStore
 from tests.tools.faulty_store import Fault, FaultyStore
 
 SAVE_ID = "0123456789abcdef"
-ORPHANS = [data_file(0, SAVE_ID), data_file(1, SAVE_ID), ".manifest.json.0123abcd"]
+LOCK = f"saving-{SAVE_ID}.lock"
+ORPHANS = [
+    f"r00000-{SAVE_ID}.safetensors",
+    f"r00001-{SAVE_ID}.safetensors",
+    ".manifest.json.0123abcd",
+]
 FOREIGN = ["notes.txt", "model.safetensors", "r0.safetensors", ".hidden"]
 
 
@@ -26,7 +29,7 @@ def place(tmp_path: Path) -> Path:
     """A directory with files of a crashed save, and with others."""
     place = tmp_path / "it"
     place.mkdir()
-    for name in [*ORPHANS, *FOREIGN, lock_file(SAVE_ID)]:
+    for name in [*ORPHANS, *FOREIGN, LOCK]:
         (place / name).write_bytes(b"x")
     return place
 
@@ -38,13 +41,12 @@ def names(place: Path) -> set[str]:
 def save(place: Path, value: float = 1.0) -> set[str]:
     """Save something; its files."""
     before = names(place) if place.exists() else set()
-    sw.save(place, {"t": torch.full((3,), value)}, group=SoloGroup())
+    sw.save(place, {"t": torch.full((3,), value)}, group=sw.SoloGroup())
     return names(place) - before
 
 
 def test_files_of_a_crashed_save_go_and_others_stay(place: Path) -> None:
-    removed = remove_leftovers(LocalStore(place))
-    assert set(removed) == {*ORPHANS, lock_file(SAVE_ID)}
+    assert set(sw.remove(place)) == set(FOREIGN)
     assert names(place) == set(FOREIGN)
 
 
@@ -52,24 +54,26 @@ def test_a_save_collects_what_another_left_and_keeps_its_own(place: Path) -> Non
     mine = save(place)
     assert names(place) == {*FOREIGN, *mine}
     assert "manifest.json" in mine
-    assert remove_leftovers(LocalStore(place)) == []
     sw.open(place).verify()
 
 
 def test_nothing_goes_while_a_save_is_under_way(place: Path) -> None:
-    store = LocalStore(place)
     before = names(place)
-    with store.lock(lock_file(SAVE_ID)) as held:
-        assert held
-        assert remove_leftovers(store) == []
+    with (place / LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(sw.StoreError, match="a save is writing to it"):
+            sw.remove(place)
         assert names(place) == before
-        assert remove_leftovers(store, own_lock=lock_file(SAVE_ID)) == sorted(ORPHANS)
+        mine = save(place)
+        assert names(place) == {*before, *mine}
+    sw.open(place).verify()
 
 
 def test_beside_a_manifest_that_cannot_be_read_nothing_goes(place: Path) -> None:
     (place / "manifest.json").write_bytes(b"damaged")
     before = names(place)
-    assert remove_leftovers(LocalStore(place)) == []
+    with pytest.raises(sw.CheckpointExistsError):
+        save(place)
     assert names(place) == before
 
 
@@ -77,7 +81,7 @@ def test_an_empty_directory_goes_with_its_leftovers(tmp_path: Path) -> None:
     place = tmp_path / "it"
     place.mkdir()
     (place / ORPHANS[0]).touch()
-    remove_leftovers(LocalStore(place))
+    assert sw.remove(place) == []
     assert not place.exists()
 
 
@@ -95,15 +99,16 @@ def test_a_save_that_ends_while_another_collects_keeps_its_files(tmp_path: Path)
         saved.wait(20)
 
     def other() -> None:
-        store = FaultyStore(LocalStore(place), Fault(0, pause, verbs=("publish",)))
-        sw.save(store, {"t": torch.ones(3)}, group=SoloGroup())
+        store = FaultyStore(place, Fault(0, pause, verbs=("publish",)))
+        sw.save(store, {"t": torch.ones(3)}, group=sw.SoloGroup())
         saved.set()
 
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(other)
         assert about_to_publish.wait(20)
         fault = Fault(0, let_it_end, verbs=("lock",))
-        remove_leftovers(FaultyStore(LocalStore(place), fault))
+        with suppress(sw.StoreError):
+            sw.remove(FaultyStore(place, fault))
         saving.result()
     assert fault.operations
     sw.open(place).verify()
@@ -116,7 +121,7 @@ def test_saves_to_one_place_at_once_never_harm_each_other(tmp_path: Path) -> Non
     def attempt(number: int, value: float) -> str:
         start.wait()
         try:
-            sw.save(tmp_path / str(number), {"t": torch.full((3,), value)}, group=SoloGroup())
+            sw.save(tmp_path / str(number), {"t": torch.full((3,), value)}, group=sw.SoloGroup())
         except sw.CheckpointExistsError:
             return "exists"
         return "saved"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -11,47 +10,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.ports.store import Buffer, ReadableFile
-from shardwise.store import LocalStore
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 from tests.tools.divisions import BoxesByRank, boxes_of_ranks
-
-BLOCK = 64 * 1024
+from tests.tools.watched_stores import BLOCK, CountingStore
 
 SHAPE = (40, 30, 64)
 WORLDS = st.integers(1, 6)
-
-
-class CountingStore(LocalStore):
-    """Counts how often each block of each file is read, but for the tables of checksums."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.blocks: Counter[tuple[str, int]] = Counter()
-
-    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
-        file = super().open(path)
-        return file if path == "manifest.json" else _CountingFile(file, path, self.blocks)
-
-
-class _CountingFile:
-    def __init__(self, file: ReadableFile, key: str, blocks: Counter[tuple[str, int]]) -> None:
-        self._file = file
-        self._key = key
-        self._blocks = blocks
-        self._table_read = False
-        self.size = file.size
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        if self._table_read:
-            stop = -(-(offset + len(out)) // BLOCK)
-            self._blocks.update((self._key, block) for block in range(offset // BLOCK, stop))
-        self._table_read = True  # it comes first, as nothing can be verified without it
-        return self._file.read_at(offset, out)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 @st.composite

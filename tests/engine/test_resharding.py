@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.ports.store import Buffer, ReadableFile
-from shardwise.store import LocalStore
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
-
-BLOCK = 64 * 1024
+from tests.tools.watched_stores import BLOCK, CountingStore
 
 
 def raw_values(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -56,37 +52,6 @@ def state_of(
         )
         for tensor, boxes in zip(described, held, strict=True)
     }
-
-
-class CountingStore(LocalStore):
-    """Counts how often each block is read."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.blocks: Counter[tuple[str, int]] = Counter()
-
-    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
-        return _CountingFile(super().open(path), path, self.blocks)
-
-
-class _CountingFile:
-    def __init__(self, file: ReadableFile, key: str, blocks: Counter[tuple[str, int]]) -> None:
-        self._file = file
-        self._key = key
-        self._blocks = blocks
-        self.size = file.size
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        if offset % BLOCK == 0:
-            last = -(-(offset + len(out)) // BLOCK)
-            self._blocks.update((self._key, block) for block in range(offset // BLOCK, last))
-        return self._file.read_at(offset, out)
-
-    def read_all(self) -> bytes:
-        return self._file.read_all()  # type: ignore[attr-defined, no-any-return]
-
-    def close(self) -> None:
-        self._file.close()
 
 
 @st.composite

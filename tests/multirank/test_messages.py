@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-from shardwise.engine.group import FIRST_SIZE, TorchGroup
+import shardwise as sw
+from shardwise.ports.read_strategy import Group, RankReads, ReadAlone
 from tests.tools.gang import Gang
 
+FIRST_SIZE = 1016
+"""The number of bytes of a message that one collective sends, with its length."""
 LENGTHS = [0, 1, FIRST_SIZE - 1, FIRST_SIZE, FIRST_SIZE + 1, 3 * FIRST_SIZE, 100_000]
+Heard = list[tuple[list[bytes], bytes, bytes]]
 
 
 def said(rank: int, length: int) -> bytes:
@@ -15,11 +23,28 @@ def said(rank: int, length: int) -> bytes:
     return bytes((rank + i) % 251 for i in range(length))
 
 
-def talk() -> list[tuple[list[bytes], bytes, bytes]]:
+class Talking(ReadAlone):
+    """Reads alone, after the ranks have sent each other messages."""
+
+    def __init__(self) -> None:
+        self.heard: Heard = []
+
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], Any]:
+        self.heard = talk(group)
+        return super().agree(reads, group, cleanup)
+
+
+def load(path: str) -> Heard:
+    """What a read strategy hears during a load."""
+    sw.save(path, {"t": 1})
+    strategy = Talking()
+    with patch("shardwise.loading._choose_strategy", lambda *_: strategy):
+        sw.load(path, {"t": 0})
+    return strategy.heard
+
+
+def talk(group: Group) -> Heard:
     """What this rank hears, by each verb, of messages of each length; others have the next one."""
-    world = dist.group.WORLD
-    assert world is not None
-    group = TorchGroup(world)
     heard = []
     for i in range(len(LENGTHS)):
         lengths = [LENGTHS[(i + rank) % len(LENGTHS)] for rank in range(group.size)]
@@ -31,9 +56,9 @@ def talk() -> list[tuple[list[bytes], bytes, bytes]]:
     return heard
 
 
-def test_messages_of_all_lengths_arrive_whole(gang: Gang) -> None:
+def test_messages_of_all_lengths_arrive_whole(gang: Gang, tmp_path: Path) -> None:
     world = 3
-    for rank, heard in enumerate(gang.run(talk, world=world)):
+    for rank, heard in enumerate(gang.run(load, str(tmp_path / "it"), world=world)):
         for i, (gathered, scattered, broadcast) in enumerate(heard):
             lengths = [LENGTHS[(i + each) % len(LENGTHS)] for each in range(world)]
             everyone = [said(each, length) for each, length in enumerate(lengths)]

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import group as groups
-from shardwise.engine.group import own_group
-from shardwise.engine.rounds import Round
 from tests.tools.gang import Gang
 
 TIMEOUT = timedelta(seconds=40)
@@ -46,14 +44,9 @@ def timed(operation: Callable[[], object], path: str, ranks: int) -> tuple[str, 
     return "", time.monotonic() - start
 
 
-@contextmanager
-def connecting_within(seconds: float) -> Iterator[None]:
+def connecting_within(seconds: float) -> AbstractContextManager[object]:
     """Ranks that have met are connected in that time."""
-    usual, groups.CONNECT_TIMEOUT = groups.CONNECT_TIMEOUT, timedelta(seconds=seconds)
-    try:
-        yield
-    finally:
-        groups.CONNECT_TIMEOUT = usual
+    return patch("shardwise.engine.group.CONNECT_TIMEOUT", timedelta(seconds=seconds))
 
 
 def train_wrongly(path: str) -> None:
@@ -123,20 +116,19 @@ def test_one_that_dies_while_the_group_is_made_is_noticed(
 
 def wait_for_one_that_is_late(path: str, late: float) -> tuple[str, float]:
     with connecting_within(1.0):
-        group = own_group(timedelta(seconds=3))
-    assert group is not None
+        checkpointer = sw.Checkpointer(path, timeout=timedelta(seconds=3), memory=None)
 
     def meet() -> None:
-        with Round(group, "meeting"):
-            deadline = time.monotonic() + late
-            while dist.get_rank() == 1 and time.monotonic() < deadline:
-                if Path(f"{path}-noticed").exists():
-                    break
-                time.sleep(0.02)
+        deadline = time.monotonic() + late
+        while dist.get_rank() == 1 and time.monotonic() < deadline:
+            if Path(f"{path}-noticed").exists():
+                return
+            time.sleep(0.02)
+        checkpointer.save(1, state())
 
     if late < 3:
         meet()
-        group.close()
+        checkpointer.close()
         return "", 0.0
     return timed(meet, path, 1)
 
@@ -144,6 +136,7 @@ def wait_for_one_that_is_late(path: str, late: float) -> tuple[str, float]:
 def test_ranks_wait_for_each_other_as_long_as_they_were_told(gang: Gang, tmp_path: Path) -> None:
     path = str(tmp_path / "root")
     assert gang.run(wait_for_one_that_is_late, path, 1.5, world=2) == [("", 0.0)] * 2
+    path = str(tmp_path / "other")
     (kind, took), _ = gang.run(wait_for_one_that_is_late, path, SOON, world=2)
     assert kind == "LostRankError"
     assert 2 < took < SOON

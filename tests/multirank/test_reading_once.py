@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,15 +17,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import data_reader
-from shardwise.engine.group import listen
-from shardwise.manifest.checksums import BLOCK
-from shardwise.sharing import agreement, links, node_ranks
-from shardwise.store import LocalStore
 from tests.breadth import mostly_long
 from tests.conftest import PRELOAD
 from tests.tools.gang import Gang
 from tests.tools.throttled_store import Meter, ThrottledStore
+from tests.tools.watched_stores import BLOCK
 
 ROWS, COLUMNS = 64, 4096
 TENSORS = 16
@@ -33,6 +30,7 @@ FAST = 20e9
 STAGING = 4 << 20
 SOON = 40.0  # on a busy machine
 PATIENT = {"timeout": 120.0, "group_timeout": 60.0}  # longer than SOON
+READ = "shardwise.engine.data_reader.DataReader.read"
 Fault = Callable[[], AbstractContextManager[object]]
 Part = Callable[[int, int], sw.Box]
 
@@ -85,7 +83,7 @@ def _fragment(state: dict[str, object], i: int) -> torch.Tensor:
 def on_nodes(per_node: int) -> AbstractContextManager[object]:
     """Let this process take part as if every `per_node` ranks ran on a node of their own."""
     name = f"node {dist.get_rank() // per_node}"
-    return patch.object(node_ranks, "node_name", lambda: name)
+    return patch("shardwise.sharing.node_ranks.node_name", lambda: name)
 
 
 def load_parts(
@@ -168,7 +166,7 @@ def test_nodes_read_alone_on_request(gang: Gang, saved: str) -> None:
 
 
 def load_by_default(path: str) -> int:
-    with patch.object(agreement, "WORTH_CONNECTING", 1):
+    with patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
         return load_parts(path, whole, once=None)[2]
 
 
@@ -178,12 +176,11 @@ def test_nodes_share_by_default_what_all_read_from_storage(gang: Gang, saved: st
 
 def load_from_disk(path: str) -> int:
     _, state = state_of(whole)
-    with on_nodes(1), patch.object(agreement, "WORTH_CONNECTING", 1):
+    with on_nodes(1), patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
         return sw.load(path, state).bytes_received
 
 
 def test_nodes_read_their_own_disk_alone(gang: Gang, saved: str) -> None:
-    assert LocalStore(saved).traits.is_node_local
     assert gang.run(load_from_disk, saved, world=2) == [0, 0]
 
 
@@ -287,27 +284,27 @@ def test_states_with_edges_equal_a_direct_load(
 
 def change_what_is_received() -> AbstractContextManager[object]:
     """Bytes change on the way from another node."""
-    publish = links.SharedBuffers.publish
 
-    def changed(self: links.SharedBuffers, read: int, checksum: int) -> None:
+    def publish(self: Any, read: int, checksum: int) -> None:
         if not self.is_made_here(read):
             self.slot(read)[100] ^= 1
-        publish(self, read, checksum)
+        patched.temp_original(self, read, checksum)
 
-    return patch.object(links.SharedBuffers, "publish", changed)
+    patched = patch("shardwise.sharing.shared_buffers.SharedBuffers.publish", publish)
+    return patched
 
 
 def die_in_mid_load() -> AbstractContextManager[object]:
     """This rank is killed once it has read a few spans."""
     calls = iter(range(1000))
-    read = data_reader.DataReader.read
 
-    def killing(self: data_reader.DataReader, *args: object) -> object:
+    def killing(*args: object) -> object:
         if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, *args)  # type: ignore[arg-type]
+        return patched.temp_original(*args)
 
-    return patch.object(data_reader.DataReader, "read", killing)
+    patched = patch(READ, killing)
+    return patched
 
 
 def fail_to_read() -> AbstractContextManager[object]:
@@ -325,7 +322,7 @@ def fail_to_read() -> AbstractContextManager[object]:
 
 def stop_reading() -> AbstractContextManager[object]:
     """This rank never ends a read in time."""
-    return patch.object(data_reader.DataReader, "read", lambda *_: time.sleep(6))
+    return patch(READ, lambda *_: time.sleep(6))
 
 
 def refuse_connections() -> AbstractContextManager[object]:
@@ -334,7 +331,7 @@ def refuse_connections() -> AbstractContextManager[object]:
     def refusing(*_: object, **__: object) -> object:
         raise ConnectionRefusedError("refused by the test")
 
-    return patch.object(links.socket, "create_connection", refusing)
+    return patch("socket.create_connection", refusing)
 
 
 def load_with_fault(path: str, per_node: int, fault: tuple[int, Fault], prefix: str) -> None:
@@ -453,12 +450,12 @@ def test_a_restore_goes_back_to_an_intact_checkpoint(gang: Gang, tmp_path: Path)
 
 def load_refused(path: str, once: bool | None) -> int:
     fault = 1, refuse_connections
-    with patch.object(agreement, "WORTH_CONNECTING", 1):
+    with patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
         return load_parts(path, whole, once=once, fault=fault)[2]
 
 
 def test_nodes_that_cannot_connect_read_alone(gang: Gang, saved: str) -> None:
-    with patch.object(agreement, "CONNECT_SECONDS", 2.0):
+    with patch("shardwise.sharing.agreement.CONNECT_SECONDS", 2.0):
         assert gang.run(load_refused, saved, None, world=2, group_timeout=3.0) == [0, 0]
 
 
@@ -466,18 +463,3 @@ def test_nodes_that_cannot_connect_fail_if_reading_once_is_required(gang: Gang, 
     outcomes = gang.run_outcomes(load_refused, saved, True, world=2, group_timeout=3.0)
     assert "cannot be reached" in str(outcomes[1].exception)
     assert isinstance(outcomes[0].exception, sw.RankError)
-
-
-def test_processes_without_the_token_are_not_accepted() -> None:
-    with ExitStack() as cleanup:
-        listener = listen("127.0.0.1", cleanup)
-        address = listener.getsockname()[:2]
-        token = b"s" * links.TOKEN_SIZE
-
-        intruders = []
-        for wrong, source in ((b"x" * links.TOKEN_SIZE, 1), (token, 2), (token, 1)):
-            outgoing, _ = links.connect(source, {0: address}, [], listener, wrong, 5.0, cleanup)
-            intruders.append(outgoing[0])
-        _, incoming = links.connect(0, {}, [1], listener, token, 5.0, cleanup)
-        assert list(incoming) == [1]
-        assert incoming[1].getpeername() == intruders[-1].getsockname()

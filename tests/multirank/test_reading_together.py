@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import data_reader
-from shardwise.sharing import shared_buffers, strategy
-from shardwise.sharing.reads import Ranges, Reads, share_reads
 from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 64, 4096
+READ = "shardwise.engine.data_reader.DataReader.read"
 
 
 def reference(i: int) -> torch.Tensor:
@@ -68,14 +67,14 @@ def die_while_reading(path: str, count: int, victim: int) -> None:
     """One rank is killed once it has read a few spans."""
     if dist.get_rank() == victim:
         calls = iter(range(1000))
-        read = data_reader.DataReader.read
 
-        def killing(self: object, *args: object) -> object:
+        def killing(*args: object) -> object:
             if next(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return read(self, *args)  # type: ignore[arg-type]
+            return patched.temp_original(*args)
 
-        data_reader.DataReader.read = killing  # type: ignore[method-assign, assignment]
+        patched = patch(READ, killing)
+        patched.start()
     load_columns(path, count)
 
 
@@ -141,29 +140,28 @@ def load_while(
 
 def change_what_is_passed_on() -> AbstractContextManager[object]:
     """What this rank passes on is no longer what it has read and verified."""
-    publish = shared_buffers.SharedBuffers.publish
 
-    def changed(self: shared_buffers.SharedBuffers, read: int, checksum: int) -> None:
+    def publish(self: Any, read: int, checksum: int) -> None:
         self.slot(read)[100] ^= 1
-        publish(self, read, checksum)
+        patched.temp_original(self, read, checksum)
 
-    return patch.object(shared_buffers.SharedBuffers, "publish", changed)
+    patched = patch("shardwise.sharing.shared_buffers.SharedBuffers.publish", publish)
+    return patched
 
 
 def plan_other_reads() -> AbstractContextManager[object]:
     """This rank divides what is read together in another way."""
-    return patch.object(strategy, "share_reads", _in_small_reads)
 
+    def in_small_reads(*wanted: object, **options: object) -> object:
+        return patched.temp_original(*wanted, **{**options, "largest_read": 65536})
 
-def _in_small_reads(
-    ranges: list[Ranges], *, largest_read: object, between_nodes: Reads | None
-) -> Reads:
-    return share_reads(ranges, largest_read=65536, between_nodes=between_nodes)
+    patched = patch("shardwise.sharing.strategy.share_reads", in_small_reads)
+    return patched
 
 
 def stop_reading() -> AbstractContextManager[object]:
     """This rank never ends a read in time."""
-    return patch.object(data_reader.DataReader, "read", lambda *_: time.sleep(5))
+    return patch(READ, lambda *_: time.sleep(5))
 
 
 def save_foreign(path: Path, count: int) -> str:

@@ -42,3 +42,18 @@ def test_a_stranger_that_says_too_little_is_passed_over(
         assert incoming[0].recv(5) == b"hello"
         ended.set()
         thread.join()
+
+
+def test_processes_without_the_token_are_not_accepted() -> None:
+    with ExitStack() as cleanup:
+        listener = listen("127.0.0.1", cleanup)
+        address = listener.getsockname()[:2]
+        token = b"s" * TOKEN_SIZE
+
+        intruders = []
+        for wrong, source in ((b"x" * TOKEN_SIZE, 1), (token, 2), (token, 1)):
+            outgoing, _ = connect(source, {0: address}, [], listener, wrong, 5.0, cleanup)
+            intruders.append(outgoing[0])
+        _, incoming = connect(0, {}, [1], listener, token, 5.0, cleanup)
+        assert list(incoming) == [1]
+        assert incoming[1].getpeername() == intruders[-1].getsockname()

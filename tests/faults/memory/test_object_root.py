@@ -15,7 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
-from shardwise.store import open_store
+from shardwise.ports.store import open_store
 from tests.faults.memory.scenario import signal_agents, until
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault

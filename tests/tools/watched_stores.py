@@ -1,0 +1,93 @@
+"""A local store that counts how often each block of each file is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwise.ports.store import Buffer, ReadableFile
+from shardwise.store import LocalStore
+
+BLOCK = 64 * 1024
+
+
+class CountingStore(LocalStore):
+    """A store of files in a directory.
+
+    Attributes:
+        blocks: how often each block of each file was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.blocks: Counter[tuple[str, int]] = Counter()
+
+    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
+        """Open a file whose reads are counted, but for its first: the table of checksums."""
+        file = super().open(path)
+        return file if path == "manifest.json" else _CountingFile(file, path, self.blocks)
+
+
+class _CountingFile:
+    def __init__(self, file: ReadableFile, key: str, blocks: Counter[tuple[str, int]]) -> None:
+        self._file = file
+        self._key = key
+        self._blocks = blocks
+        self._table_read = False
+        self.size = file.size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        if self._table_read:
+            stop = -(-(offset + len(out)) // BLOCK)
+            self._blocks.update((self._key, block) for block in range(offset // BLOCK, stop))
+        self._table_read = True  # nothing can be verified without it
+        return self._file.read_at(offset, out)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CopiesStore(LocalStore):
+    """A directory of which some files have several copies, which are all there is of them.
+
+    Args:
+        path: the directory.
+        copies: the contents of the copies of files by name; None for a copy that is gone.
+    """
+
+    def __init__(self, path: Path, copies: Mapping[str, list[bytes | None]]) -> None:
+        super().__init__(path)
+        self._copies = copies
+
+    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
+        """Open a file; its copies if it has some."""
+        copies = self._copies.get(path)
+        return super().open(path) if copies is None else _Copies(copies)
+
+
+class _Copies:
+    """A file with several copies; see `ReplicatedFile`."""
+
+    def __init__(self, copies: list[bytes | None]) -> None:
+        self._copies = copies
+        self.copies = len(copies)
+        self.size = max(len(each or b"") for each in copies)
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        first = next(i for i, each in enumerate(self._copies) if each is not None)
+        return self.read_copy(first, offset, out)
+
+    def copy_size(self, number: int) -> int:
+        return len(self._copies[number] or b"")
+
+    def read_copy(self, number: int, offset: int, out: Buffer) -> int:
+        data = self._copies[number]
+        if data is None:
+            raise OSError("this copy is gone")
+        part = data[offset : offset + len(out)]
+        out.data[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
