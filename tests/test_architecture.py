@@ -55,7 +55,6 @@ LAYERS_OF_MEMORY = (
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
-    ("options",),
     ("detect", "specification", "remap"),
     ("foreign_builder", "checksums"),
     ("specs",),
@@ -280,7 +279,7 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
         ("plan/save.py", "from shardwise.plan.load import LoadPlan", 0),
         ("plan/save.py", "from shardwise import errors", 0),
         ("plan/save.py", "def late():\n    import shardwise.api", 1),
-        ("plan/save.py", "if TYPE_CHECKING:\n    from shardwise.engine.read import x", 1),
+        ("plan/save.py", "if TYPE_CHECKING:\n    from shardwise.engine.load import x", 1),
         ("plan/save.py", "from ..engine import read", 1),
         ("plan/save.py", "from .. import engine, errors", 1),
         ("plan/__init__.py", "from .save import SavePlan", 0),

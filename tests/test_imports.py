@@ -41,7 +41,4 @@ def test_no_slow_module_is_imported(front: str, tmp_path: Path) -> None:
     assert "shardwise.api" in names
     packages = {name.partition(".")[0] for name in names if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= EXTERNAL
-    assert [name for name in names if name.startswith("shardwise.formats")] == [
-        "shardwise.formats",
-        "shardwise.formats.options",
-    ]
+    assert not [name for name in names if name.startswith("shardwise.formats")]

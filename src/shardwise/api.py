@@ -23,10 +23,9 @@ from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.formats.options import OpenOptions
 from shardwise.loading import LoadOptions, State, load_state, unite_local_states
 from shardwise.manifest.names import check_name
-from shardwise.opening import open_any, refuse_as_destination
+from shardwise.opening import OpenOptions, open_any, refuse_as_destination
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.name_lookup import Rename
 from shardwise.retention import Choice

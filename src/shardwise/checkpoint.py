@@ -16,8 +16,7 @@ from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import read_leaves
-from shardwise.engine.per_rank import read_per_rank
+from shardwise.engine.load import read_leaves, read_per_rank
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box

@@ -15,9 +15,8 @@ from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.events import Recorder, Sink
-from shardwise.formats.options import OpenOptions
 from shardwise.formats.specification import Specification
-from shardwise.opening import agree_on_place, open_any
+from shardwise.opening import OpenOptions, agree_on_place, open_any
 from shardwise.retention import Choice
 
 

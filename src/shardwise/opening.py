@@ -22,7 +22,6 @@ from shardwise.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.formats.options import DEFAULT_OPTIONS, OpenOptions
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import (
@@ -48,11 +47,49 @@ from shardwise.store import (
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification
 
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.state.tensors import is_instance
+
+if TYPE_CHECKING:
+    from shardwise.formats.specification import Specification
+
 MOST_STEPS_EXAMINED = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
+
+
+_SPECIFICATION = ("shardwise.formats.specification", "Specification")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """How to read a checkpoint; see `shardwise.open`.
+
+    Attributes:
+        spec: the specification of how to assemble the tensors.
+        skip_unknown: skip pickled values of unknown classes instead of raising.
+        format: the format to read if the directory has several.
+        index: a file that keeps the layout of a foreign checkpoint.
+        step: the selected step, if the place is the root of a run.
+    """
+
+    spec: Specification | None = None
+    skip_unknown: bool = False
+    format: str | None = None
+    index: str | os.PathLike[str] | None = None
+    step: Choice = "newest"
+
+    def __post_init__(self) -> None:
+        if self.spec is not None and not is_instance(self.spec, *_SPECIFICATION):
+            raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
+
+
+DEFAULT_OPTIONS = OpenOptions()
 
 
 def agree_on_place(step: Round, store: Store, options: OpenOptions, settings: str = "") -> None:
@@ -147,7 +184,13 @@ def _find_manifest(store: Store) -> bytes | None:
 def _read_foreign(store: Store, options: OpenOptions) -> Layout:
     from shardwise.formats.opening import read_layout
 
-    return read_layout(store, options)
+    return read_layout(
+        store,
+        spec=options.spec,
+        skip_unknown=options.skip_unknown,
+        format=options.format,
+        index=options.index,
+    )
 
 
 def _encode_foreign(layout: Layout) -> bytes:

@@ -35,7 +35,7 @@ from shardwise.manifest.names import check_name, data_file, new_save_id
 from shardwise.manifest.pieces import add_pieces
 from shardwise.manifest.validate import layout_of_manifest
 from shardwise.opening import refuse_as_destination
-from shardwise.plan.tables import piece_table
+from shardwise.plan.save import piece_table
 from shardwise.state.leaves import LocalState, Shards, TensorLeaf
 from shardwise.state.plain_values import JsonValue, encode
 from shardwise.state.tensors import tensor_leaf, tensor_of_array

@@ -43,7 +43,7 @@ from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.memory.view import StageState
-from shardwise.plan.tables import PieceTable
+from shardwise.plan.save import PieceTable
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)

@@ -19,9 +19,8 @@ import numpy as np
 from shardwise.layout import Box, boxes_of_range
 from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan.save import SavePlan
+from shardwise.plan.save import PieceTable, SavePlan
 from shardwise.plan.structure import Description
-from shardwise.plan.tables import PieceTable
 
 SHARE = 20
 """The checksums of a comparison are at most one in this many of the checksums of a save."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import read_boxes
-from shardwise.engine.per_rank import read_per_rank
+from shardwise.engine.load import read_boxes, read_per_rank
 from shardwise.events import Recorder, format_count
 from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES

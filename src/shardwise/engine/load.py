@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.read import read_alone
+from shardwise.engine.group import Group
 from shardwise.engine.tensors import (
     SpanCopier,
     TargetFragment,
@@ -20,7 +23,7 @@ from shardwise.engine.tensors import (
     memory_of,
     split_ties,
 )
-from shardwise.errors import MismatchError
+from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import format_bytes, format_count
 from shardwise.layout import Box
 from shardwise.layout.columns import Int, padded_rows
@@ -30,7 +33,9 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.load import LoadPlan, Spans, plan_load, wanted_columns
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
+from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
+from shardwise.store.store import Buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,3 +329,129 @@ def open_readers(
         readers[index] = DataReader(store, layout.files[index], verify=verify)
         cleanup.callback(readers[index].close)
     return readers
+
+
+def read_per_rank(
+    store: Files, layout: Layout, names: Sequence[str], group: Group, *, verify: bool
+) -> dict[str, list[JsonValue]]:
+    """Read per-rank values.
+
+    If as many ranks load as have saved, each rank reads only its own values.
+
+    Args:
+        store, layout: the checkpoint.
+        names: the names of the values in the checkpoint.
+        group: the ranks that load.
+        verify: check the checksums of the bytes that are read.
+
+    Returns:
+        For each name, a list with the value of each rank that saved; None for values not read.
+
+    Raises:
+        CorruptionError: bytes differ from the saved bytes, or a rank's values are missing.
+    """
+    world = layout.world_size
+    ranks = [group.rank] if world == group.size else range(world)
+    files = {file.entry.rank: file for file in layout.files if file.entry is not None}
+    found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
+    for rank in ranks if names else ():
+        if rank not in files:
+            raise CorruptionError(
+                f"{store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
+                "value of this rank; load another checkpoint"
+            )
+        reader = DataReader(store, files[rank], verify=verify)
+        try:
+            values = msgspec.json.decode(reader.read_objects() or b"{}")
+        except msgspec.DecodeError as error:
+            raise FormatError(
+                f"{store}: {files[rank].name} has invalid per-rank values: {error}"
+                "; copy the file again from an intact source, or load another checkpoint"
+            ) from error
+        finally:
+            reader.close()
+        for name in names:
+            if not isinstance(values, dict) or name not in values:
+                raise CorruptionError(
+                    f"{store}: {files[rank].name} has no value of {name}, which the "
+                    "manifest lists; copy the file again from an intact source"
+                )
+            found[name][rank] = values[name]
+    return found
+
+
+Readers = dict[int, DataReader]
+
+
+def read_alone(
+    spans: Spans, copier: SpanCopier, readers: Readers, arena: Arena, threads: int
+) -> None:
+    """Read every span of this rank, and copy its boxes to their fragments.
+
+    Args:
+        spans: the spans to read; disjoint.
+        copier: copies the boxes of each span.
+        readers: the readers of all files of the spans, by the file's index in the manifest.
+        arena: the buffers to read through.
+        threads: the number of threads.
+
+    Raises:
+        CorruptionError: bytes differ from the saved bytes. Some spans may have been copied.
+    """
+    remaining = iter(range(len(spans)))  # shared by all threads
+    failed = threading.Event()
+
+    def work() -> None:
+        try:
+            with arena.buffer() as buffer:
+                for span in remaining:
+                    if failed.is_set():
+                        return
+                    data = read_span(spans, span, readers, copier, buffer, in_place=True)
+                    copier.copy(span, data)
+        except BaseException:
+            failed.set()
+            raise
+
+    run_in_threads(work, min(threads, len(spans)))
+
+
+def run_in_threads(
+    work: Callable[[], None], threads: int, further: Callable[[], None] | None = None
+) -> None:
+    """Run `work` in `threads` threads, one of which is the calling thread; `further` in another."""
+    jobs = [work] * (threads - 1) + ([further] if further is not None else [])
+    with ThreadPoolExecutor(max(1, len(jobs)), "shardwise-read") as pool:
+        others = [pool.submit(job) for job in jobs]
+        work()
+        for future in others:
+            future.result()
+
+
+def read_span(
+    spans: Spans,
+    span: int,
+    readers: Readers,
+    copier: SpanCopier,
+    buffer: Buffer,
+    *,
+    in_place: bool = False,
+) -> Buffer:
+    """Read and verify a span.
+
+    Args:
+        buffer: memory for the bytes.
+        in_place: return bytes that are in memory already, instead of copying them to `buffer`.
+
+    Raises:
+        CorruptionError: bytes differ from the saved bytes. The error names the tensors.
+    """
+    file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
+    try:
+        reader = readers[file]
+        return (reader.view if in_place else reader.read)(low, high, buffer)
+    except CorruptionError as error:
+        names = copier.tensor_names(span)
+        raise CorruptionError(
+            f"{error}; these bytes belong to {names}" if names else str(error)
+        ) from error

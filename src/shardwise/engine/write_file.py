@@ -15,7 +15,7 @@ from shardwise.engine.tensors import Memory, memory_of, wait_for_current_streams
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.data_file import FileLayout
-from shardwise.plan.tables import PieceTable
+from shardwise.plan.save import PieceTable
 from shardwise.state.leaves import Fragment
 from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,7 @@ from shardwise.errors import FormatError, MismatchError
 from shardwise.formats.detect import find_readers, read_foreign
 from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.index import read_or_write_index
-from shardwise.formats.options import OpenOptions
+from shardwise.formats.specification import Specification
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.validate import validate_layout
 from shardwise.store import Store
@@ -23,22 +24,32 @@ def formats_at(store: Store) -> str:
         return ""
 
 
-def read_layout(store: Store, options: OpenOptions) -> Layout:
+def read_layout(
+    store: Store,
+    *,
+    spec: Specification | None,
+    skip_unknown: bool,
+    format: str | None,  # noqa: A002 - the usual name
+    index: str | os.PathLike[str] | None,
+) -> Layout:
     """Return the layout of a foreign checkpoint. `check_layout` checks it.
+
+    Args:
+        store: the place of the checkpoint.
+        spec, skip_unknown, format, index: as for `shardwise.open`.
 
     Raises:
         CheckpointNotFoundError: no known format is recognised.
         FormatError: the checkpoint is malformed.
         MismatchError: the specification does not fit the checkpoint.
     """
-    tree = FileTree(store, skip_unknown=options.skip_unknown)
-    spec = options.spec if options.spec is not None and options.spec.files is not None else None
-    read = partial(read_foreign, format=options.format) if spec is None else spec.read
+    tree = FileTree(store, skip_unknown=skip_unknown)
+    spec = spec if spec is not None and spec.files is not None else None
+    read = partial(read_foreign, format=format) if spec is None else spec.read
     try:
-        if options.index is None:
+        if index is None:
             return read(tree)
-        settings_text = f"{spec}, {options.skip_unknown}, {options.format}"
-        return read_or_write_index(tree, options.index, read, settings_text)
+        return read_or_write_index(tree, index, read, f"{spec}, {skip_unknown}, {format}")
     except FormatError as error:
         if tree.is_named_in(str(error)):
             raise

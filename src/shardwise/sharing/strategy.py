@@ -10,8 +10,15 @@ import numpy as np
 
 from shardwise.engine.data_reader import end_of_read
 from shardwise.engine.group import Group
-from shardwise.engine.load import are_mapped, fill_alone, largest_reads, open_readers
-from shardwise.engine.read import Readers, read_span, run_in_threads
+from shardwise.engine.load import (
+    Readers,
+    are_mapped,
+    fill_alone,
+    largest_reads,
+    open_readers,
+    read_span,
+    run_in_threads,
+)
 from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_count
