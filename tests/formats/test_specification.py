@@ -144,7 +144,6 @@ def test_copies_are_compared_by_a_verification_and_an_export(
             read()
         (problem,) = caught.value.problems
         assert problem.startswith("model.layers.3.norm: two copies differ, first at [3]: ")
-        assert ", and model.layers.1.norm in mp_rank_01_001/" in problem
         for name in ("mp_rank_00_001/model.pt", "mp_rank_01_001/model.pt"):
             at = int(problem.partition(f"{name} at byte ")[2].split(",")[0])
             content = (files / name).read_bytes()

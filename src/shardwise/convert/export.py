@@ -6,10 +6,9 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import msgspec
-import numpy as np
 import torch
 
 from shardwise.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from shardwise.engine.replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.index import encode_index
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
@@ -88,8 +88,9 @@ def write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
+    digest = hashlib.blake2b(encode_index(layout), digest_size=16).hexdigest()
     # Pickles of torch's classes depend on its version.
-    identity = f"{torch.__version__}: {_digest_source(source, layout)}: {options.resume_key}"
+    identity = f"{torch.__version__}: {source}: {digest}: {options.resume_key}"
     selected, tensors = _select_contents(options, layout)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else _read_config(open_store(options.config))
@@ -109,15 +110,6 @@ def _read_config(store: Store) -> bytes:
                 f"config={store}: the file has {file.size} bytes: expected at most {LARGEST_CONFIG}"
             )
         return FileRange.whole_file(file, name_of(store), str(store)).read(0, file.size)
-
-
-def _digest_source(source: Files, layout: Layout) -> str:
-    """Return an id of a source: the path, and a digest of the layout."""
-    contents = layout.format, layout.save_id, layout.step, layout.tensors, layout.objects
-    digest = hashlib.blake2b(msgspec.msgpack.encode((contents, layout.files)), digest_size=16)
-    for column in fields(layout.pieces):
-        digest.update(np.ascontiguousarray(getattr(layout.pieces, column.name)).tobytes())
-    return f"{source}: {digest.hexdigest()}"
 
 
 def _select_contents(

@@ -188,8 +188,6 @@ def _describe_difference(
     (row, *_) = np.flatnonzero((pieces.tensor == part.tensor) & holds.all(axis=1)).tolist()
     first_place = _place_of(layout, pieces, row, padded)
     copy_place = _place_of(layout, layout.replicas, part.row, padded)
-    if layout.replica_names:
-        copy_place = f"{layout.replica_names[part.row]} in {copy_place}"
     name = layout.tensors[int(layout.tensor_of[part.tensor])].name
     return f"{name}: two copies differ, first at {position}: {first_place}, and {copy_place}"
 

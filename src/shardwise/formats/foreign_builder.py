@@ -80,7 +80,6 @@ class Builder:
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
         self._ranges: dict[bool, FlatRanges] = {False: FlatRanges(), True: FlatRanges()}
-        self._replica_names: list[str] = []
         self._contents: dict[str, bytearray] = {}
         self._content_starts: dict[bytes, int] = {}
 
@@ -387,7 +386,6 @@ class Builder:
         for i, entry in enumerate(layout.tensors, first):
             self._index.setdefault(entry.name, i)
         self._tensors += layout.tensors
-        self._replica_names += layout.replica_names
         self.left_out += layout.left_out
         files = list(self._files)
         names: dict[tuple[str, int], list[str]] = {}
@@ -424,7 +422,6 @@ class Builder:
             tensors=tensors,
             pieces=pieces,
             replicas=replicas,
-            replica_names=tuple(self._replica_names),
             terms=terms,
             objects=tuple(self._objects),
             step=self.step,

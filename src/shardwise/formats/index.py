@@ -7,19 +7,19 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StateError, StoreError
 from shardwise.formats.file_tree import FileTree
 from shardwise.layout.columns import Int
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.layout import Layout, Pieces, StoredFile
-from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
+from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import LARGEST_INTEGER
 from shardwise.manifest.names import INDEX_MAGIC
 from shardwise.manifest.pieces import check_table_size
 from shardwise.manifest.validate import MOST_PIECES
@@ -31,50 +31,44 @@ BODY_START = len(INDEX_MAGIC) + 4
 
 RECREATE_REMEDY = "open the checkpoint again, after deleting its index file if you pass index="
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
+
+def _encode_array(array: object) -> tuple[tuple[int, ...], bytes]:
+    """Return the shape of a column of integers, and the compressed differences of its rows."""
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError
+    columns = array.reshape(len(array), -1).T if array.size else array.reshape(0, 0)
+    differences = np.diff(columns, axis=1, prepend=0).astype("<i8")
+    return array.shape, zlib.compress(differences.tobytes(), 1)
 
 
-class _PackedTable(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of pieces, each stored as compressed differences between its rows."""
+def _decode_array(_: object, encoded: Any) -> Int:
+    shape, data = msgspec.convert(encoded, tuple[tuple[int, ...], bytes])
+    rows, dims = (*shape, 1)[:2]
+    if not 0 < len(shape) < 3 or not 0 <= rows <= MOST_PIECES or not 0 <= dims <= MOST_DIMS:
+        raise ValueError(f"a table cannot have shape {list(shape)}")
+    check_table_size(rows, dims)
+    columns = _decompress(data, 8 * rows * dims).reshape(dims, rows).cumsum(axis=1)
+    return np.ascontiguousarray(columns.T).reshape(shape)
 
-    rows: Annotated[int, msgspec.Meta(ge=0, le=MOST_PIECES)]
-    dims: Annotated[int, msgspec.Meta(ge=0, le=MOST_DIMS)]
-    columns: tuple[bytes, ...]
+
+def _decompress(data: bytes, size: int) -> Int:
+    try:
+        values = zlib.decompressobj().decompress(data, size + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(values) != size:
+        raise ValueError(f"a column of a table does not have {size} bytes")
+    return np.frombuffer(values, "<i8").astype(np.int64)
 
 
-@prepare_decoding
-class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
-    format: str
-    files: tuple[tuple[str, Count, bytes | None], ...]
-    tensors: tuple[TensorEntry, ...]
-    pieces: _PackedTable
-    replicas: _PackedTable
-    replica_names: tuple[tuple[str, ...], bytes]
-    terms: tuple[int, ...]
-    objects: tuple[ObjectEntry, ...]
-    step: int | None
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    left_out: tuple[str, ...]
-    missing_files: dict[str, str]
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_DECODER = msgspec.msgpack.Decoder(Layout, dec_hook=_decode_array)
+"""Made at import, because msgspec 0.22 crashes if two threads prepare a type at the same time."""
 
 
 def encode_index(layout: Layout) -> bytes:
     """Encode the layout of a foreign checkpoint as bytes."""
-    index = _IndexBody(
-        layout.format,
-        tuple((file.name, file.size, file.content) for file in layout.files),
-        layout.tensors,
-        _pack_table(layout.pieces),
-        _pack_table(layout.replicas),
-        _pack_names(layout.replica_names),
-        layout.terms,
-        layout.objects,
-        layout.step,
-        layout.world_size,
-        layout.left_out,
-        dict(layout.missing_files),
-    )
-    body = msgspec.msgpack.encode(index)
+    body = _ENCODER.encode(layout)
     return INDEX_MAGIC + crc32(body).to_bytes(4, "little") + body
 
 
@@ -106,77 +100,16 @@ def _decode_index(data: bytes) -> Layout:
     if not is_intact_index(data):
         raise FormatError("it is damaged or truncated")
     try:
-        index = msgspec.msgpack.decode(memoryview(data)[BODY_START:], type=_IndexBody)
+        layout = _DECODER.decode(memoryview(data)[BODY_START:])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _malformed_error(str(error)) from error
-    return Layout(
-        format=index.format,
-        files=tuple(StoredFile(*file) for file in index.files),
-        tensors=index.tensors,
-        pieces=_unpack_table(index.pieces),
-        replicas=_unpack_table(index.replicas),
-        replica_names=_unpack_names(*index.replica_names, index.replicas.rows),
-        terms=index.terms,
-        objects=index.objects,
-        step=index.step,
-        world_size=index.world_size,
-        left_out=index.left_out,
-        missing_files=index.missing_files,
-    )
-
-
-def _malformed_error(reason: str) -> FormatError:
-    return FormatError(f"it is malformed: {reason}")
-
-
-def _pack_table(pieces: Pieces) -> _PackedTable:
-    by_dim = (*pieces.offset.T, *pieces.shape.T, *pieces.stride.T)
-    columns = (pieces.tensor, pieces.file, pieces.start, *by_dim)
-    differences = (np.diff(column, prepend=0).astype("<i8") for column in columns)
-    packed = tuple(zlib.compress(column.tobytes(), 1) for column in differences)
-    return _PackedTable(len(pieces), pieces.offset.shape[1], packed)
-
-
-def _unpack_table(table: _PackedTable) -> Pieces:
-    dims = table.dims
-    if len(table.columns) != 3 + 3 * dims:
-        raise _malformed_error(
-            f"a table has {len(table.columns)} columns, but {dims} dimensions need {3 + 3 * dims}"
-        )
-    check_table_size(table.rows, dims)
-    columns = np.empty((3 + 3 * dims, table.rows), np.int64)
-    for column, packed_column in zip(columns, table.columns, strict=True):
-        np.cumsum(_decompress_column(packed_column, 8 * table.rows), out=column)
-    by_dim = columns[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
-    offset, shape, stride = (np.ascontiguousarray(each) for each in by_dim)
-    return Pieces(columns[0], columns[1], columns[2], offset, shape, stride)
-
-
-def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Return the distinct names, and for each row the index of its name, compressed."""
-    name_index = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    column = np.array([name_index[name] for name in names], "<i8")
-    return tuple(name_index), zlib.compress(column.tobytes(), 1) if names else b""
-
-
-def _unpack_names(names: tuple[str, ...], column: bytes, rows: int) -> tuple[str, ...]:
-    if not names:
-        return ()
-    values = _decompress_column(column, 8 * rows)
-    if rows and not 0 <= int(values.min()) <= int(values.max()) < len(names):
-        raise _malformed_error("the name of a replica is missing")
-    return tuple(names[i] for i in values.tolist())
-
-
-def _decompress_column(data: bytes, size: int) -> Int:
-    decompressor = zlib.decompressobj()
-    try:
-        values = decompressor.decompress(data, size + 1) if data else b""
-    except zlib.error as error:
-        raise _malformed_error(str(error)) from error
-    if len(values) != size:
-        raise _malformed_error(f"a column of a table does not have {size} bytes")
-    return np.frombuffer(values, "<i8").astype(np.int64)
+        raise FormatError(f"it is malformed: {error}") from error
+    for pieces in (layout.pieces, layout.replicas):
+        columns = [getattr(pieces, each.name) for each in fields(pieces)]
+        if len({len(c) for c in columns}) > 1 or len({c.shape[1:] for c in columns}) > 2:
+            raise FormatError("it is malformed: the columns of a table have different lengths")
+    if not all(0 <= file.size <= LARGEST_INTEGER for file in layout.files):
+        raise FormatError("it is malformed: the size of a file is out of range")
+    return layout
 
 
 STAMP_LENGTH = 32

@@ -53,41 +53,25 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
     remapped = apply_spec(spec, catalogue, sizes=sizes, checkpoint=path)
     remapped = _add_unchanged(remapped, layout, stored, np.flatnonzero(inside_values))
     composition = _Composition(path, layout, remapped)
-    pieces, _, _ = composition.compose(remapped.pieces, layout.pieces)
-    replicas, names = _remap_replicas(composition)
+    # A replica of a new tensor is either an old tensor that the specification declares to be a
+    # copy, or a replica of an old tensor.
+    replicas = [
+        composition.compose(new, old)
+        for new, old in (
+            (remapped.replicas, layout.pieces),
+            (remapped.pieces, layout.replicas),
+            (remapped.replicas, layout.replicas),
+        )
+        if len(new) and len(old)
+    ]
     return replace(
         layout,
         tensors=remapped.tensors,
         objects=tuple(_rename_members(each, remapped, layout.tensors) for each in layout.objects),
-        pieces=pieces,
-        replicas=replicas,
-        replica_names=names,
+        pieces=composition.compose(remapped.pieces, layout.pieces),
+        replicas=Pieces.join(replicas),
         left_out=(*layout.left_out, *remapped.left_out),
     )
-
-
-def _remap_replicas(composition: _Composition) -> tuple[Pieces, tuple[str, ...]]:
-    """Return the replicas of new tensors, and the names of their arrays.
-
-    A replica of a new tensor is either an old tensor that the specification declares to be a copy,
-    or a replica of an old tensor.
-    """
-    new, old = composition.remapped, composition.layout
-    tables: list[Pieces] = []
-    names: list[str] = []
-    for new_pieces, new_names, old_pieces, old_names in (
-        (new.replicas, new.replica_names, old.pieces, ()),
-        (new.pieces, (), old.replicas, old.replica_names),
-        (new.replicas, new.replica_names, old.replicas, old.replica_names),
-    ):
-        if not len(new_pieces) or not len(old_pieces):
-            continue
-        composed, new_rows, old_rows = composition.compose(new_pieces, old_pieces)
-        tables.append(composed)
-        for row, old_row in zip(new_rows.tolist(), old_rows.tolist(), strict=True):
-            name = old.tensors[int(old_pieces.tensor[old_row])].name
-            names.append(new_names[row] if new_names else old_names[old_row] if old_names else name)
-    return Pieces.join(tables), tuple(names)
 
 
 def _find_tensors_inside_values(layout: Layout) -> Bool:
@@ -137,16 +121,12 @@ class _Composition:
     layout: Layout
     remapped: Layout
 
-    def compose(self, new: Pieces, old: Pieces) -> tuple[Pieces, Int, Int]:
-        """Translate pieces.
+    def compose(self, new: Pieces, old: Pieces) -> Pieces:
+        """Return pieces of new tensors in files.
 
         Args:
             new: pieces of new tensors in old tensors.
             old: pieces of old tensors in files.
-
-        Returns:
-            The pieces of new tensors in files; and for each piece, its row in `new` and its row in
-            `old`.
         """
         old = old.padded(self.layout.dims)
         dims = old.offset.shape[1]
@@ -173,7 +153,7 @@ class _Composition:
             return np.where(old_dims >= 0, values_of_old, fill)
 
         shift = take_along_source(overlaps.offset - first_offset[new_rows], 0)
-        pieces = Pieces(
+        return Pieces(
             new_piece.tensor,
             old_piece.file,
             old_piece.start + skipped * itemsize[new_piece.file],
@@ -181,7 +161,6 @@ class _Composition:
             take_along_source(overlaps.shape, 1),
             take_along_source(old_piece.stride, 0),
         )
-        return pieces, new_rows, old_rows
 
     def _find_source_dims(self, new: Pieces, shapes: Int, strides: Int) -> Int:
         """Find which dimension of the old tensor each dimension of each piece comes from.

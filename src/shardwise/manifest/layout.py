@@ -89,8 +89,6 @@ class Layout:
         tensors: the tensors. A tied tensor has `same_as`, and no pieces.
         pieces: the pieces of all stored tensors, which cover each element exactly once.
         replicas: further copies of tensors, whose bytes must equal those of `pieces`.
-        replica_names: the name of the stored array of each replica; empty if each array has the
-            name of its tensor.
         terms: the terms of tensors that are means. `pieces.tensor` counts them after the tensors:
             with ten tensors, `terms=(3, 3)` says that the stored tensors 10 and 11 are the terms of
             tensor 3, which has no pieces.
@@ -109,7 +107,6 @@ class Layout:
     tensors: tuple[TensorEntry, ...]
     pieces: Pieces
     replicas: Pieces = field(default_factory=Pieces.empty)
-    replica_names: tuple[str, ...] = ()
     terms: tuple[int, ...] = ()
     objects: tuple[ObjectEntry, ...] = ()
     per_rank: tuple[str, ...] = ()

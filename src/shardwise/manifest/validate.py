@@ -283,10 +283,6 @@ def _check_pieces(layout: Layout) -> Layout:
     )
     for pieces in (layout.pieces, layout.replicas):
         _check_table(layout, pieces)
-    if layout.replica_names and len(layout.replica_names) != len(layout.replicas):
-        raise FormatError(
-            f"there are {len(layout.replica_names)} names for {len(layout.replicas)} replicas"
-        )
     pieces = layout.pieces
     has_own = ~stored[layout.tensor_of[pieces.tensor]]
     if has_own.any():

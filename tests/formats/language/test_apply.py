@@ -277,7 +277,6 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
         }
         same(found["head"][...], one)
         same(found["norm"][...], numbered(3))
-        assert layout.replica_names == ("head",)
         assert layout.replicas.file.tolist() == [1]
         assert layout.replicas.tensor.tolist() == [0]
 

@@ -61,7 +61,6 @@ def assemble_checkpoint(tensors: Tensors, all_matches: Sequence[Matches], unmatc
         tensors=tuple(entries.values()),
         pieces=_locate(catalogue, boxes, entries),
         replicas=_locate(catalogue, copies, entries),
-        replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.array_row].tolist()),
         left_out=tuple(
             f"{catalogue.names[i]}: skipped by {tensors.spec.source.place_of(each.rule.position)}"
             for each in all_matches
