@@ -252,15 +252,15 @@ class Builder:
             self.add_array(name, value)
             return
         try:
-            plain = encode_plain(value, name)
+            plain, arrays, contents = encode_plain(value, name)
         except StateError as error:
             self.left_out.append(str(error))
             return
-        if name not in plain.contents:
-            self._objects.append(ObjectEntry(name, plain.value))
-        for path, array in plain.arrays.items():
+        if name not in contents:
+            self._objects.append(ObjectEntry(name, plain))
+        for path, array in arrays.items():
             self.add_array(path, array)
-        for path, tensor in plain.contents.items():
+        for path, tensor in contents.items():
             self.add_array(path, self.add_content(tensor))
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str, *, merge: bool = False) -> None:
@@ -320,9 +320,9 @@ class Builder:
         """
         for file, _ in states:
             self.add_file(file)
-        merged = merge_ranks(states, str(self._tree), self._have_same_bytes)
-        self.left_out += [f"{name}: its value differs between ranks" for name in merged.differing]
-        self.add_state(merged.state if isinstance(merged.state, dict) else {"value": merged.state})
+        merged, differing = merge_ranks(states, str(self._tree), self._have_same_bytes)
+        self.left_out += [f"{name}: its value differs between ranks" for name in differing]
+        self.add_state(merged if isinstance(merged, dict) else {"value": merged})
 
     def start_equally(self, one: StoredArray, other: StoredArray) -> bool:
         """Read the first elements of two arrays, and return whether they have the same bytes."""

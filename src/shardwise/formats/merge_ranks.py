@@ -36,20 +36,9 @@ SAMPLE_SIZE = 1024
 A load compares all elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class MergedState:
-    """The states of all ranks, as one.
-
-    Attributes:
-        state: the state, with `StoredTensor`s for tensors that several ranks have.
-        differing: the names of values that differ between ranks, and that the state lacks.
-    """
-
-    state: Any
-    differing: tuple[str, ...]
-
-
-def merge_ranks(states: Sequence[RankValue], label: str, same_bytes: SameBytes) -> MergedState:
+def merge_ranks(
+    states: Sequence[RankValue], label: str, same_bytes: SameBytes
+) -> tuple[Any, list[str]]:
     """Return the states of all ranks as one.
 
     DTensors and ShardedTensors become global tensors. Plain tensors must be the same on all ranks;
@@ -61,6 +50,10 @@ def merge_ranks(states: Sequence[RankValue], label: str, same_bytes: SameBytes) 
         label: the path of the checkpoint, for messages.
         same_bytes: compares small arrays of two files, for example random generator states.
 
+    Returns:
+        The state, with `StoredTensor`s for tensors that several ranks have; and the names of
+        values that differ between ranks, and that the state lacks.
+
     Raises:
         FormatError: shards are missing, or the states are not from one save.
     """
@@ -71,7 +64,7 @@ def merge_ranks(states: Sequence[RankValue], label: str, same_bytes: SameBytes) 
             f"{label}: the ranks saved different values, and not dicts, so they cannot be merged: "
             "open the file of one rank"
         )
-    return MergedState(state, tuple(map(_name_of_path, merger.differing_paths)))
+    return state, list(map(_name_of_path, merger.differing_paths))
 
 
 @dataclass(slots=True)

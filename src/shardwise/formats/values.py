@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,37 +23,29 @@ from shardwise.state.plain_values import JsonValue, encode
 _NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
-@dataclass(frozen=True, slots=True)
-class PlainValue:
-    """An encoded value, and the arrays that the value refers to by name.
-
-    Attributes:
-        value: the value, as `shardwise.state.plain_values` encodes it.
-        arrays: arrays in files, by name.
-        contents: numpy arrays from pickles, by name.
-    """
-
-    value: JsonValue
-    arrays: Mapping[str, StoredArray | StoredTensor]
-    contents: Mapping[str, torch.Tensor]
-
-
 def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor in memory, row-major."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def encode_plain(value: object, name: str) -> PlainValue:
+Arrays: TypeAlias = Mapping[str, StoredArray | StoredTensor]
+
+
+def encode_plain(value: object, name: str) -> tuple[JsonValue, Arrays, Mapping[str, torch.Tensor]]:
     """Encode a value as `shardwise.state.plain_values` does.
 
     Namespaces become dicts; other objects become dicts with the key `class`.
+
+    Returns:
+        The encoded value; and what it refers to by name: arrays in files, and numpy arrays from
+        pickles.
 
     Raises:
         StateError: a part of the value has no plain form.
     """
     encoder = _Encoder(name)
     encoded = encode(encoder.convert(value), name, encoder.record_array)
-    return PlainValue(encoded, encoder.arrays, encoder.contents)
+    return encoded, encoder.arrays, encoder.contents
 
 
 @dataclass(slots=True)
@@ -119,15 +111,17 @@ def are_plain_values_equal(value: object, other: object) -> bool:
     if value is other:
         return True
     try:
-        plain, other_plain = encode_plain(value, ""), encode_plain(other, "")
+        (plain, arrays, contents), (other_plain, other_arrays, other_contents) = (
+            encode_plain(each, "") for each in (value, other)
+        )
     except StateError:
         return True
-    contents, other_contents = (
-        {name: bytes_of_tensor(tensor) for name, tensor in each.contents.items()}
-        for each in (plain, other_plain)
+    return (plain, arrays, _bytes_by_name(contents)) == (
+        other_plain,
+        other_arrays,
+        _bytes_by_name(other_contents),
     )
-    return (plain.value, plain.arrays, contents) == (
-        other_plain.value,
-        other_plain.arrays,
-        other_contents,
-    )
+
+
+def _bytes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: bytes_of_tensor(tensor) for name, tensor in tensors.items()}

@@ -10,11 +10,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import FormatError
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers.deepspeed import reader
-from shardwise.manifest.validate import validate_layout
-from tests.formats.foreign_goldens import describe
 
 HUGE = 2**61
 
@@ -45,7 +40,7 @@ def write(place: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -
 
 def test_as_it_should_be(tmp_path: Path) -> None:
     write(tmp_path, lambda model, state: None)
-    names = {entry.name for entry in validate_layout(describe(reader, FileTree(tmp_path))).tensors}
+    names = {entry.name for entry in sw.open(tmp_path).layout.tensors}
     assert names == {"model.w", "optimizer.w.exp_avg", "optimizer.w.step"}
 
 
@@ -112,7 +107,7 @@ def test_what_lies_is_refused(
     tmp_path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None], said: str
 ) -> None:
     write(tmp_path, edit)
-    with pytest.raises(FormatError, match=said) as caught:
+    with pytest.raises(sw.FormatError, match=said) as caught:
         sw.open(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
@@ -122,6 +117,6 @@ def test_a_state_of_another_form_is_left_out_by_name(tmp_path: Path) -> None:
         state["base_optimizer_state"]["state"][0]["row"] = torch.zeros(3)
 
     write(tmp_path, edit)
-    foreign = validate_layout(describe(reader, FileTree(tmp_path)))
+    foreign = sw.open(tmp_path).layout
     assert [line for line in foreign.left_out if line.startswith("optimizer.*.row of group 0")]
     assert not [entry.name for entry in foreign.tensors if "row" in entry.name]

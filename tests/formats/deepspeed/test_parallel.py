@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers.deepspeed import reader
-from shardwise.manifest.validate import validate_layout
 from tests.formats.conftest import PARALLEL
-from tests.formats.deepspeed.test_native import same
-from tests.formats.foreign_goldens import describe
+from tests.formats.deepspeed.test_native import read, same, values_of
 from tests.formats.reference import read_tensors
 
 pytestmark = pytest.mark.timeout(400)
@@ -37,7 +33,7 @@ def expected(directory: Path, case: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", PARALLEL)
 def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
     place = parallel / case
-    foreign = validate_layout(describe(reader, FileTree(place)))
+    foreign = read(place)
     tensors = read_tensors(place, foreign)
     wanted = expected(parallel, case)
     assert len(wanted) == (63 if case.startswith("experts") else 15)
@@ -50,7 +46,7 @@ def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in PARALLEL if "bfloat16" in case])
 def test_the_module_has_weights_of_lower_precision(parallel: Path, case: str) -> None:
     place = parallel / case
-    tensors = read_tensors(place, validate_layout(describe(reader, FileTree(place))))
+    tensors = read_tensors(place, read(place))
     module = {name: tensor for name, tensor in tensors.items() if name.startswith("module.")}
     for name, tensor in module.items():
         # A pipeline's file of a tied layer does not say which of tied_modules it is.
@@ -60,7 +56,6 @@ def test_the_module_has_weights_of_lower_precision(parallel: Path, case: str) ->
 
 
 def test_each_kind_of_expert_keeps_its_group(parallel: Path) -> None:
-    foreign = describe(reader, FileTree(parallel / "experts-zero1"))
-    (groups,) = (o.value for o in foreign.objects if o.name == "optimizer.param_groups")
+    groups = values_of(parallel / "experts-zero1")["optimizer.param_groups"]
     assert [len(group["members"]) for group in groups] == [5, 16]
     assert [group["value"].get("moe", False) for group in groups] == [False, True]

@@ -8,25 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.errors import FormatError
-from shardwise.formats.detect import read_foreign
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers.deepspeed import reader, universal
-from shardwise.manifest.validate import validate_layout
-from shardwise.state.plain_values import decode
+import shardwise as sw
 from tests.formats.conftest import CONVERTED, Checkpoints
 from tests.formats.deepspeed.test_native import same
-from tests.formats.foreign_goldens import describe
 from tests.formats.reference import read_tensors
 
 pytestmark = pytest.mark.timeout(400)
 
 
+def opened(place: Path) -> sw.Checkpoint:
+    return sw.open(place, format="deepspeed-universal")
+
+
 @pytest.mark.parametrize("case", CONVERTED)
 def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> None:
     place, expected = checkpoints.place(case) / "universal", checkpoints.expected(case)
-    foreign = validate_layout(describe(universal, FileTree(place)))
-    tensors = read_tensors(place, foreign)
+    found = opened(place)
+    tensors = read_tensors(place, found.layout)
     wanted = {f"model.{name}": tensor for name, tensor in expected["parameters"].items()}
     wanted |= {f"optimizer.{name}": tensor for name, tensor in expected["moments"].items()}
     for kind in ("frozen", "buffers"):  # which DeepSpeed does not restore
@@ -36,21 +34,19 @@ def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> Non
     assert [name for name, tensor in wanted.items() if not same(tensors[name], tensor)] == []
     beside = {name for name in tensors if not name.startswith("module.")} - set(wanted)
     assert beside == {"model.head.weight"}
-    values = {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
-    groups = values["optimizer.param_groups"]
+    groups = found["optimizer.param_groups"]
     assert [group["value"] for group in groups] == expected["groups"]
     assert [len(group["members"]) for group in groups] == [3, 3]
-    assert values["client_state.note"] == "hello"
-    assert values["deepspeed.loss_scaler"]["cur_scale"] == (16 if case == "zero2-float16" else 1)
-    assert (foreign.step, foreign.world_size) == (3, 2)
+    assert found["client_state.note"] == "hello"
+    assert found["deepspeed.loss_scaler"]["cur_scale"] == (16 if case == "zero2-float16" else 1)
+    assert (found.step, found.world_size) == (3, 2)
 
 
 def test_a_root_with_both_is_read_as_native(checkpoints: Checkpoints) -> None:
     place = checkpoints.place(CONVERTED[0])
-    assert read_foreign(FileTree(place)).format == reader.FORMAT
-    assert read_foreign(FileTree(place), "deepspeed-universal").format == universal.FORMAT
-    assert not reader.READER.recognise(FileTree(place / "universal"))
-    assert universal.READER.recognise(FileTree(place / "universal"))
+    assert sw.open(place).layout.format == "DeepSpeed"
+    assert opened(place).layout.format == "DeepSpeed universal"
+    assert sw.open(place / "universal").layout.format == "DeepSpeed universal"
 
 
 def test_a_root_with_universal_ones_only_is_recognised(
@@ -58,9 +54,9 @@ def test_a_root_with_universal_ones_only_is_recognised(
 ) -> None:
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", tmp_path / "universal")
     (tmp_path / "latest_universal").write_text("universal")
-    assert universal.READER.recognise(FileTree(tmp_path))
-    assert not reader.READER.recognise(FileTree(tmp_path))
-    assert validate_layout(describe(universal, FileTree(tmp_path))).tensors
+    assert sw.open(tmp_path).layout.format == "DeepSpeed universal"
+    with pytest.raises(sw.CheckpointNotFoundError):
+        sw.open(tmp_path, format="deepspeed")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +74,8 @@ def test_a_lost_file_is_told(
     place = tmp_path / "copy"
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", place)
     (place / lost).unlink()
-    with pytest.raises(FormatError, match=said):
-        describe(universal, FileTree(place))
+    with pytest.raises(sw.FormatError, match=said):
+        opened(place)
 
 
 @pytest.mark.parametrize("case", CONVERTED)
@@ -90,8 +86,8 @@ def test_a_key_that_is_lost_of_all_parameters_is_told(
     shutil.copytree(checkpoints.place(case) / "universal", place)
     for path in place.glob("zero/*/exp_avg_sq.pt"):
         path.unlink()
-    with pytest.raises(FormatError, match=r"missing: zero/embedding\.weight/exp_avg_sq\.pt"):
-        describe(universal, FileTree(place))
+    with pytest.raises(sw.FormatError, match=r"missing: zero/embedding\.weight/exp_avg_sq\.pt"):
+        opened(place)
 
 
 @pytest.mark.parametrize("key", ["fp32", "exp_avg", "exp_avg_sq"])
@@ -105,5 +101,5 @@ def test_a_state_of_another_shape_is_told(
     held["param"] = held["param"][:-1].clone()
     torch.save(held, path)
     said = rf"{key}.pt: its shape is \[6, 5\], but its parameter has shape \[7, 5\]"
-    with pytest.raises(FormatError, match=said):
-        describe(universal, FileTree(place))
+    with pytest.raises(sw.FormatError, match=said):
+        opened(place)

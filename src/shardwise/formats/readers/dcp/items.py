@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from shardwise.formats.readers.dcp.metadata import Chunk, Metadata, item_key, parse_index
+from shardwise.formats.readers.dcp.metadata import Metadata, item_key, parse_index
 from shardwise.ports.reader import (
+    Box,
     FilePart,
     FileRange,
     FileTree,
@@ -62,7 +63,7 @@ def find_arrays(tree: FileTree, items: Sequence[FilePart]) -> list[Found]:
 def read_described_arrays(
     tree: FileTree,
     metadata: Metadata,
-    chunks: Sequence[tuple[str, Chunk]],
+    chunks: Sequence[tuple[str, Box]],
     items: Sequence[FilePart],
     path: str,
 ) -> list[Found] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.ports.reader import (
+    Box,
     FilePart,
     FileTree,
     FormatError,
@@ -24,20 +25,12 @@ Ints: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor, as it was saved."""
-
-    offset: Ints
-    shape: Ints
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkedTensor:
     """A global tensor and the boxes in which it was saved; `dtype` is torch's name."""
 
     dtype: str
     shape: Ints
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +172,7 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
             f"{name}: a chunk has {len(offset)} offsets and {len(sizes)} sizes, but the tensor has "
             f"{len(shape)} dimensions",
         )
-        chunks.append(Chunk(offset, sizes))
+        chunks.append(Box(offset, sizes))
     distinct = {item_key(name, (*chunk.offset, *chunk.shape)): chunk for chunk in chunks}
     return ChunkedTensor(dtype, shape, tuple(distinct.values()))
 

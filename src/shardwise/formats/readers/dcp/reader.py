@@ -9,13 +9,13 @@ from typing import Any
 from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import (
     METADATA,
-    Chunk,
     Ints,
     Metadata,
     item_key,
     read_metadata,
 )
 from shardwise.ports.reader import (
+    Box,
     Builder,
     CheckpointNotFoundError,
     FilePart,
@@ -129,7 +129,7 @@ def read_state(tree: FileTree, builder: Builder, name: str = METADATA) -> dict[A
     return nest((metadata.paths.get(key, (key,)), leaf) for key, leaf in contents.items())
 
 
-def _check_array(array: StoredArray, dtype: str, chunk: Chunk, label: str, item: FilePart) -> None:
+def _check_array(array: StoredArray, dtype: str, chunk: Box, label: str, item: FilePart) -> None:
     if (array.dtype, array.shape) != (dtype, chunk.shape):
         raise FormatError(
             f"{label}: the chunk at {list(chunk.offset)} in {item.file} is {array.dtype} of shape "

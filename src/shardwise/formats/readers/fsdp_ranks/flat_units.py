@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-MOST_STATES = 20_000
+MOST_STATES = 2000
 """The most partial assignments to follow. Real models need a few."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
@@ -64,23 +64,9 @@ class _State:
     kinds: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    """The flat parameter of each parameter so far, as a list from the last one to the first.
-
-    Attributes:
-        unit: the flat parameter of the last parameter.
-        before: the assignment of the parameters before; None for none.
-        digest: a hash of the whole assignment.
-    """
-
-    unit: int
-    before: _Assignment | None = field(compare=False)
-    digest: int
-
-
-_Assignments: TypeAlias = dict[int, _Assignment | None]
-"""Assignments by their digest; at most two, which show that there is more than one possibility."""
+_Assignments: TypeAlias = set[tuple[int, ...]]
+"""The flat parameter of each parameter so far. At most two assignments are kept, which show that
+there is more than one possibility."""
 
 
 def find_flat_units(
@@ -115,22 +101,23 @@ def find_flat_units(
                 yield replace(each, opened=(*each.opened[:-1], last))
 
     states: dict[_State, _Assignments] = {
-        _State((), 0): {0: None},
-        _State((_OpenUnit(0, ""),), 1): {0: None},
+        _State((), 0): {()},
+        _State((_OpenUnit(0, ""),), 1): {()},
     }
     for name, size, modules in zip(names, sizes, _list_modules(names, sizes), strict=True):
         following: dict[_State, _Assignments] = {}
         for state, assignments in states.items():
             for after in advance(state, name, size, modules):
-                _extend(following.setdefault(after, {}), assignments, after.opened[-1].index)
+                longer = {(*before, after.opened[-1].index) for before in assignments}
+                following[after] = {*sorted(following.get(after, set()) | longer)[:2]}
         if len(following) > MOST_STATES:
             return None
         states = following
-    complete: _Assignments = {}
+    complete: _Assignments = set()
     for state, assignments in states.items():
         if state.unit_count == len(flat_sizes) and all(map(is_complete, state.opened)):
             complete |= assignments
-    return _list_units(next(iter(complete.values()))) if len(complete) == 1 else None
+    return list(complete.pop()) if len(complete) == 1 else None
 
 
 def _list_modules(names: Sequence[str], sizes: Sequence[int]) -> list[list[_Module]]:
@@ -172,19 +159,3 @@ def _open_units(state: _State, modules: Sequence[_Module]) -> Iterator[_State]:
         opened = (*state.opened, unit)
         kinds = state.kinds | {module.kind}
         yield from _open_units(_State(opened, state.unit_count + 1, kinds), inner)
-
-
-def _extend(found: _Assignments, assignments: _Assignments, unit: int) -> None:
-    """Add the assignments with one more parameter."""
-    for digest, before in assignments.items():
-        if len(found) < 2:
-            extended = hash((digest, unit))
-            found[extended] = _Assignment(unit, before, extended)
-
-
-def _list_units(assignment: _Assignment | None) -> list[int]:
-    units = []
-    while assignment is not None:
-        units.append(assignment.unit)
-        assignment = assignment.before
-    return units[::-1]
