@@ -15,12 +15,9 @@ from shardwise.engine.data_reader import DataReader
 from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import FileEntry
-from shardwise.store import LocalStore
-from shardwise.store.hdfs import HdfsFiles
+from shardwise.store import LocalStore, is_writable, open_store
 from shardwise.store.object_store import ObjectStore
-from shardwise.store.remote_files import RemoteFileStore
 from shardwise.store.retry import Retry, RetryingStore
-from shardwise.store.store_url import parse_url
 
 
 def test_a_warning_names_server_reason_and_end_of_the_retries(
@@ -38,12 +35,20 @@ def test_a_warning_names_server_reason_and_end_of_the_retries(
     assert re.search(r"repeated until \d\d:\d\d:\d\d \(the option retry=1 of the URL\)", said)
 
 
-def test_a_silent_namenode_is_an_error() -> None:
+def test_whether_a_place_is_writable_is_unknown_in_an_outage() -> None:
+    """Otherwise, a `Checkpointer` would ignore the snapshots in memory."""
+    unreachable = "s3://bucket/run?endpoint=http://127.0.0.1:1&anonymous=true&retry=0"
+    with pytest.raises(StoreUnavailableError):
+        is_writable(open_store(unreachable))
+
+
+def test_a_silent_namenode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of HDFS would wait without a bound."""
     pytest.importorskip("hdfs_native", reason="stores in HDFS need hdfs-native")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"hdfs://127.0.0.1:{silent.getsockname()[1]}"
-        store = RemoteFileStore(HdfsFiles(url, seconds=0.4), parse_url(f"{url}/run", ()))
+        monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.seconds", 0.4)
+        store = open_store(f"{url}/run?retry=0")
         for _ in range(2):
             with pytest.raises(StoreUnavailableError, match=f"{url}/run: HDFS has not answered"):
                 store.list()

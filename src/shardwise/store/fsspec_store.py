@@ -6,14 +6,14 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store.remote_files import Entry, RemoteFileStore
+from shardwise.store.remote_files import Entry, ReadRange, RemoteFileStore, RequestStream
 from shardwise.store.store import FileStatus
 from shardwise.store.store_url import parse_url
 
@@ -30,7 +30,7 @@ _MISUSE_ERRORS = (AttributeError, ImportError, LookupError, TypeError, ValueErro
 """
 
 
-def open_fsspec(url: str) -> RemoteFileStore:
+def open_fsspec(url: str) -> FsspecStore:
     """Return the store at a URL of fsspec.
 
     fsspec reads the options of a file system, such as the port of a server, from its configuration:
@@ -59,75 +59,75 @@ def open_fsspec(url: str) -> RemoteFileStore:
             f"{url!r}: unknown scheme {place.scheme}://: use a directory, file:///path, s3://, "
             "gs://, az://, hdfs://, http:// or a scheme that fsspec knows"
         ) from error
-    return RemoteFileStore(FsspecFiles(f"{place.scheme}://{place.host}"), place)
+    return FsspecStore(place)
 
 
-@dataclass(frozen=True)
-class FsspecFiles:
-    """The files of a file system of fsspec.
+class FsspecStore(RemoteFileStore):
+    """Files in a directory of a file system of fsspec.
 
-    Calls to a client that is not asynchronous are made one at a time, because such clients need not
-    support threads.
-
-    Args:
-        url: `scheme://host`.
+    Most file systems replace files silently. Calls to a client that is not asynchronous are made
+    one at a time, because such clients need not support threads.
     """
 
-    url: str
-    refuses_to_replace = False  # most file systems replace files silently
-    _clients: dict[int, AbstractFileSystem] = field(default_factory=dict, compare=False, repr=False)
-    _lock: Any = field(default_factory=threading.RLock, compare=False, repr=False)
+    def _connect(self) -> tuple[AbstractFileSystem, AbstractContextManager[object]]:
+        """Return a client, and a lock for its calls."""
+        import fsspec
 
-    def __reduce__(self) -> tuple[type[FsspecFiles], tuple[str]]:
-        return type(self), (self.url,)
+        client = fsspec.url_to_fs(self._place(""), skip_instance_cache=True)[0]
+        return client, nullcontext() if client.async_impl else threading.RLock()
 
-    def find(self, path: str) -> Entry:
-        """Return what is at a path."""
+    def _find(self, path: str) -> Entry:
         with self._use_client(path) as (client, full):
             client.invalidate_cache()
             return _entry(client.info(full))
 
-    def list(self, path: str) -> Mapping[str, Entry]:
-        """Return what is in a directory, by name."""
+    def _list(self, path: str) -> Mapping[str, Entry]:
         with self._use_client(path) as (client, full):
             client.invalidate_cache()
             found = client.ls(full, detail=True)
         own = full.rstrip("/")
         if len(found) == 1 and _path(found[0]) == own and found[0]["type"] == "file":
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.url + path)
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._place(path))
         # Some object stores have an object for the directory itself.
         below = [info for info in found if _path(info) != own]
         return {_path(info).rpartition("/")[2]: _entry(info) for info in below}
 
-    def open(self, path: str, size: int | None = None) -> _FsspecFile:
-        """Open a file."""
+    def _open(self, path: str, size: int | None) -> tuple[int, ReadRange]:
         if size is None:
-            entry = self.find(path)
-            if entry.status.is_directory:
+            status, _ = self._find(path)
+            if status.is_directory:
                 raise StoreError(
-                    f"{self.url}{path} is a directory, but a file is expected: open the directory "
-                    "of a checkpoint"
+                    f"{self._place(path)} is a directory, but a file is expected: open the "
+                    "directory of a checkpoint"
                 )
-            size = entry.status.size
-        return _FsspecFile(self, path, size)
+            size = status.size
+        return size, partial(self._read, path)
 
-    def read(self, path: str, offset: int, count: int) -> bytes:
-        """Return bytes of a file."""
+    def _read(self, path: str, offset: int, count: int) -> bytes:
+        if not count:
+            return b""
         with self._use_client(path) as (client, full):
             # Without `cache_type`, a file system without ranged reads would read ahead.
             options = {} if client.async_impl else {"cache_type": "none"}
             return bytes(client.cat_file(full, start=offset, end=offset + count, **options))
 
-    def create(self, path: str) -> _FsspecStream:
-        """Create a file."""
+    def _create(self, path: str) -> RequestStream:
         with self._use_client(path) as (client, full):
             client.invalidate_cache()
             if client.exists(full):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url + path)
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._place(path))
             client.makedirs(client._parent(full), exist_ok=True)
-            return _FsspecStream(self, path, client.open(full, "wb"))
+            stream = client.open(full, "wb")
+        return RequestStream(
+            lambda data: self._call(path, partial(stream.write, data)),
+            lambda: self._call(path, stream.close),
+        )
 
-    def write(self, path: str, data: bytes) -> None:
+    def _call(self, path: str, work: Callable[[], object]) -> None:
+        with self._use_client(path):
+            work()
+
+    def _write(self, path: str, data: bytes, *, replace: bool) -> None:
         """Write a small file, under a temporary name if this file system can rename files.
 
         Raises:
@@ -144,23 +144,20 @@ class FsspecFiles:
                 client.pipe_file(full, data)
             if client.cat_file(full) != data:
                 raise StoreError(
-                    f"{self.url}{path} does not have the bytes that were written: this file system "
-                    "does not replace files when it renames others; save to another store"
+                    f"{self._place(path)} does not have the bytes that were written: this file "
+                    "system does not replace files when it renames others; save to another store"
                 )
 
-    write_new = write
-
-    def rename(self, source: str, target: str) -> None:
+    def _rename(self, source: str, target: str) -> None:
         """Rename a file, or copy it if this file system cannot rename files."""
         with self._use_client(source) as (client, full):
-            client.mv(full, client._strip_protocol(self.url + target))
+            client.mv(full, client._strip_protocol(self._place(target)))
 
-    def delete(self, path: str) -> None:
-        """Delete a file."""
+    def _delete(self, path: str) -> None:
         with self._use_client(path) as (client, full):
             client.rm_file(full)
 
-    def remove_directory(self, path: str) -> None:
+    def _remove_directory(self, path: str) -> None:
         """Remove an empty directory. Some stores have no directories."""
         with self._use_client(path) as (client, full):
             client.rmdir(full)
@@ -169,51 +166,13 @@ class FsspecFiles:
     def _use_client(self, path: str) -> Iterator[tuple[AbstractFileSystem, str]]:
         """Yield this process's client, and a path as the client writes it. Translate errors."""
         try:
-            with _translate_errors(self.url + path):
-                client = self._clients.get(os.getpid())
-                if client is None:
-                    import fsspec
-
-                    client = fsspec.url_to_fs(self.url, skip_instance_cache=True)[0]
-                    self._clients[os.getpid()] = client
-                full = client._strip_protocol(self.url + path)
-                if client.async_impl:
-                    yield client, full
-                else:
-                    with self._lock:
-                        yield client, full
+            with _translate_errors(self._place(path)):
+                client, lock = self._client
+                with lock:
+                    yield client, client._strip_protocol(self._place(path))
         except StoreUnavailableError:
-            self._clients.pop(os.getpid(), None)  # its connection may have ended
+            self._forget_client()  # its connection may have ended
             raise
-
-
-@dataclass(frozen=True, slots=True)
-class _FsspecFile:
-    """A file that is open for reading."""
-
-    files: FsspecFiles
-    path: str
-    size: int
-
-    def read(self, offset: int, count: int) -> bytes:
-        return self.files.read(self.path, offset, count) if count else b""
-
-
-@dataclass(frozen=True, slots=True)
-class _FsspecStream:
-    """A file that is being written."""
-
-    files: FsspecFiles
-    path: str
-    stream: Any
-
-    def write(self, data: memoryview) -> None:
-        with self.files._use_client(self.path):
-            self.stream.write(data)
-
-    def close(self) -> None:
-        with self.files._use_client(self.path):
-            self.stream.close()
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:
@@ -221,7 +180,7 @@ def _entry(info: Mapping[str, Any]) -> Entry:
     time = next((info[key] for key in _TIME_KEYS if info.get(key)), None)
     is_directory = info["type"] == "directory"
     size = 0 if is_directory else int(info["size"] or 0)
-    return Entry(FileStatus(size, version, is_directory), _seconds(time))
+    return FileStatus(size, version, is_directory), _seconds(time)
 
 
 def _seconds(time: object) -> float | None:

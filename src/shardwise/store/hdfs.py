@@ -10,11 +10,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store.remote_files import Entry, RemoteFileStore
+from shardwise.store.remote_files import Entry, ReadRange, RemoteFileStore, RequestStream
 from shardwise.store.store import FileStatus
 from shardwise.store.store_url import parse_url
 
@@ -42,7 +41,7 @@ _JAVA_TRACE = re.compile(r"\s*(\\n|\n)\s*(\\t|\t)at .*", re.DOTALL)
 T = TypeVar("T")
 
 
-def open_hdfs(url: str) -> RemoteFileStore:
+def open_hdfs(url: str) -> HdfsStore:
     """Return the store at an HDFS URL.
 
     The client reads Hadoop's configuration from `HADOOP_CONF_DIR` or `HADOOP_HOME`, for example the
@@ -60,90 +59,80 @@ def open_hdfs(url: str) -> RemoteFileStore:
         raise StoreError(
             f"{url!r}: HDFS needs hdfs-native: pip install 'shardwise[hdfs]'"
         ) from error
-    place = parse_url(url, (), needs_host=False)
-    return RemoteFileStore(HdfsFiles(f"hdfs://{place.host}"), place)
+    return HdfsStore(parse_url(url, (), needs_host=False))
 
 
-@dataclass(frozen=True)
-class HdfsFiles:
-    """The files of an HDFS file system.
+class HdfsStore(RemoteFileStore):
+    """Files in a directory of an HDFS file system.
 
     The client waits without a bound for a server that is reached, but does not answer. So each
     request runs in a thread, and this class waits only for a limited time. The server may execute
     the request later.
 
-    Args:
-        url: `hdfs://namenode:port`, or `hdfs://` and the name of a name service.
+    Attributes:
         seconds: the longest time of a request.
     """
 
-    url: str
-    seconds: float = field(default=REQUEST_SECONDS, compare=False)
+    seconds = REQUEST_SECONDS
     refuses_to_replace = True  # renames in HDFS are atomic
-    _clients: dict[int, Client] = field(default_factory=dict, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[type[HdfsFiles], tuple[str, float]]:
-        return type(self), (self.url, self.seconds)
+    def _connect(self) -> Client:
+        from hdfs_native import Client
 
-    def find(self, path: str) -> Entry:
-        """Return what is at a path."""
+        with _translate_errors(self._place("")):
+            return Client(self._place(""), CONFIG)
+
+    def _find(self, path: str) -> Entry:
         return _entry(self.request(path, lambda: self._client.get_file_info(path)))
 
-    def list(self, path: str) -> Mapping[str, Entry]:
-        """Return what is in a directory, by name."""
+    def _list(self, path: str) -> Mapping[str, Entry]:
         found = self.request(path, lambda: list(self._client.list_status(path)))
         if len(found) == 1 and found[0].path == path and not found[0].isdir:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.url + path)
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._place(path))
         return {status.path.rpartition("/")[2]: _entry(status) for status in found}
 
-    def open(self, path: str, size: int | None = None) -> _HdfsFile:
-        """Open a file."""
-        return _HdfsFile(self, path, self.request(path, lambda: self._client.read(path)))
+    def _open(self, path: str, size: int | None) -> tuple[int, ReadRange]:
+        reader: FileReader = self.request(path, lambda: self._client.read(path))
 
-    def create(self, path: str) -> _HdfsStream:
-        """Create a file."""
+        def read(offset: int, count: int) -> bytes:
+            return self.request(path, lambda: reader.read_range(offset, count)) if count else b""
+
+        return len(reader), read
+
+    def _create(self, path: str) -> RequestStream:
         from hdfs_native import WriteOptions
 
         options = WriteOptions(overwrite=False, create_parent=True)
-        return _HdfsStream(
-            self, path, self.request(path, lambda: self._client.create(path, options))
+        writer: FileWriter = self.request(path, lambda: self._client.create(path, options))
+        return RequestStream(
+            lambda data: self.request(path, lambda: writer.write(data)),
+            lambda: self.request(path, writer.close),
         )
 
-    def write(self, path: str, data: bytes) -> None:
-        """Create or replace a small file under a temporary name, and rename it."""
-        self._write(path, data, overwrite=True)
-
-    def write_new(self, path: str, data: bytes) -> None:
-        """Write a small file under a temporary name, and rename it unless its name is taken."""
-        self._write(path, data, overwrite=False)
-
-    def _write(self, path: str, data: bytes, *, overwrite: bool) -> None:
+    def _write(self, path: str, data: bytes, *, replace: bool) -> None:
+        """Write a small file under a temporary name, and rename it."""
         directory, _, name = path.rpartition("/")
         temporary = f"{directory}/.{name}.{secrets.token_hex(4)}"
-        stream = self.create(temporary)
+        stream = self._create(temporary)
         try:
             stream.write(memoryview(data))
         finally:
             stream.close()
         try:
-            self.request(path, lambda: self._client.rename(temporary, path, overwrite=overwrite))
+            self.request(path, lambda: self._client.rename(temporary, path, overwrite=replace))
         except OSError:
             with suppress(OSError):  # the error that led here matters more
-                self.delete(temporary)
+                self._delete(temporary)
             raise
 
-    def rename(self, source: str, target: str) -> None:
-        """Rename a file. An existing one is replaced."""
+    def _rename(self, source: str, target: str) -> None:
         self.request(target, lambda: self._client.rename(source, target, overwrite=True))
 
-    def delete(self, path: str) -> None:
-        """Delete a file."""
+    def _delete(self, path: str) -> None:
         if not self.request(path, lambda: self._client.delete(path, recursive=False)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url + path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._place(path))
 
-    def remove_directory(self, path: str) -> None:
-        """Remove an empty directory."""
-        self.delete(path)
+    _remove_directory = _delete
 
     def request(self, path: str, work: Callable[[], T]) -> T:
         """Return the result of a request.
@@ -165,7 +154,7 @@ class HdfsFiles:
                 answer.set_exception(error)
 
         threading.Thread(target=send, name="shardwise-hdfs", daemon=True).start()
-        place = f"{self.url}{path}"
+        place = self._place(path)
         try:
             if not wait([answer], self.seconds).done:
                 raise StoreUnavailableError(
@@ -174,62 +163,13 @@ class HdfsFiles:
             with _translate_errors(place):
                 return answer.result()
         except StoreUnavailableError:
-            self._clients.pop(os.getpid(), None)  # the next request connects anew
+            self._forget_client()
             raise
-
-    @property
-    def _client(self) -> Client:
-        """The client of this process.
-
-        After a fork, the parent's client has no threads. It is kept, because deleting it would wait
-        for them.
-        """
-        client = self._clients.get(os.getpid())
-        if client is None:
-            from hdfs_native import Client
-
-            with _translate_errors(self.url):
-                client = Client(self.url, CONFIG)
-            self._clients[os.getpid()] = client
-        return client
-
-
-@dataclass(frozen=True, slots=True)
-class _HdfsFile:
-    """A file that is open for reading."""
-
-    files: HdfsFiles
-    path: str
-    reader: FileReader
-
-    @property
-    def size(self) -> int:
-        return len(self.reader)
-
-    def read(self, offset: int, count: int) -> bytes:
-        if count == 0:
-            return b""
-        return self.files.request(self.path, lambda: self.reader.read_range(offset, count))
-
-
-@dataclass(frozen=True, slots=True)
-class _HdfsStream:
-    """A file that is being written."""
-
-    files: HdfsFiles
-    path: str
-    writer: FileWriter
-
-    def write(self, data: memoryview) -> None:
-        self.files.request(self.path, lambda: self.writer.write(data))
-
-    def close(self) -> None:
-        self.files.request(self.path, self.writer.close)
 
 
 def _entry(status: HdfsStatus) -> Entry:
     found = FileStatus(status.length, str(status.modification_time), is_directory=status.isdir)
-    return Entry(found, status.modification_time / 1000)
+    return found, status.modification_time / 1000
 
 
 @contextmanager

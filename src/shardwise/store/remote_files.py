@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
@@ -26,99 +27,102 @@ from shardwise.store.store_url import StoreUrl
 PUBLISH_PAUSE = 0.2  # seconds between two attempts to publish a file that others publish too
 
 
+Entry = tuple[FileStatus, float | None]
+"""A file or directory: its status, and when it was last modified, in seconds by the clock of the
+server; None if the file system does not say."""
+ReadRange = Callable[[int, int], bytes]
+"""Returns bytes of a file, given an offset and a count. The range does not reach past its end."""
+
+
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A file or directory.
+class RequestStream:
+    """A `Stream`, of which each method sends a request."""
 
-    Attributes:
-        status: its size and version.
-        modified: when the file was last modified, in seconds by the clock of the server; None if
-            the file system does not say.
-    """
-
-    status: FileStatus
-    modified: float | None
+    write: Callable[[memoryview], object]
+    close: Callable[[], object]
 
 
-class RemoteFile(Protocol):
-    """A file that is open for reading."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        ...
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Return bytes of the file. The range does not reach past its end."""
-        ...
-
-
-class RemoteFiles(Protocol):
-    """A client of a remote file system. Paths begin with `/`.
-
-    Methods raise `FileNotFoundError`, `FileExistsError`, `PermissionError` or another `OSError`.
-    """
-
-    @property
-    def refuses_to_replace(self) -> bool:
-        """Whether `write_new` fails if the file exists. Otherwise, a lock protects it."""
-        ...
-
-    def find(self, path: str) -> Entry:
-        """Return what is at a path."""
-        ...
-
-    def list(self, path: str) -> Mapping[str, Entry]:
-        """Return what is in a directory, by name."""
-        ...
-
-    def open(self, path: str, size: int | None = None) -> RemoteFile:
-        """Open a file. Its size is given if it is known."""
-        ...
-
-    def create(self, path: str) -> Stream:
-        """Create a file, and the directories above."""
-        ...
-
-    def write(self, path: str, data: bytes) -> None:
-        """Create or replace a small file atomically, and create the directories above."""
-        ...
-
-    def write_new(self, path: str, data: bytes) -> None:
-        """Create a small file atomically.
-
-        Raises:
-            FileExistsError: the file exists, and `refuses_to_replace`.
-        """
-        ...
-
-    def rename(self, source: str, target: str) -> None:
-        """Rename a file. An existing one is replaced."""
-        ...
-
-    def delete(self, path: str) -> None:
-        """Delete a file."""
-        ...
-
-    def remove_directory(self, path: str) -> None:
-        """Remove an empty directory."""
-        ...
-
-
-@dataclass(frozen=True)
-class RemoteFileStore:
+class RemoteFileStore(ABC):
     """Files in a directory of a remote file system.
 
-    Files are written in order, and locks are leases.
+    Files are written in order, and locks are leases. A subclass defines the requests to a client of
+    the file system. The paths of requests begin with `/`. Requests raise `FileNotFoundError`,
+    `FileExistsError`, `PermissionError` or another `OSError`.
 
     Args:
-        files: the client of the file system.
         url: the URL of the directory.
+        clients: the client of each process, which the stores below share.
+
+    Attributes:
+        refuses_to_replace: whether `_write` fails without `replace` if the file exists. Otherwise,
+            a lock protects the file.
     """
 
-    files: RemoteFiles
-    url: StoreUrl
+    refuses_to_replace = False
     traits = StoreTraits(transfer=replace(REMOTE_TRANSFER, read_threads=8, staging_bytes=64 << 20))
+
+    def __init__(self, url: StoreUrl, clients: dict[int, Any] | None = None) -> None:
+        self.url = url
+        self._clients = {} if clients is None else clients
+
+    def __reduce__(self) -> tuple[type[RemoteFileStore], tuple[StoreUrl]]:
+        return type(self), (self.url,)
+
+    @abstractmethod
+    def _connect(self) -> Any:
+        """Return a new client."""
+
+    @abstractmethod
+    def _find(self, path: str) -> Entry:
+        """Return what is at a path."""
+
+    @abstractmethod
+    def _list(self, path: str) -> Mapping[str, Entry]:
+        """Return what is in a directory, by name."""
+
+    @abstractmethod
+    def _open(self, path: str, size: int | None) -> tuple[int, ReadRange]:
+        """Open a file. Return its size, and a function that reads it."""
+
+    @abstractmethod
+    def _create(self, path: str) -> Stream:
+        """Create a file, and the directories above."""
+
+    @abstractmethod
+    def _write(self, path: str, data: bytes, *, replace: bool) -> None:
+        """Create a small file atomically, and the directories above."""
+
+    @abstractmethod
+    def _rename(self, source: str, target: str) -> None:
+        """Rename a file. An existing one is replaced."""
+
+    @abstractmethod
+    def _delete(self, path: str) -> None:
+        """Delete a file."""
+
+    @abstractmethod
+    def _remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+
+    @property
+    def _client(self) -> Any:
+        """The client of this process.
+
+        After a fork, the parent's client has no threads. It is kept, because deleting it could wait
+        for them.
+        """
+        client = self._clients.get(os.getpid())
+        if client is None:
+            client = self._clients[os.getpid()] = self._connect()
+        return client
+
+    def _forget_client(self) -> None:
+        """Let the next request connect anew."""
+        self._clients.pop(os.getpid(), None)
+
+    def _place(self, path: str) -> str:
+        """Return the URL of a path, without options."""
+        return f"{self.url.scheme}://{self.url.host}{path}"
 
     def __str__(self) -> str:
         return str(self.url)
@@ -131,13 +135,13 @@ class RemoteFileStore:
     def at(self, name: str) -> RemoteFileStore:
         """Return the directory one level below."""
         check_name(name, str(self))
-        return replace(self, url=self.url.below(name))
+        return type(self)(self.url.below(name), self._clients)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is at a path."""
         check_path(path, str(self))
         try:
-            return self.files.find(self._join(path)).status
+            return self._find(self._join(path))[0]
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -150,11 +154,11 @@ class RemoteFileStore:
         directories = [""]
         while directories:
             prefix = directories.pop()
-            for name, entry in self.files.list(self._join(prefix[:-1])).items():
-                if entry.status.is_directory:
+            for name, (status, _) in self._list(self._join(prefix[:-1])).items():
+                if status.is_directory:
                     directories.append(f"{prefix}{name}/")
                 elif not leases.is_lease(name):
-                    found[prefix + name] = entry.status
+                    found[prefix + name] = status
             if len(found) > limit:
                 raise StoreError(
                     f"{self}: the directory contains more than the supported {limit} files; open "
@@ -165,7 +169,7 @@ class RemoteFileStore:
     def open(self, path: str, size: int | None = None) -> _Reader:
         """Open a file."""
         check_path(path, str(self))
-        return _Reader(self.files.open(self._join(path), size))
+        return _Reader(*self._open(self._join(path), size))
 
     def create(self, key: str, size: int, *, replace: bool = False) -> SequentialWriter:
         """Create a file of `size` bytes; with `replace`, under a temporary name until it ends.
@@ -177,19 +181,19 @@ class RemoteFileStore:
         if replace:
             written = self._path_to_write(f"{key}.part")
             with suppress(FileNotFoundError):
-                self.files.delete(written)
-        stream = self.files.create(written)
+                self._delete(written)
+        stream = self._create(written)
 
         def discard() -> None:
             with suppress(OSError):  # the file is deleted in any case
                 stream.close()
-            self.files.delete(written)
+            self._delete(written)
 
         return SequentialWriter(
             stream,
             size,
             f"{self}: {key}",
-            finish=lambda: self.files.rename(written, path) if replace else None,
+            finish=lambda: self._rename(written, path) if replace else None,
             discard=discard,
         )
 
@@ -200,10 +204,8 @@ class RemoteFileStore:
             StoreError: other processes kept publishing this file, without success.
         """
         path = self._path_to_write(key)
-        if replace:
-            self.files.write(path, data)
-        elif self.files.refuses_to_replace:
-            self.files.write_new(path, data)
+        if replace or self.refuses_to_replace:
+            self._write(path, data, replace=replace)
         else:
             self._publish_new(key, data)
 
@@ -219,7 +221,7 @@ class RemoteFileStore:
                 if held:
                     is_free = self.stat(key) is None
                     if is_free:
-                        self.files.write_new(self._join(key), data)
+                        self._write(self._join(key), data, replace=False)
                     self.delete(lock)
                     if is_free:
                         return
@@ -231,18 +233,18 @@ class RemoteFileStore:
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
         check_name(key, str(self))
-        file = self.files.open(self._join(key))
-        if file.size > limit:
+        size, read = self._open(self._join(key), None)
+        if size > limit:
             raise StoreError(
-                f"{self}: {key} has {file.size} bytes, but at most {limit} are expected: it is "
+                f"{self}: {key} has {size} bytes, but at most {limit} are expected: it is "
                 "damaged, or another program wrote it"
             )
-        return file.read(0, file.size)
+        return read(0, size)
 
     def list(self) -> list[str]:
         """Return the names of all files and directories, sorted. Leases are left out."""
         try:
-            names = self.files.list(self.path)
+            names = self._list(self.path)
         except FileNotFoundError:
             return []
         return sorted(name for name in names if not leases.is_lease(name))
@@ -251,12 +253,12 @@ class RemoteFileStore:
         """Delete a file, if it exists; with "", the directory, if it has no files and leases."""
         with suppress(FileNotFoundError):
             if key:
-                self.files.delete(self._path_to_write(key))
+                self._delete(self._path_to_write(key))
                 return
             if self.list():
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(self))
             leases.remove_expired(self._leases())
-            self.files.remove_directory(self.path)
+            self._remove_directory(self.path)
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
@@ -271,18 +273,16 @@ class RemoteFileStore:
     def _list_times(self) -> dict[str, float]:
         """Return when each file was modified, in seconds by the clock of the server."""
         try:
-            entries = self.files.list(self.path)
+            entries = self._list(self.path)
         except FileNotFoundError:
             return {}
-        if any(entry.modified is None and leases.is_lease(name) for name, entry in entries.items()):
+        if any(time is None and leases.is_lease(name) for name, (_, time) in entries.items()):
             raise StoreError(
                 f"{self}: this file system does not tell when files were modified, so that files "
                 "cannot be locked; save to another store"
             )
         return {
-            name: entry.modified or 0.0
-            for name, entry in entries.items()
-            if not entry.status.is_directory
+            name: time or 0.0 for name, (status, time) in entries.items() if not status.is_directory
         }
 
     def _join(self, relative: str) -> str:
@@ -296,15 +296,15 @@ class RemoteFileStore:
 class _Reader:
     """A file that is open for reading."""
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
-        self.size = file.size
+    def __init__(self, size: int, read: ReadRange) -> None:
+        self.size = size
+        self._read = read
 
     def read_at(self, offset: int, out: Buffer) -> int:
         count = max(0, min(len(out), self.size - offset))
         if count == 0:
             return 0
-        data = self._file.read(offset, count)
+        data = self._read(offset, count)
         out.data[: len(data)] = data
         return len(data)
 
