@@ -178,9 +178,7 @@ def _why_without_memory(tensor: torch.Tensor) -> str:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor, without the slow import of DTensor's module."""
-    return type(value) not in _PLAIN and is_instance(
-        value, "torch.distributed.tensor", "DTensor"
-    )
+    return type(value) not in _PLAIN and is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
 def _sharding_of(name: str, tensor: DTensor) -> Sharding | None:
