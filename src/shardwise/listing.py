@@ -14,6 +14,7 @@ from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.events import format_count
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, REMOVED, is_file_of_save, step_of_directory
+from shardwise.manifest.pieces import count_tensors
 from shardwise.retention import remove_checkpoint
 from shardwise.store import Store, open_store
 from shardwise.tiers.record import MirrorRecord, read_mirror_record
@@ -166,6 +167,7 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
         return describe(state="unfinished") if is_ours else None
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+        tensors = count_tensors(manifest.tensors)
     except FormatError as error:
         return describe(state="damaged", problem=f"{store}: {error}")
     problems = list(_find_problems(store, manifest.files))
@@ -176,7 +178,7 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
         state="damaged" if problems else "committed",
         problem=f"{store}: {'; '.join(problems)}" if problems else None,
         saved_at=manifest.created,
-        tensors=len(manifest.tensors),
+        tensors=tensors,
         bytes=sum(file.size for file in manifest.files),
         files=len(manifest.files),
         world_size=manifest.world_size,

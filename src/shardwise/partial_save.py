@@ -21,7 +21,6 @@ from shardwise.engine.save import commit_save, lock_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
-from shardwise.layout.columns import padded_rows
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import (
     VERSION,
@@ -32,7 +31,7 @@ from shardwise.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.manifest.names import check_name, data_file, new_save_id
-from shardwise.manifest.pieces import add_pieces
+from shardwise.manifest.pieces import encode_tensors_with
 from shardwise.manifest.validate import layout_of_manifest
 from shardwise.opening import refuse_as_destination
 from shardwise.plan.save import piece_table
@@ -228,16 +227,12 @@ class PartialSave:
             for tensor, start, offset, shape in part.boxes
         ]
         rows.sort(key=lambda row: (row[0], row[3]))
-        dims = max((len(entry.shape) for entry in tensors.values()), default=0)
         named = [
             TensorEntry(rename.get(each.name, each.name), each.dtype, each.shape)
             for each in tensors.values()
         ]
         for name in (*(each.name for each in named), *objects):
             check_name(name)
-        tensor, file, start = (np.array([row[i] for row in rows], np.int64) for i in range(3))
-        offset = padded_rows([row[3] for row in rows], dims, 0)
-        shape = padded_rows([row[4] for row in rows], dims, 1)
         options = self._request.options
         metrics = options.metrics.items()
         manifest = Manifest(
@@ -248,7 +243,7 @@ class PartialSave:
             metrics={name: value if math.isfinite(value) else None for name, value in metrics},
             files=tuple(files),
             objects=tuple(ObjectEntry(name, value) for name, value in objects.items()),
-            tensors=tuple(add_pieces(named, tensor, file, start, offset, shape)),
+            tensors=encode_tensors_with(named, rows),
         )
         try:
             layout_of_manifest(manifest)

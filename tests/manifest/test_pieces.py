@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 from shardwise.layout.columns import Int
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import (
-    Manifest,
     TensorEntry,
-    decode_manifest,
-    encode_manifest,
 )
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
-    add_pieces,
+    count_tensors,
+    decode_tensors,
+    encode_tensors,
     expand_runs,
     find_runs,
-    runs_of_manifest,
 )
 
 SHAPE = (64, 64)
@@ -74,19 +72,11 @@ def test_expanding_undoes_folding(listed: list[Row]) -> None:
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     entries = [TensorEntry(f"t{i}", "uint8", SHAPE) for i in range(3)]
-    tensors = tuple(add_pieces(entries, *columns_of(listed)))
-    manifest = Manifest(
-        save_id="0" * 16,
-        step=None,
-        created="",
-        world_size=1,
-        files=(),
-        objects=(),
-        tensors=tensors,
-    )
-    again = decode_manifest(encode_manifest(manifest))
-    assert again == manifest
-    assert rows_of(expand_runs(runs_of_manifest(again), DATA_AT)) == listed
+    encoded = encode_tensors(entries, *columns_of(listed))
+    tensors, runs = decode_tensors(encoded)
+    assert tensors == tuple(entries)
+    assert count_tensors(encoded) == len(entries)
+    assert rows_of(expand_runs(runs, DATA_AT)) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import Raw
 
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
@@ -61,7 +62,13 @@ def leave(
         )
     if committed:
         manifest = Manifest(
-            save_id=save, step=step, created="", world_size=1, files=(), objects=(), tensors=()
+            save_id=save,
+            step=step,
+            created="",
+            world_size=1,
+            files=(),
+            objects=(),
+            tensors=Raw(b"[]"),
         )
         write_record(place.path / "manifest.json", encode_manifest(manifest))
         pending = PendingManifest(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
@@ -105,7 +106,13 @@ def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]
     """What a node has of a snapshot without files, saved in an epoch."""
     save_id = f"{step:08x}{9 if epoch is None else epoch:08x}"
     manifest = Manifest(
-        save_id=save_id, step=step, created="now", world_size=1, files=(), objects=(), tensors=()
+        save_id=save_id,
+        step=step,
+        created="now",
+        world_size=1,
+        files=(),
+        objects=(),
+        tensors=Raw(b"[]"),
     )
     found = {"manifest.json": encode_manifest(manifest)}
     if epoch is not None:

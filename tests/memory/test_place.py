@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import Raw
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
@@ -156,7 +157,7 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
     place: SnapshotDirectory,
 ) -> None:
     manifest = Manifest(
-        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
+        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=Raw(b"[]")
     )
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
@@ -173,7 +174,7 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
 ) -> None:
     """It may be lost; a restore takes the snapshot from the others meanwhile."""
     manifest = Manifest(
-        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
+        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=Raw(b"[]")
     )
     with unreachable() as port:
         lost = AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 from msgspec.structs import replace
 
 from shardwise.deadline import Deadline
@@ -34,7 +35,7 @@ from tests.memory.test_server import RUN, TOKEN, serve
 
 SAVE = "0" * 16
 EMPTY = Manifest(
-    save_id=SAVE, step=3, created="now", world_size=1, files=(), objects=(), tensors=()
+    save_id=SAVE, step=3, created="now", world_size=1, files=(), objects=(), tensors=Raw(b"[]")
 )
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
 import shardwise as sw
 from shardwise.engine.buffers import LARGE_PAGE
@@ -319,7 +320,13 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     leave_committed(run, 7, "commit")
     place, old = SnapshotDirectory(run, 7), "f" * 16
     saved = Manifest(
-        save_id=f"{7:016x}", step=7, created="", world_size=1, files=(), objects=(), tensors=()
+        save_id=f"{7:016x}",
+        step=7,
+        created="",
+        world_size=1,
+        files=(),
+        objects=(),
+        tensors=Raw(b"[]"),
     )
     write_record(place.path / "manifest.json", encode_manifest(saved))
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec import Raw
 
 import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
@@ -306,7 +307,13 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
 
     def commit(save_id: str) -> None:
         manifest = Manifest(
-            save_id=save_id, step=1, created="", world_size=1, files=(), objects=(), tensors=()
+            save_id=save_id,
+            step=1,
+            created="",
+            world_size=1,
+            files=(),
+            objects=(),
+            tensors=Raw(b"[]"),
         )
         write_record(place.path / "manifest.json", encode_manifest(manifest))
         done = StageOutcome(save_id=save_id, stage="commit")

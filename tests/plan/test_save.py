@@ -18,8 +18,8 @@ from shardwise.layout import Box, MeshShard, Sharding, fragments_of_shard, split
 from shardwise.layout.columns import padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
-from shardwise.manifest.manifest import Manifest, TensorWithPieces
-from shardwise.manifest.pieces import expand_runs, runs_of_manifest
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.pieces import decode_tensors, expand_runs
 from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
 from shardwise.plan.structure import Description, Structure, World, find_rules
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
@@ -78,21 +78,12 @@ def plan_of(descriptions: Sequence[Description]) -> SavePlan:
     return plans_of(descriptions)[0]
 
 
-def entries_of(plan: SavePlan) -> tuple[TensorWithPieces, ...]:
-    return msgspec.json.decode(plan.encode_tensors(), type=tuple[TensorWithPieces, ...])
+def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
+    return decode_tensors(plan.encode_tensors())[0]
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
-    manifest = Manifest(
-        save_id="0" * 16,
-        step=None,
-        created="",
-        world_size=max(1, len(plan.limits) - 1),
-        files=(),
-        objects=(),
-        tensors=entries_of(plan),
-    )
-    return expand_runs(runs_of_manifest(manifest), np.zeros(1 << 16, np.int64))
+    return expand_runs(decode_tensors(plan.encode_tensors())[1], np.zeros(1 << 16, np.int64))
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
@@ -326,7 +317,7 @@ def test_regular_shardings_are_folded_into_rules() -> None:
             for rank in range(256)
         ]
     )
-    assert [len(tensor.pieces) for tensor in entries_of(plan)] == [1, 1]
+    assert decode_tensors(plan.encode_tensors())[1].tensor.tolist() == [0, 1]
     assert len(pieces_of(plan)) == 512
 
 
@@ -356,7 +347,7 @@ def test_a_tie_on_one_rank_only_is_refused() -> None:
     tensor, other = Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))
     whole = [Box.whole((2,))]
     tied = described([(tensor, whole)], ties=(("b", "a"),))
-    assert entries_of(plan_of([tied, tied]))[1] == TensorWithPieces("b", "float32", (2,), "a")
+    assert entries_of(plan_of([tied, tied]))[1] == TensorEntry("b", "float32", (2,), "a")
     with pytest.raises(LayoutError, match="tie it on all ranks"):
         plan_of([tied, described([(tensor, whole), (other, whole)])])
 

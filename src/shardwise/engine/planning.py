@@ -152,9 +152,9 @@ class PlannedSave:
             per_rank=plan.world.per_rank,
             files=tuple(files),
             objects=self.objects,
-            tensors=(),
+            tensors=self.plan.tensors,
         )
-        return encode_manifest(manifest, self.plan.tensors)
+        return encode_manifest(manifest)
 
     def refuse_if_full(self) -> None:
         """Refuse a save that does not fit into the free space of its storage.

@@ -21,37 +21,6 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
-class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Further pieces of the same shape, at constant distances.
-
-    Attributes:
-        count: the number of pieces, including the first.
-        offset, file, start: the differences between one piece and the next.
-    """
-
-    count: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
-    offset: tuple[SignedCount, ...]
-    file: SignedCount = 0
-    start: SignedCount = 0
-
-
-class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A box of a tensor, stored in row-major order.
-
-    Attributes:
-        file: the index of the file in the manifest.
-        start: the first byte, counted from the start of the data section.
-        offset, shape: the box.
-        repeat: further pieces of the same shape, if there are any.
-    """
-
-    file: Count
-    start: Count
-    offset: Dims
-    shape: Dims
-    repeat: Repeat | None = None
-
-
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A global tensor.
 
@@ -66,16 +35,6 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     dtype: str
     shape: Dims
     same_as: Name | None = None
-
-
-class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A global tensor in a manifest.
-
-    Attributes:
-        pieces: the boxes that cover the tensor.
-    """
-
-    pieces: tuple[PieceEntry, ...] = ()
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         left_out: what an export could not read from its source, with the reason; one line each.
         files: the data files.
         objects: the plain values that all ranks share.
-        tensors: the tensors.
+        tensors: the list of tensors, encoded; see `manifest/pieces.py`. It is long, and most
+            readers of a manifest need other fields only.
     """
 
     format: str = "shardwise"
@@ -134,36 +94,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     left_out: tuple[str, ...] = ()
     files: tuple[FileEntry, ...]
     objects: tuple[ObjectEntry, ...]
-    tensors: tuple[TensorWithPieces, ...]
+    tensors: msgspec.Raw
 
 
-def encode_tensors(entries: Sequence[TensorEntry]) -> bytes:
-    """Return the list of tensors as JSON, one tensor on each line.
-
-    This is the slow part of `encode_manifest`.
-    """
-    return b"[" + b",".join(b"\n" + msgspec.json.encode(entry) for entry in entries) + b"]"
-
-
-def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as bytes: one field on each line, then a checksum of all fields.
-
-    Args:
-        manifest: the manifest.
-        tensors: the encoded tensors, which replace `manifest.tensors`. Default: encode them.
 
     Raises:
         StateError: the manifest is larger than the limit for reading.
     """
     lines = []
     for field in Manifest.__struct_fields__:
-        if field == "tensors":
-            value = encode_tensors(manifest.tensors) if tensors is None else tensors
-        elif field == "left_out" and not manifest.left_out:
+        if field == "left_out" and not manifest.left_out:
             continue
-        else:
-            value = msgspec.json.encode(getattr(manifest, field))
-        lines.append(f'"{field}":'.encode() + value)
+        lines.append(f'"{field}":'.encode() + msgspec.json.encode(getattr(manifest, field)))
     return _add_checksum(b"{" + b",\n".join(lines) + b",\n")
 
 
@@ -198,7 +142,7 @@ def verify_manifest(data: bytes) -> None:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Decode a manifest. `shardwise.manifest.validate` checks its contents.
+    """Decode a manifest, except its tensors. `shardwise.manifest.validate` checks the contents.
 
     Raises:
         FormatError: the bytes are not a manifest, were altered, or have another version.

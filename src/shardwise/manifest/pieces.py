@@ -6,26 +6,64 @@ A manifest stores evenly spaced pieces of a tensor as a run: one entry for the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.layout import row_major
-from shardwise.layout.columns import Bool, Int, Table, count_up
+from shardwise.layout.columns import Bool, Int, Table, count_up, padded_rows
 from shardwise.manifest.layout import Pieces
-from shardwise.manifest.manifest import (
-    Manifest,
-    PieceEntry,
-    Repeat,
-    TensorEntry,
-    TensorWithPieces,
-)
+from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry
 
+Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 SHORTEST_RUN = 3
 MOST_INTEGERS = 2**25
 """The largest number of integers in a column of offsets or shapes: rows times dimensions."""
+
+
+class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Further pieces of the same shape, at constant distances.
+
+    Attributes:
+        count: the number of pieces, including the first.
+        offset, file, start: the differences between one piece and the next.
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
+    offset: tuple[SignedCount, ...]
+    file: SignedCount = 0
+    start: SignedCount = 0
+
+
+class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A box of a tensor, stored in row-major order.
+
+    Attributes:
+        file: the index of the file in the manifest.
+        start: the first byte, counted from the start of the data section.
+        offset, shape: the box.
+        repeat: further pieces of the same shape, if there are any.
+    """
+
+    file: Count
+    start: Count
+    offset: Dims
+    shape: Dims
+    repeat: Repeat | None = None
+
+
+class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A global tensor in a manifest.
+
+    Attributes:
+        pieces: the boxes that cover the tensor.
+    """
+
+    pieces: tuple[PieceEntry, ...] = ()
 
 
 def check_table_size(rows: int, dims: int) -> None:
@@ -142,18 +180,29 @@ def expand_runs(runs: Runs, data_at: Int) -> Pieces:
     )
 
 
-def runs_of_manifest(manifest: Manifest) -> Runs:
-    """Return the pieces of a manifest in columns, as runs.
+def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]:
+    """Return the tensors of a manifest, and their pieces as runs. The inverse of `encode_tensors`.
 
     Raises:
-        FormatError: a piece has more or fewer dimensions than its tensor, or the manifest has too
-            many pieces.
+        FormatError: the tensors are malformed; a piece has more or fewer dimensions than its
+            tensor; or there are too many pieces.
     """
+    try:
+        tensors = _DECODER.decode(encoded)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
+    entries = tuple(
+        TensorEntry(each.name, each.dtype, each.shape, each.same_as) for each in tensors
+    )
+    return entries, _runs_of(tensors)
+
+
+def _runs_of(tensors: Sequence[TensorWithPieces]) -> Runs:
     rows = []
     tensor_of_row = []
-    dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
-    check_table_size(sum(max(1, len(tensor.pieces)) for tensor in manifest.tensors), dims)
-    for index, tensor in enumerate(manifest.tensors):
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    check_table_size(sum(max(1, len(tensor.pieces)) for tensor in tensors), dims)
+    for index, tensor in enumerate(tensors):
         ndim = len(tensor.shape)
         zeros = (0,) * (dims - ndim)
         ones = (1,) * (dims - ndim)
@@ -185,14 +234,16 @@ def runs_of_manifest(manifest: Manifest) -> Runs:
     table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * dims)
     file, start, count, file_step, start_step = table[:, :5].T
     offset_step, offset, shape = table[:, 5:].reshape(len(rows), 3, dims).transpose(1, 0, 2)
-    tensors = np.array(tensor_of_row, np.int64)
-    return Runs(tensors, file, start, offset, shape, count, file_step, start_step, offset_step)
+    owners = np.array(tensor_of_row, np.int64)
+    return Runs(owners, file, start, offset, shape, count, file_step, start_step, offset_step)
 
 
-def add_pieces(
+def encode_tensors(
     tensors: Sequence[TensorEntry], tensor: Int, file: Int, start: Int, offset: Int, shape: Int
-) -> list[TensorWithPieces]:
-    """Return the entries of tensors with their pieces. `layout_of_manifest` is the inverse.
+) -> msgspec.Raw:
+    """Return the list of tensors of a manifest as JSON, one tensor on each line.
+
+    This is the slow part of encoding a manifest.
 
     Args:
         tensors: the tensors, in the order of the manifest.
@@ -207,7 +258,42 @@ def add_pieces(
         repeat = Repeat(count, tuple(offset_step[:n]), file_step, start_step) if count > 1 else None
         entry = PieceEntry(file_, start_, tuple(offset_[:n]), tuple(shape_[:n]), repeat)
         entries[index].append(entry)
-    return [
-        TensorWithPieces(each.name, each.dtype, each.shape, each.same_as, tuple(own))
+    lines = [
+        msgspec.json.encode(
+            TensorWithPieces(each.name, each.dtype, each.shape, each.same_as, tuple(own))
+        )
         for each, own in zip(tensors, entries, strict=True)
     ]
+    return msgspec.Raw(b"[" + b",".join(b"\n" + line for line in lines) + b"]")
+
+
+def encode_tensors_with(tensors: Sequence[TensorEntry], rows: Iterable[Row]) -> msgspec.Raw:
+    """Return the list of tensors of a manifest as JSON, with these pieces.
+
+    Args:
+        tensors: the tensors, in the order of the manifest.
+        rows: the index of the tensor, the index of the file, the start, the offset and the shape of
+            each piece. The pieces of a tensor stay in this order.
+    """
+    listed = sorted(rows, key=lambda row: row[0])
+    dims = max((len(each.shape) for each in tensors), default=0)
+    tensor, file, start = (np.array([row[i] for row in listed], np.int64) for i in range(3))
+    offset = padded_rows([row[3] for row in listed], dims, 0)
+    shape = padded_rows([row[4] for row in listed], dims, 1)
+    return encode_tensors(tensors, tensor, file, start, offset, shape)
+
+
+def count_tensors(encoded: msgspec.Raw) -> int:
+    """Return the number of tensors in a manifest.
+
+    Raises:
+        FormatError: the tensors are not a list.
+    """
+    try:
+        return len(msgspec.json.decode(encoded, type=list[msgspec.Raw]))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
+
+
+# Made at the import; see `_MANIFEST_DECODER`.
+_DECODER = msgspec.json.Decoder(tuple[TensorWithPieces, ...])

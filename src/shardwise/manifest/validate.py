@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED, check_file_name, check_save_id
-from shardwise.manifest.pieces import Runs, check_table_size, expand_runs, runs_of_manifest
+from shardwise.manifest.pieces import Runs, check_table_size, decode_tensors, expand_runs
 from shardwise.store import Store
 
 MOST_PIECES = 2**24
@@ -68,10 +68,11 @@ def layout_of_manifest(manifest: Manifest, size_of: Callable[[str], int] | None 
     """
     check_save_id(manifest.save_id)
     _check_data_files(manifest)
+    tensors, runs = decode_tensors(manifest.tensors)
     layout = Layout(
         format=manifest.format,
         files=tuple(StoredFile.of_entry(entry) for entry in manifest.files),
-        tensors=tuple(TensorEntry(t.name, t.dtype, t.shape, t.same_as) for t in manifest.tensors),
+        tensors=tensors,
         pieces=Pieces.empty(),
         objects=manifest.objects,
         per_rank=manifest.per_rank,
@@ -83,11 +84,10 @@ def layout_of_manifest(manifest: Manifest, size_of: Callable[[str], int] | None 
         left_out=manifest.left_out,
     )
     _check_entries(layout)
-    runs = runs_of_manifest(manifest)
-    _check_totals(manifest, runs)
+    _check_totals(manifest, tensors, runs)
     if int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES and size_of:
         _check_file_sizes(manifest, size_of)
-    _check_run_ends(manifest, runs)
+    _check_run_ends(manifest, tensors, runs)
     data_at = np.array([file.data_at for file in manifest.files], np.int64)
     layout = _check_pieces(replace(layout, pieces=expand_runs(runs, data_at)))
     _refuse_shared_bytes(layout)
@@ -196,7 +196,7 @@ def _check_tensors(layout: Layout) -> None:
             )
 
 
-def _check_totals(manifest: Manifest, runs: Runs) -> None:
+def _check_totals(manifest: Manifest, tensors: Sequence[TensorEntry], runs: Runs) -> None:
     """Check that tensors and files have room for all pieces that the runs claim.
 
     Floats cannot overflow. Exact checks follow when the runs are expanded.
@@ -207,7 +207,6 @@ def _check_totals(manifest: Manifest, runs: Runs) -> None:
             f"the manifest claims {total} pieces, but at most {MOST_PIECES} are supported"
         )
     check_table_size(total, runs.offset.shape[1])
-    tensors = manifest.tensors
     claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count
     elements = np.array([math.prod(t.shape) for t in tensors], np.float64)
     has_excess = np.bincount(runs.tensor, claimed, len(tensors)) > elements * ROUNDING
@@ -234,7 +233,7 @@ def _check_file_sizes(manifest: Manifest, size_of: Callable[[str], int]) -> None
             )
 
 
-def _check_run_ends(manifest: Manifest, runs: Runs) -> None:
+def _check_run_ends(manifest: Manifest, tensors: Sequence[TensorEntry], runs: Runs) -> None:
     """Check the last piece of each run, so that no sum overflows when runs are expanded."""
     last = (runs.count - 1).astype(np.float64)
     columns = (
@@ -247,7 +246,7 @@ def _check_run_ends(manifest: Manifest, runs: Runs) -> None:
         wrong = (end < 0) | (end > largest) | (start > largest)
         if wrong.any():
             row = int(np.argwhere(wrong)[0, 0])
-            name = manifest.tensors[int(runs.tensor[row])].name
+            name = tensors[int(runs.tensor[row])].name
             raise FormatError(
                 f"{name}: a piece lies outside of its tensor, or in none of the "
                 f"{format_count(len(manifest.files), 'file')} that are listed"

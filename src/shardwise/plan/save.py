@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,8 +18,8 @@ from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.data_file import HeaderEntries, encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import TensorEntry, encode_tensors
-from shardwise.manifest.pieces import add_pieces
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.pieces import encode_tensors
 from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
 from shardwise.plan.structure import Description, Structure, World
 
@@ -159,12 +160,12 @@ class SavePlan:
         itemsize = self.itemsize[self.boxes.tensor[self.box]]
         return int((self.shape.prod(axis=1) * itemsize).sum())
 
-    def encode_tensors(self) -> bytes:
+    def encode_tensors(self) -> msgspec.Raw:
         """Return the list of tensors in the manifest, encoded."""
-        return encode_tensors([*add_pieces(self.tensors, *self._place_pieces()), *self.tied])
+        return encode_tensors([*self.tensors, *self.tied], *self._place_pieces())
 
     def _place_pieces(self) -> tuple[Int, Int, Int, Int, Int]:
-        """Return the columns of the pieces for `add_pieces`, in the order of the manifest."""
+        """Return the columns of the pieces, in the order of the manifest."""
         tensor = self.boxes.tensor[self.box]
         ranks = np.repeat(np.arange(self.world.size), np.diff(self.limits))
         ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsize[tensor])])
@@ -317,7 +318,7 @@ class RankPlan:
     rank: int
     pieces: PieceTable
     header: HeaderEntries
-    tensors: bytes
+    tensors: msgspec.Raw
 
     @classmethod
     def of(cls, world: World, rank: int, description: Description) -> RankPlan:
@@ -334,7 +335,7 @@ class RankPlan:
         plan = plan_save(world, rank)
         pieces = plan.pieces_of(rank, description)
         header = encode_header_entries(pieces.describe_pieces(description))
-        tensors = plan.encode_tensors() if rank == 0 else b""
+        tensors = plan.encode_tensors() if rank == 0 else msgspec.Raw()
         return cls(plan, rank, pieces, header, tensors)
 
 

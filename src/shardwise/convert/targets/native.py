@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from shardwise.convert.plan import (
@@ -25,11 +26,10 @@ from shardwise.manifest.manifest import (
     VERSION,
     FileEntry,
     Manifest,
-    PieceEntry,
-    TensorWithPieces,
     encode_manifest,
 )
 from shardwise.manifest.names import MANIFEST, data_file
+from shardwise.manifest.pieces import encode_tensors_with
 
 
 def plan_native_files(contents: ExportContents) -> ExportFiles:
@@ -52,7 +52,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
         layout = lay_out_file(pieces, 0, metadata)
         layouts.append(layout)
         tensor_files.append(_plan_file(data_file(rank, save_id), layout, file_parts))
-    entries = _tensor_entries(contents.tensors, files)
+    tensors = _encode_tensors(contents.tensors, files)
     left_out = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
 
     def make_final_files(sums: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
@@ -76,7 +76,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
                 for rank, (file, layout) in enumerate(zip(tensor_files, layouts, strict=True))
             ),
             objects=source.objects,
-            tensors=entries,
+            tensors=tensors,
         )
         return {MANIFEST: encode_manifest(manifest)}
 
@@ -96,23 +96,15 @@ def _encode_checksums(sums: RangeChecksums) -> bytes:
     return np.array(sums[:-1], "<u4").tobytes()
 
 
-def _tensor_entries(
+def _encode_tensors(
     tensors: Sequence[TargetTensor], files: Sequence[Sequence[TensorPart]]
-) -> tuple[TensorWithPieces, ...]:
-    pieces: dict[str, list[PieceEntry]] = {}
-    for file_index, file_parts in enumerate(files):
-        offset = 0
-        for part in file_parts:
-            piece = PieceEntry(file_index, offset, part.box.offset, part.box.shape)
-            pieces.setdefault(part.name, []).append(piece)
-            offset += part.size
-    return tuple(
-        TensorWithPieces(
-            each.entry.name,
-            each.dtype,
-            each.entry.shape,
-            each.entry.same_as,
-            tuple(pieces.get(each.entry.name, ())),
-        )
-        for each in tensors
-    )
+) -> msgspec.Raw:
+    index = {each.entry.name: i for i, each in enumerate(tensors)}
+    rows = []
+    for file, parts in enumerate(files):
+        start = 0
+        for part in parts:
+            rows.append((index[part.name], file, start, part.box.offset, part.box.shape))
+            start += part.size
+    entries = [msgspec.structs.replace(each.entry, dtype=each.dtype) for each in tensors]
+    return encode_tensors_with(entries, rows)
