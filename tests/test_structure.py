@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=343,
-    statements=31820,
+    statements=31840,
     modules_of_api=86,
-    statements_of_api=7220,
+    statements_of_api=7240,
     record_types=320,
-    names_across_packages=410,  # the ports are used from everywhere
+    names_across_packages=409,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=102,
 )
