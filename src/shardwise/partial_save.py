@@ -168,15 +168,14 @@ class PartialSave:
 
     def _write_file(self, source: FileSource, rank: int) -> FileEntry:
         # The name has an id of its own: processes without `begin` do not know that of the save.
-        store, key, layout = self._request.store, data_file(rank, self.save_id), source.layout
+        store, key = self._request.store, data_file(rank, self.save_id)
         try:
             crc32 = write_data_file(store, key, source, self._request.arena)
         except BaseException:
             with suppress(OSError):
                 store.delete(key)
             raise
-        sections = layout.data_at, layout.objects_at, layout.checksums_at
-        return FileEntry(key, rank, layout.size, *sections, crc32)
+        return source.layout.entry(key, rank, crc32)
 
     def commit(
         self,

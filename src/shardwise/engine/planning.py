@@ -128,16 +128,7 @@ class PlannedSave:
             source: the source of the file.
             checksums_crc32: the CRC-32 of the file's checksums, if they are known.
         """
-        layout = source.layout
-        return FileEntry(
-            self.key,
-            self.rank,
-            layout.size,
-            layout.data_at,
-            layout.objects_at,
-            layout.checksums_at,
-            checksums_crc32,
-        )
+        return source.layout.entry(self.key, self.rank, checksums_crc32)
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 can call this."""

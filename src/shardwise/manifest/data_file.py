@@ -10,6 +10,7 @@ import msgspec
 from shardwise.layout import Box
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
 
 ALIGNMENT = 4096
@@ -35,6 +36,17 @@ class FileLayout:
     objects_at: int
     checksums_at: int
     size: int
+
+    def entry(self, name: str, rank: int, checksums_crc32: int = 0) -> FileEntry:
+        """Return the file's entry in a manifest.
+
+        Args:
+            name: the name of the file.
+            rank: the rank that writes the file.
+            checksums_crc32: the CRC-32 of the file's checksums, if they are known.
+        """
+        parts = self.data_at, self.objects_at, self.checksums_at
+        return FileEntry(name, rank, self.size, *parts, checksums_crc32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from shardwise.manifest.data_file import FileLayout, encode_header_entries, lay_
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     VERSION,
-    FileEntry,
     Manifest,
     encode_manifest,
 )
@@ -64,15 +63,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
             metrics=dict(source.metrics),
             left_out=(*source.left_out, *left_out),
             files=tuple(
-                FileEntry(
-                    file.name,
-                    rank,
-                    layout.size,
-                    layout.data_at,
-                    layout.objects_at,
-                    layout.checksums_at,
-                    crc32(_encode_checksums(sums[file.name])),
-                )
+                layout.entry(file.name, rank, crc32(_encode_checksums(sums[file.name])))
                 for rank, (file, layout) in enumerate(zip(tensor_files, layouts, strict=True))
             ),
             objects=source.objects,
