@@ -10,13 +10,13 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.write_file import FileSource
 from tests.breadth import mostly_long
 from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note
 from tests.faults.memory.scenario import (
@@ -103,17 +103,18 @@ def test_killed_while_idle_together_with_the_agent(gang: Gang, root: Path, shm: 
 
 def stop_in_mid_copy(seconds: float) -> None:
     """In the next copy, be stopped for so long."""
-    fill = FileSource.fill
     resume = f"sleep {seconds}; kill -CONT {os.getpid()}"
 
-    def stopping(content: FileSource, low: int, high: int, out: torch.Tensor) -> None:
-        FileSource.fill = fill  # type: ignore[method-assign]
+    def stopping(*args: object) -> None:
+        filling.stop()
         subprocess.Popen(["sh", "-c", resume], start_new_session=True)
         # To this thread: the other threads could take the signal later than the copy ends.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        fill(content, low, high, out)  # type: ignore[arg-type]
+        fill(*args)
 
-    FileSource.fill = stopping  # type: ignore[method-assign,assignment]
+    filling = mock.patch("shardwise.engine.write_file.FileSource.fill", stopping)
+    filling.start()
+    fill = filling.temp_original
 
 
 def save_while_one_is_stopped(
