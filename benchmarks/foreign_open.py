@@ -1,6 +1,6 @@
 """The time to open ten thousand tensors in the files of 64 ranks.
 
-Goals: at most 2 s at first, and 0.2 s with a saved index. Peers: DCP's `read_metadata`, and
+Goal: at most 2 s. Peers: DCP's `read_metadata`, and
 `torch.load` with mapped files.
 """
 
@@ -34,30 +34,22 @@ def main() -> None:
     spec = sw.spec(rank_files.SPEC, files=rank_files.PATTERN)
     table = []
     for name in MAKERS:
-        place, index = bench.dir / name, bench.dir / f"{name}.index"
+        place = bench.dir / name
         opening = partial(sw.open, place, spec=spec if name == "torch.save" else None)
-        opened = opening(index=index)  # saves the index
-        jobs: dict[str, Callable[[], object]] = {
-            name: opening,
-            f"{name}, with an index": partial(opening, index=index),
-            **theirs(name, place),
-        }
+        jobs: dict[str, Callable[[], object]] = {name: opening, **theirs(name, place)}
         for _ in bench.rounds:
             for way, job in jobs.items():
                 bench.fill_page_cache()
                 bench.measure(way, job)
         bench.compare(name, *list(jobs)[1:])
         bench.goal(f"{name}: seconds", median(bench.seconds[name]), most=2)
-        again = f"{name}, with an index"
-        bench.goal(f"{again}: seconds", median(bench.seconds[again]), most=0.2)
         files = [path for path in place.rglob("*") if path.is_file()]
         table.append(
             {
                 "checkpoint": name,
                 "files": len(files),
-                "tensors": len(opened.tensors()),
+                "tensors": len(opening().tensors()),
                 "bytes": sum(path.stat().st_size for path in files),
-                "index, bytes": index.stat().st_size,
             }
         )
     bench.table("What was opened", table)

@@ -61,8 +61,7 @@ LAYERS_OF_FORMATS = (
     ("language", "values"),
     ("merge_ranks", "nested", "flat_ranges"),
     ("optimizers", "piece_tables"),
-    ("index",),
-    ("file_tree",),
+    ("file_tree", "encoding"),
     ("containers",),
     ("foreign",),
 )

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from shardwise.formats.specification import Specification
 
 Place = str | os.PathLike[str] | Store
-Index = str | os.PathLike[str]
 
 log = logging.getLogger("shardwise")
 
@@ -122,7 +121,6 @@ def load(
     spec: Specification | None = None,
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
-    index: Index | None = None,
     read_once: bool | None = None,
     staging_bytes: int | None = None,
     group: dist.ProcessGroup | Group | None = None,
@@ -147,7 +145,7 @@ def load(
         cast: convert tensors whose dtypes differ, except quantized ones. Otherwise, an error.
         resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
-        step, verify, spec, skip_unknown, format, index: as for `open`.
+        step, verify, spec, skip_unknown, format: as for `open`.
         read_once: one node reads what several need, and sends it on. Default: if this saves much.
         staging_bytes, group, on_event: as for `save`; 256 MiB by default for object stores.
 
@@ -162,7 +160,7 @@ def load(
     options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
         resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
         staging_bytes=staging_bytes)  # fmt: skip
-    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step)
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     get_store, recorder = partial(open_place, place), Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
         return load_state(get_store, state, options, how, ranks, recorder)
@@ -178,7 +176,6 @@ def open(  # noqa: A001 - shardwise.open
     spec: Specification | None = None,
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
-    index: Index | None = None,
 ) -> Checkpoint:
     """Open a checkpoint to read tensors and values by name, without a process group or a model.
 
@@ -197,8 +194,6 @@ def open(  # noqa: A001 - shardwise.open
         skip_unknown: skip pickled values of unknown classes, and list them in `left_out`.
             Otherwise, such values are an error.
         format: the format to read, if the directory has several; for example `"dcp"` or `"hf"`.
-        index: a file that caches the description of a foreign checkpoint, so that the checkpoint
-            opens faster the next time.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.
@@ -206,9 +201,7 @@ def open(  # noqa: A001 - shardwise.open
         StateError: an option is invalid, or `step` is given and the place is not a root.
         MismatchError: the specification does not fit the checkpoint.
     """
-    options = OpenOptions(
-        spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step
-    )
+    options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
 
     with ExitStack() as cleanup, pause_gc():
         store = open_place(place)

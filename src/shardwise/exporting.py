@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from shardwise.api import Index, Place, open_place, resolved_group
+from shardwise.api import Place, open_place, resolved_group
 from shardwise.convert.export import ExportOptions, write_export
 from shardwise.convert.write import ConversionReport
 from shardwise.engine.compile_and_gc import pause_gc
@@ -35,7 +35,6 @@ def export(
     spec: Specification | None = None,
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
-    index: Index | None = None,
     max_file: int = 5 << 30,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
@@ -54,7 +53,7 @@ def export(
             checkpoint is only a model.
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
         config: a file that `"hf"` copies as `config.json`.
-        step, verify, spec, skip_unknown, format, index: as in `open`. `verify` compares all copies.
+        step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
         group, on_event: as for `load`.
 
@@ -66,7 +65,7 @@ def export(
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, root=root, dtype=dtype,
         config=config, verify=verify, max_file=max_file)  # fmt: skip
-    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index, step=step)
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):

@@ -25,7 +25,6 @@ from shardwise.errors import (
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import (
-    INDEX_MAGIC,
     MANIFEST,
     REMOVED,
     is_file_of_save,
@@ -47,7 +46,6 @@ from shardwise.store import (
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,14 +72,12 @@ class OpenOptions:
         spec: the specification of how to assemble the tensors.
         skip_unknown: skip pickled values of unknown classes instead of raising.
         format: the format to read if the directory has several.
-        index: a file that keeps the layout of a foreign checkpoint.
         step: the selected step, if the place is the root of a run.
     """
 
     spec: Specification | None = None
     skip_unknown: bool = False
     format: str | None = None
-    index: str | os.PathLike[str] | None = None
     step: Choice = "newest"
 
     def __post_init__(self) -> None:
@@ -138,7 +134,7 @@ def open_any(
     Raises:
         ShardwiseError: as for `shardwise.open`.
     """
-    own, directory, description = None, "", b""
+    own, directory, manifest, encoded = None, "", None, b""
     with Round(group, "opening a checkpoint", first_only=True) as step:
         if group.rank == 0:
             directory = _choose_step_directory(store, parse_choice(options.step))
@@ -147,12 +143,16 @@ def open_any(
             manifest = _find_manifest(place)
             if manifest is None:
                 own = _read_foreign(place, options)
-                description = _encode_foreign(own) if group.size > 1 else b""
-            else:
-                description = manifest
-        directory, description = step.share((directory, description), tuple[str, bytes])
+                encoded = _encode_foreign(own) if group.size > 1 else b""
+        directory, manifest, encoded = step.share(
+            (directory, manifest, encoded), tuple[str, bytes | None, bytes]
+        )
     store = store.at(directory) if directory else store
-    files, layout = _check(store, description if own is None else own)
+    files, layout = (
+        _check_foreign(store, own or encoded)
+        if manifest is None
+        else (store, open_manifest(store, manifest))
+    )
     for name, file in layout.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else _remap(files, layout, options.spec)
@@ -189,30 +189,21 @@ def _read_foreign(store: Store, options: OpenOptions) -> Layout:
         spec=options.spec,
         skip_unknown=options.skip_unknown,
         format=options.format,
-        index=options.index,
     )
 
 
 def _encode_foreign(layout: Layout) -> bytes:
-    from shardwise.formats.index import encode_index
+    from shardwise.formats.encoding import encode_layout
 
-    return encode_index(layout)
+    return encode_layout(layout)
 
 
-def _check(store: Store, described: bytes | Layout) -> tuple[Files, Layout]:
-    """Check a layout, and return it with the files that it describes.
-
-    Args:
-        described: a manifest; or the layout of a foreign checkpoint, which may be encoded.
-    """
-    if isinstance(described, bytes) and not described.startswith(INDEX_MAGIC):
-        return store, open_manifest(store, described)
-    from shardwise.formats.index import decode_index
+def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
+    """Check the layout of a foreign checkpoint, and return it with the files that it describes."""
+    from shardwise.formats.encoding import decode_layout
     from shardwise.formats.opening import check_layout
 
-    if isinstance(described, bytes):
-        described = decode_index(described, str(store))
-    return check_layout(store, described)
+    return check_layout(store, decode_layout(layout) if isinstance(layout, bytes) else layout)
 
 
 def read_manifest(store: Store) -> bytes:

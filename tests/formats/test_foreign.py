@@ -17,8 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import opening
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.index import decode_index, encode_index, read_or_write_index
+from shardwise.formats.encoding import decode_layout, encode_layout
 from shardwise.formats.opening import check_layout
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import TensorEntry
@@ -85,7 +84,7 @@ def scattered(values: np.ndarray, folder: Path, seed: int) -> Layout:
 def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, seed: int) -> None:
     values = np.random.default_rng(seed).integers(0, 250, shape).astype(dtype)
     with tempfile.TemporaryDirectory() as folder:
-        foreign = decode_index(encode_index(scattered(values, Path(folder), seed)), "here")
+        foreign = decode_layout(encode_layout(scattered(values, Path(folder), seed)))
         read = Checkpoint(*check_layout(LocalStore(folder), foreign), verify=True)["w"]
         assert isinstance(read, sw.SavedTensor)
         assert np.array_equal(read[...].numpy(), values)
@@ -139,29 +138,6 @@ def test_bytes_that_lie_in_no_file_are_read(tmp_path: Path, known: list[Layout])
     step = torch.tensor(0.0)
     sw.load(tmp_path, {"step": step})
     assert step == 7
-
-
-def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
-    values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    calls = []
-
-    def read(tree: FileTree) -> Layout:
-        calls.append(tree)
-        return foreign
-
-    foreign = scattered(values, tmp_path, 1)
-    index = tmp_path / "index"
-    for _ in range(3):
-        found = read_or_write_index(FileTree(tmp_path), index, read)
-        assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
-    assert len(calls) == 1
-    index.write_bytes(index.read_bytes()[:-1])
-    read_or_write_index(FileTree(tmp_path), index, read)
-    assert len(calls) == 2
-    (tmp_path / "1.bin").write_bytes(b"another")
-    read_or_write_index(FileTree(tmp_path), index, read)
-    read_or_write_index(FileTree(tmp_path), index, read, "other terms")
-    assert len(calls) == 4
 
 
 ENTRY = TensorEntry("w", "float32", (2, 3))
@@ -225,10 +201,3 @@ def test_files_that_are_no_checkpoints_are_not_called_damaged(tmp_path: Path) ->
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(FormatError, match=r"such as model\.state_dict\(\)"):
         sw.open(tmp_path / "module.pt")
-
-
-@pytest.mark.parametrize("cut", [0, 10, 25, -1])
-def test_an_index_that_was_altered_is_refused(tmp_path: Path, cut: int) -> None:
-    data = encode_index(scattered(np.zeros((2, 2), np.float32), tmp_path, 0))
-    with pytest.raises(FormatError, match="index"):
-        decode_index(data[:cut], "here")

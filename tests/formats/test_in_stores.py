@@ -273,19 +273,3 @@ def test_what_is_missing_is_told(moto: Server, tmp_path: Path) -> None:  # noqa:
         sw.open(url)
     with pytest.raises(sw.CheckpointNotFoundError, match="s3://"):
         sw.open(moto.new_url())
-
-
-def test_an_index_follows_the_versions_of_objects(moto: Server, tmp_path: Path) -> None:  # noqa: F811
-    save_huggingface(tmp_path / "hf")
-    url = moto.new_url()
-    upload(tmp_path / "hf", open_store(url))
-    index = tmp_path / "index"
-    sw.open(url, index=index)
-    written = index.stat().st_ino
-    sw.open(url, index=index)
-    assert index.stat().st_ino == written
-    save_huggingface(tmp_path / "other")
-    open_store(url).delete("model.safetensors")
-    upload(tmp_path / "other", open_store(url))
-    sw.open(url, index=index)
-    assert index.stat().st_ino != written

@@ -24,27 +24,6 @@ def foreign(tmp_path: Path) -> Path:
     return tmp_path / "step_10"
 
 
-def test_an_index_is_written_over_nothing_else(foreign: Path, tmp_path: Path) -> None:
-    other = tmp_path / "last.ckpt"
-    torch.save({"w": torch.ones(2)}, other)
-    content = other.read_bytes()
-    with pytest.raises(sw.StateError, match="not an index file; refusing to overwrite"):
-        sw.open(foreign, index=other)
-    with pytest.raises(sw.StateError, match="not an index file; refusing to overwrite"):
-        sw.open(foreign, index=tmp_path)
-    assert other.read_bytes() == content
-    (tmp_path / "empty").touch()
-    for _ in range(2):
-        assert list(sw.open(foreign, index=tmp_path / "empty")) == ["model.w"]
-
-
-def test_an_index_that_cannot_be_written_is_told(foreign: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        sw.StoreError, match=r"index='.*none/index': the file cannot be written: No such"
-    ):
-        sw.open(foreign, index=tmp_path / "none" / "index")
-
-
 def test_a_part_of_a_checkpoint_is_not_taken_for_one(foreign: Path) -> None:
     """Of its files each ends as one of torch.save does."""
     for name in (".metadata", "__0_0.distcp"):
@@ -185,13 +164,12 @@ def test_a_checkpoint_of_ours_is_no_root_of_a_run(tmp_path: Path) -> None:
         sw.Checkpointer(tmp_path / "one", memory=None, start_from=tmp_path / "one")
 
 
-def test_of_several_formats_one_is_to_be_chosen(foreign: Path, tmp_path: Path) -> None:
+def test_of_several_formats_one_is_to_be_chosen(foreign: Path) -> None:
     safetensors.torch.save_file({"v": torch.ones(2)}, foreign / "model.safetensors")
     with pytest.raises(sw.StateError, match=r"DCP and Hugging Face: choose one by format='dcp'"):
         sw.open(foreign)
-    for _ in range(2):  # the index too is of one format
-        assert list(sw.open(foreign, format="hf", index=tmp_path / "index")) == ["model.v"]
-        assert list(sw.open(foreign, format="dcp", index=tmp_path / "index")) == ["model.w"]
+    assert list(sw.open(foreign, format="hf")) == ["model.v"]
+    assert list(sw.open(foreign, format="dcp")) == ["model.w"]
     out = {"model": {"w": torch.zeros(2, 3)}}
     sw.load(foreign, out, format="dcp")
     assert out["model"]["w"].sum() == 15

@@ -95,15 +95,6 @@ def test_safetensors_of_ranks_are_read_too(tmp_path: Path) -> None:
     assert found.tensors()["w"][...].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
 
 
-def test_an_index_is_of_one_specification(files: Path, tmp_path: Path) -> None:
-    index = tmp_path / "index"
-    spec = sw.spec(TEXT, files=PATTERN, layers=LAYERS)
-    for _ in range(2):
-        assert same(sw.open(files, spec=spec, index=index))
-    other = sw.spec(TEXT.replace("> model.", "> net."), files=PATTERN, layers=LAYERS)
-    assert same(sw.open(files, spec=other, index=index), "net.")
-
-
 def test_a_published_model_is_exported_under_other_names(files: Path, tmp_path: Path) -> None:
     spec = sw.spec(TEXT, files=PATTERN, layers=LAYERS)
     sw.export(files, tmp_path / "hf", spec=spec)

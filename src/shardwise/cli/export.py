@@ -54,9 +54,6 @@ SkipUnknown = Annotated[
     bool, typer.Option("--skip-unknown", help="Leave out pickled values of unknown classes.")
 ]
 Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several formats.")]
-Index = Annotated[
-    str | None, _option("FILE", "Keep an index of SRC in FILE, to open it faster next time.")
-]
 MaxFile = Annotated[str, _option("SIZE", "Size limit for the tensors in each file.")]
 
 
@@ -75,7 +72,6 @@ def export(
     let: Let = None,
     skip_unknown: SkipUnknown = False,
     format: Format = None,  # noqa: A002 - the option's name
-    index: Index = None,
     max_file: MaxFile = "5G",
     as_json: AsJson = False,
 ) -> None:
@@ -107,7 +103,6 @@ def export(
         "spec": _make_specification(spec, files, let or []),
         "skip_unknown": skip_unknown,
         "format": format,
-        "index": index,
         "max_file": _parse_size("--max-file", max_file),
     }
     with _join_process_group() as is_rank_0, progress() as on_event:

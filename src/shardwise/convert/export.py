@@ -20,7 +20,7 @@ from shardwise.engine.replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.index import encode_index
+from shardwise.formats.encoding import encode_layout
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
@@ -88,7 +88,7 @@ def write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    digest = hashlib.blake2b(encode_index(layout), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(encode_layout(layout), digest_size=16).hexdigest()
     # Pickles of torch's classes depend on its version.
     identity = f"{torch.__version__}: {source}: {digest}: {options.resume_key}"
     selected, tensors = _select_contents(options, layout)

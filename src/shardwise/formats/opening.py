@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from functools import partial
 
 from shardwise.errors import FormatError, MismatchError
 from shardwise.formats.detect import find_readers, read_foreign
 from shardwise.formats.file_tree import FileTree, ForeignFiles
-from shardwise.formats.index import read_or_write_index
 from shardwise.formats.specification import Specification
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.validate import validate_layout
@@ -30,13 +27,12 @@ def read_layout(
     spec: Specification | None,
     skip_unknown: bool,
     format: str | None,  # noqa: A002 - the usual name
-    index: str | os.PathLike[str] | None,
 ) -> Layout:
     """Return the layout of a foreign checkpoint. `check_layout` checks it.
 
     Args:
         store: the place of the checkpoint.
-        spec, skip_unknown, format, index: as for `shardwise.open`.
+        spec, skip_unknown, format: as for `shardwise.open`.
 
     Raises:
         CheckpointNotFoundError: no known format is recognised.
@@ -44,12 +40,10 @@ def read_layout(
         MismatchError: the specification does not fit the checkpoint.
     """
     tree = FileTree(store, skip_unknown=skip_unknown)
-    spec = spec if spec is not None and spec.files is not None else None
-    read = partial(read_foreign, format=format) if spec is None else spec.read
     try:
-        if index is None:
-            return read(tree)
-        return read_or_write_index(tree, index, read, f"{spec}, {skip_unknown}, {format}")
+        if spec is None or spec.files is None:
+            return read_foreign(tree, format)
+        return spec.read(tree)
     except FormatError as error:
         if tree.is_named_in(str(error)):
             raise
@@ -71,7 +65,7 @@ def check_layout(store: Store, layout: Layout) -> tuple[ForeignFiles, Layout]:
     except FormatError as error:
         raise FormatError(
             f"{store}: {error}; copy the checkpoint again from an intact source, or open another "
-            "one; if you pass index=, delete the index file first"
+            "one"
         ) from error
     missing = (f"{name}: {file} is missing" for name, file in layout.missing_files.items())
     files = ForeignFiles(FileTree(store), layout.files)

@@ -10,7 +10,6 @@ from shardwise.errors import FormatError, StateError
 MANIFEST = "manifest.json"
 REMOVED = "removed.json"
 RESERVED = "__shardwise__"
-INDEX_MAGIC = b"shardwise-index-2\n"
 """The first bytes of the encoded layout of a foreign checkpoint, see `formats/index.py`."""
 LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"

@@ -50,7 +50,7 @@ class StorageReader(storage.StorageReader):
     Args:
         path: a directory or URL with a checkpoint, or the root of a run. `checkpoint_id=`
             replaces it.
-        step, verify, spec, skip_unknown, format, index: as for `sw.open`.
+        step, verify, spec, skip_unknown, format: as for `sw.open`.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
     """
 
@@ -63,7 +63,6 @@ class StorageReader(storage.StorageReader):
         spec: Any = None,
         skip_unknown: bool = False,
         format: str | None = None,  # noqa: A002 - as in `sw.open`
-        index: str | os.PathLike[str] | None = None,
         allow_pickle: bool = False,
     ) -> None:
         self.path = path
@@ -75,7 +74,6 @@ class StorageReader(storage.StorageReader):
             spec=spec,
             skip_unknown=skip_unknown,
             format=format,
-            index=index,
         )
         self._has_spec = spec is not None
         self._load: _RunningLoad | None = None
