@@ -277,7 +277,7 @@ class Restoring:
         failure: Exception | None = None
         try:
             report = load(store)
-        except Exception as error:  # raised again after the exchange
+        except Exception as error:  # raised again after the round
             failure = error
 
         with Round(self._group, "restoring") as step:

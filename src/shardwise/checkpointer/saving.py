@@ -203,7 +203,7 @@ class Saving:
             handle = self._save(call, durable=durable)
         except LostRankError:
             raise
-        except (ShardwiseError, OSError) as error:  # raised or logged after the exchange
+        except (ShardwiseError, OSError) as error:  # raised or logged after the round
             failure = error
 
         with Round(self._group, "judging a save") as step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -65,10 +65,6 @@ class Group(Protocol):
         """Return the data of all ranks at rank 0, and an empty list on other ranks."""
         ...
 
-    def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Send each of rank 0's parts to its rank, and return this rank's part."""
-        ...
-
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
         ...
@@ -91,10 +87,6 @@ class SoloGroup:
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data of the only rank."""
         return [data]
-
-    def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Return the only part."""
-        return parts[0]
 
     def broadcast(self, data: bytes) -> bytes:
         """Return the data."""
@@ -137,18 +129,6 @@ class TorchGroup:
             self.bytes_sent += min(len(data), FIRST_SIZE)
             return []
         return [data, *(self._receive_rest(heads[rank], rank) for rank in range(1, self.size))]
-
-    def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Gather the heads by a collective, then receive the rest of longer messages."""
-        own_head = _empty(HEAD_SIZE)
-        heads = [_head(part) for part in parts] if self.rank == 0 else None
-        self._run(lambda group: dist.scatter(own_head, heads, group=group, group_src=0))
-        if self.rank != 0:
-            return self._receive_rest(own_head, 0)
-        for rank in range(1, self.size):
-            self._send(parts[rank][FIRST_SIZE:], rank)
-            self.bytes_sent += min(len(parts[rank]), FIRST_SIZE)
-        return parts[0]
 
     def broadcast(self, data: bytes) -> bytes:
         """Send the head, then the rest of a longer message."""

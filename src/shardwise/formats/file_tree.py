@@ -75,8 +75,8 @@ class FileTree:
     """The files below a directory, named by relative paths with `/`, or a single file.
 
     Links are followed, because caches of published models consist of links. The constructor does
-    not access the store. Errors of the store therefore occur later, inside an exchange, which
-    reports them on all ranks.
+    not access the store. Errors of the store therefore occur later, in a round, which reports
+    them on all ranks.
 
     Args:
         place: the directory or file.

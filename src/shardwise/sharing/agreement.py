@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.exchange import exchange_with_local_value
 from shardwise.engine.group import Group, listen, own_address
+from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError
 from shardwise.layout.columns import Int
 from shardwise.sharing.links import OPERATION, TOKEN_SIZE, Links, connect
@@ -50,11 +50,13 @@ class _Offer(msgspec.Struct, array_like=True):
         address: the host and port at which it listens.
         wanted: the encoded byte ranges that its node wants; empty if the node reads alone, or if
             this rank is not the first of its node.
+        token: a secret for all connections, if this rank is rank 0.
     """
 
     first: int
     address: tuple[str, int]
     wanted: bytes
+    token: bytes
 
 
 @prepare_decoding
@@ -108,46 +110,44 @@ def agree_on_reading_once(
         LostRankError: a rank died, or did not answer in time.
     """
 
-    def offer() -> tuple[socket.socket, bytes]:
+    least = 1 if read_once else WORTH_CONNECTING
+    with Round(group, "planning shared reads") as step:
         address, listener = _listen(cleanup)
         wanted = b""
         if may_share and node.index == 0:
             wanted = zlib.compress(encode_ranges(unite_ranges(node.wanted)), 1)
             if len(wanted) > LARGEST_LISTS * len(node) // group.size:
                 wanted = b""
-        return listener, msgspec.msgpack.encode(_Offer(node.ranks[0], address, wanted))
-
-    def divide(_: object, messages: list[bytes]) -> bytes:
-        offers = [msgspec.msgpack.decode(each, type=_Offer) for each in messages]
-        least = 1 if read_once else WORTH_CONNECTING
-        return _divide(offers, node.largest_read, least)
-
-    listener, reply = exchange_with_local_value(group, "planning shared reads", offer, divide)
-    if not reply:
+        offer = _Offer(node.ranks[0], address, wanted, secrets.token_bytes(TOKEN_SIZE))
+        found = step.reduce(
+            offer, _Offer, lambda all_: _divide(all_, node.largest_read, least), list[_Division]
+        )
+    if not found:
         return None
-    division = msgspec.msgpack.decode(reply, type=_Division)
+    (division,) = found
     reads, _ = division.divide(division.wanted(), division.ranks.index(node.ranks))
-
-    def connect_rank() -> tuple[Links | None, bytes]:
+    with Round(group, "connecting") as step:
+        links, failure = None, ""
         try:
-            return _connect(group, node, reads, division, listener, cleanup), b""
+            links = _connect(group, node, reads, division, listener, cleanup)
         except LostRankError as error:
             if read_once:
                 raise
-            return None, str(error).encode()
+            failure = str(error)
+        failures = [each for each in step.gather(failure, str) if each]
+    if failures and group.rank == 0:
+        log.warning("every node reads alone, because %s", failures[0])
+    return None if failures or links is None else (reads, links)
 
-    links, reply = exchange_with_local_value(group, "connecting", connect_rank, _find_failure)
-    return None if reply or links is None else (reads, links)
 
-
-def _divide(offers: Sequence[_Offer], largest_read: Int, least: int) -> bytes:
-    """Return the encoded `_Division`; nothing if sharing spares fewer bytes than `least`."""
+def _divide(offers: Sequence[_Offer], largest_read: Int, least: int) -> list[_Division]:
+    """Return the division of the reads; nothing if sharing spares fewer bytes than `least`."""
     ranks_of: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):
         ranks_of.setdefault(offer.first, []).append(rank)
     lists = [offers[first].wanted for first in ranks_of]
     if not all(lists):
-        return b""
+        return []
     numbers = {each: number for number, each in enumerate(dict.fromkeys(lists))}
     division = _Division(
         lists=list(numbers),
@@ -155,12 +155,12 @@ def _divide(offers: Sequence[_Offer], largest_read: Int, least: int) -> bytes:
         ranks=list(ranks_of.values()),
         addresses=[offer.address for offer in offers],
         largest_read=largest_read.tobytes(),
-        token=secrets.token_bytes(TOKEN_SIZE),
+        token=offers[0].token,
     )
     wanted = division.wanted()
     _, saved = division.divide(wanted, 0)
     nbytes = sum(wanted[number].nbytes for number in division.list_of_node)
-    return msgspec.msgpack.encode(division) if saved >= max(least, WORTH_SHARING * nbytes) else b""
+    return [division] if saved >= max(least, WORTH_SHARING * nbytes) else []
 
 
 def _listen(cleanup: ExitStack) -> tuple[tuple[str, int], socket.socket]:
@@ -201,11 +201,3 @@ def _connect(
             OPERATION, {rank: f"{why}; {advice}" for rank, why in error.failures.items()}
         ) from error
     return Links(group.rank, outgoing, incoming, node, group.timeout.total_seconds())
-
-
-def _find_failure(_: object, messages: list[bytes]) -> bytes:
-    """Return why a rank cannot connect to another; nothing if all can."""
-    failures = list(filter(None, messages))
-    if failures:
-        log.warning("every node reads alone, because %s", failures[0].decode())
-    return failures[0] if failures else b""

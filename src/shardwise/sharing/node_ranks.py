@@ -15,8 +15,8 @@ import numpy as np
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import allocate_pages, map_pages
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, node_name
+from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError
 from shardwise.layout.columns import Int
 from shardwise.sharing.reads import Ranges
@@ -75,26 +75,18 @@ def find_node_ranks(group: Group, wants: Wants, cleanup: ExitStack) -> NodeRanks
         cleanup: closes this rank's memory, so that other ranks can no longer open it.
 
     Raises:
-        ShardwiseError: as for `exchange`.
+        ShardwiseError: as for `Round`.
     """
 
-    def make_message() -> bytes:
+    with Round(group, "finding the ranks of a node") as step:
         fds = [os.memfd_create(f"shardwise-{each}", os.MFD_CLOEXEC) for each in ("wants", "buffer")]
         for fd in fds:
             cleanup.callback(os.close, fd)
         with open(fds[0], "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(wants))
-        return msgspec.msgpack.encode(_Member(group.rank, node_name(), os.getpid(), *fds))
-
-    def make_reply(messages: list[bytes]) -> list[bytes]:
-        members = [msgspec.msgpack.decode(each, type=_Member) for each in messages]
-        members_of: dict[str, list[_Member]] = {}
-        for member in members:
-            members_of.setdefault(member.node, []).append(member)
-        return [msgspec.msgpack.encode(members_of[member.node]) for member in members]
-
-    reply = exchange(group, "finding the ranks of a node", make_message, make_reply)
-    return NodeRanks(msgspec.msgpack.decode(reply, type=list[_Member]), group, cleanup)
+        me = _Member(group.rank, node_name(), os.getpid(), *fds)
+        members = step.gather(me, _Member)
+    return NodeRanks([each for each in members if each.node == me.node], group, cleanup)
 
 
 class NodeRanks:

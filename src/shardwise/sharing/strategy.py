@@ -57,7 +57,7 @@ class ReadTogether:
             - LostRankError: another rank died, or did not answer in time.
 
         Raises:
-            ShardwiseError: as for `exchange`.
+            ShardwiseError: as for `Round`.
         """
         spans, layout, store = reads.planned.plan.spans, reads.planned.layout, reads.store
         wants = Wants(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,16 +88,6 @@ class ThreadGroup:
         self._wait_for_all()
         self.bytes_sent += len(data) if self.rank else 0
         return gathered
-
-    def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part of the list that rank 0 passes."""
-        if self.rank == 0:
-            self._table.parts[:] = parts
-            self.bytes_sent += sum(map(len, parts[1:]))
-        self._wait_for_all()
-        part = self._table.parts[self.rank]
-        self._wait_for_all()
-        return part
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's data on all ranks."""
