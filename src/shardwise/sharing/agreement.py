@@ -129,7 +129,7 @@ def agree_on_reading_once(
     with Round(group, "connecting") as step:
         links, failure = None, ""
         try:
-            links = _connect(group, node, reads, division, listener, cleanup)
+            links = _connect(node, reads, division, listener, cleanup)
         except LostRankError as error:
             if read_once:
                 raise
@@ -177,7 +177,6 @@ def _listen(cleanup: ExitStack) -> tuple[tuple[str, int], socket.socket]:
 
 
 def _connect(
-    group: Group,
     node: NodeRanks,
     reads: Reads,
     division: _Division,
@@ -190,14 +189,14 @@ def _connect(
     targets = sorted(set(reads.target[is_own].tolist()) - {NOBODY})
     addresses = {target: division.addresses[target] for target in targets}
     # Half of the group's timeout, because a rank that could not connect waits for this rank.
-    timeout = min(CONNECT_SECONDS, group.timeout.total_seconds() / 2)
+    timeout = min(CONNECT_SECONDS, node.timeout / 2)
     try:
         outgoing, incoming = connect(
-            group.rank, addresses, sources, listener, division.token, timeout, cleanup
+            node.rank, addresses, sources, listener, division.token, timeout, cleanup
         )
     except LostRankError as error:
         advice = "open the ports between nodes, or pass read_once=False"
         raise LostRankError(
             OPERATION, {rank: f"{why}; {advice}" for rank, why in error.failures.items()}
         ) from error
-    return Links(group.rank, outgoing, incoming, node, group.timeout.total_seconds())
+    return Links(outgoing, incoming, node)

@@ -15,9 +15,9 @@ import hmac
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
@@ -75,10 +75,13 @@ def connect(
     deadline = Deadline(timeout)
     outgoing: Connections = {}
     for target, address in targets.items():
-        with _rank_in_errors(target, address):
+        try:
             made = socket.create_connection(address, _remaining(deadline))
             outgoing[target] = cleanup.enter_context(made)
             made.sendall(_HELLO.pack(token, rank))
+        except OSError as error:  # noqa: PERF203 - of which rank
+            reason = f"it cannot be reached at {address[0]}:{address[1]}: {error}"
+            raise LostRankError(OPERATION, {target: reason}) from error
     missing = set(sources)
     incoming: Connections = {}
     while missing:
@@ -98,16 +101,6 @@ def connect(
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return outgoing, incoming
-
-
-@contextmanager
-def _rank_in_errors(rank: int, address: Address) -> Iterator[None]:
-    """Add the rank to the message of an error of a connection."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"it cannot be reached at {address[0]}:{address[1]}: {error}"
-        raise LostRankError(OPERATION, {rank: reason}) from error
 
 
 def _remaining(deadline: Deadline) -> float:
@@ -130,25 +123,14 @@ class Links:
     """The connections of this rank to ranks of other nodes, during the reads of a load.
 
     Args:
-        rank: this rank.
         outgoing, incoming: connections by rank; see `connect`.
         node: the ranks of this node.
-        timeout: the longest time without progress, in seconds.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        outgoing: Connections,
-        incoming: Connections,
-        node: NodeRanks,
-        timeout: float,
-    ) -> None:
-        self._rank = rank
+    def __init__(self, outgoing: Connections, incoming: Connections, node: NodeRanks) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
         self._node = node
-        self._timeout = timeout
 
     def run(self, reads: Reads, nbytes: Sequence[int], buffers: SharedBuffers) -> None:
         """Receive and send all reads of this rank.
@@ -171,7 +153,7 @@ class Links:
             (self._outgoing, reads.target, _Stream.send),
         ):
             for rank, link in links.items():
-                stream = _Stream(rank, link, buffers, self._node, self._timeout)
+                stream = _Stream(rank, link, buffers, self._node)
                 rows = np.flatnonzero(is_own & (column == rank)).tolist()
                 places = [(int(reads.file[i]), int(reads.low[i]), int(reads.high[i])) for i in rows]
                 planned = [(i, nbytes[i], place) for i, place in zip(rows, places, strict=True)]
@@ -194,7 +176,7 @@ class Links:
 
     def report_failure(self, failed: int | None = None) -> None:
         """Tell the ranks at the other ends that a rank failed; by default, this rank."""
-        frame = _FRAME.pack(0, 0, 0, 0, self._rank if failed is None else failed)
+        frame = _FRAME.pack(0, 0, 0, 0, self._node.rank if failed is None else failed)
         for link in (*self._outgoing.values(), *self._incoming.values()):
             with suppress(OSError):
                 link.settimeout(SECONDS_TO_REPORT)
@@ -210,22 +192,15 @@ class _Stream:
         link: the connection.
         buffers: the slots to fill, and to send from.
         node: the ranks of this node.
-        timeout: the longest time without progress, in seconds.
     """
 
     def __init__(
-        self,
-        rank: int,
-        link: socket.socket,
-        buffers: SharedBuffers,
-        node: NodeRanks,
-        timeout: float,
+        self, rank: int, link: socket.socket, buffers: SharedBuffers, node: NodeRanks
     ) -> None:
         self._rank = rank
         self._link = link
         self._buffers = buffers
         self._node = node
-        self._timeout = timeout
         link.settimeout(POLL_SECONDS)
 
     def receive(self, reads: Sequence[PlannedRead]) -> None:
@@ -272,12 +247,11 @@ class _Stream:
             return False if self._has_failed() else is_ready() or None
 
         late = "the ranks of its node filled or emptied no buffer"
-        own_rank = self._node.ranks[self._node.index]
-        return self._node.wait(poll, lambda: {own_rank: late})
+        return self._node.wait(poll, lambda: {self._node.rank: late})
 
     def _move(self, data: memoryview, act: Callable[[memoryview], int]) -> bool:
         """Send or receive all of `data`. Return whether it was moved; False if this rank failed."""
-        deadline = Deadline(self._timeout)
+        deadline = Deadline(self._node.timeout)
         while data:
             try:
                 count = act(data)
@@ -288,7 +262,7 @@ class _Stream:
                 if act == self._link.send:
                     self._check_receiver()
                 if deadline.has_passed():
-                    late = f"it sent or took no data for {self._timeout:.0f} s"
+                    late = f"it sent or took no data for {self._node.timeout:.0f} s"
                     raise LostRankError(OPERATION, {self._rank: late}) from error
                 continue
             except OSError as error:
@@ -297,7 +271,7 @@ class _Stream:
             if not count:
                 raise self._lost("its process has ended, or its load has failed")
             data = data[count:]
-            deadline = Deadline(self._timeout)
+            deadline = Deadline(self._node.timeout)
         return True
 
     def _check_receiver(self) -> None:

@@ -93,7 +93,9 @@ class NodeRanks:
     """The ranks of this node, in the same order on each of them; see `find_node_ranks`.
 
     Attributes:
+        rank: this rank.
         index: the index of this rank among the ranks of the node.
+        timeout: the longest time without progress, in seconds.
         ranks: the rank in the group of each of them.
         wanted: the byte ranges that each of them wants.
         largest_read: the longest read of each file that all of them can make, in bytes.
@@ -103,7 +105,8 @@ class NodeRanks:
     def __init__(self, members: Sequence[_Member], group: Group, cleanup: ExitStack) -> None:
         self._members = members
         self._cleanup = cleanup
-        self._timeout = group.timeout.total_seconds()
+        self.timeout = group.timeout.total_seconds()
+        self.rank = group.rank
         self.ranks = [member.rank for member in members]
         self.index = self.ranks.index(group.rank)
         wants = [self._read_wants(member) for member in members]
@@ -158,12 +161,12 @@ class NodeRanks:
             LostRankError: the timeout of the group has passed, or a rank of the node has died. The
                 error names the late ranks.
         """
-        for look, _ in enumerate(Deadline(self._timeout).attempts(**PAUSES)):
+        for look, _ in enumerate(Deadline(self.timeout).attempts(**PAUSES)):
             if (found := poll()) is not None:
                 return found
             if look % CHECK_EVERY == CHECK_EVERY - 1:
                 self.check_alive()
-        late = {rank: f"{step} within {self._timeout:.0f} s" for rank, step in late_ranks().items()}
+        late = {rank: f"{step} within {self.timeout:.0f} s" for rank, step in late_ranks().items()}
         raise LostRankError(OPERATION, late)
 
     def check_alive(self) -> None:

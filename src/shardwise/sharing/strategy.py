@@ -104,9 +104,8 @@ def _fill_together(
             links.report_failure()
         raise
     reads.planned.finish()
-    index = node.index
-    received = shared.bytes_of(index, received=True)
-    return BytesMoved(shared.bytes_of(index, received=False), received)
+    read, received = (shared.bytes_of(node.index, received=each) for each in (False, True))
+    return BytesMoved(read, received)
 
 
 def _read(
