@@ -30,7 +30,6 @@ def export(
     skip: Sequence[str] = (),
     root: str = "model",
     dtype: str | None = None,
-    config: str | os.PathLike[str] | None = None,
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
@@ -52,7 +51,6 @@ def export(
         root: the key of the model in the state, for formats that hold only a model; "" if the
             checkpoint is only a model.
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
-        config: a file that `"hf"` copies as `config.json`.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
         group, on_event: as for `load`.
@@ -64,7 +62,7 @@ def export(
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, root=root, dtype=dtype,
-        config=config, verify=verify, max_file=max_file)  # fmt: skip
+        verify=verify, max_file=max_file)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:

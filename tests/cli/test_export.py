@@ -64,7 +64,6 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
         (("--dtype", "bf16"), "bfloat16"),
         (("--to", "gguf"), "hf, dcp"),
         (("--only", "x"), "nothing to write"),
-        (("--config", "nowhere.json"), "only to='hf' writes"),
     ],
 )
 def test_wrong_use_is_said(

@@ -226,8 +226,6 @@ def test_a_kill_leaves_nothing_that_looks_whole(
         ({"root": "net"}, "of model, optimizer"),
         ({"max_file": 0}, "at least 1"),
         ({"max_file": "1G"}, "a number of bytes"),
-        ({"config": "nowhere.json"}, "not a file"),
-        ({"config": __file__, "to": "dcp"}, "to='hf'"),
         (
             {"to": "native", "dtype": "float16", "root": "net"},
             "root='net': the checkpoint has no tensor",

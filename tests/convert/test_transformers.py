@@ -38,9 +38,8 @@ def test_from_pretrained_loads_what_was_exported(
 ) -> None:
     model = llama(transformers)
     sw.save(tmp_path / "source", {"model": model, "step": 3})
-    model.config.save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    sw.export(tmp_path / "source", tmp_path / "hf", config=config, max_file=max_file)
+    sw.export(tmp_path / "source", tmp_path / "hf", max_file=max_file)
+    model.config.save_pretrained(tmp_path / "hf")
     loaded, info = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )

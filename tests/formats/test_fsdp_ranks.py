@@ -179,11 +179,10 @@ def test_a_run_goes_on(saved: Path, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fsdp2", "dtensors"])
 def test_export_to_hugging_face(saved: Path, kind: str, tmp_path: Path) -> None:
     place = place_of(saved, kind)
-    sw.export(place, tmp_path / "hf", to="hf", config=place / "huggingface" / "config.json")
+    sw.export(place, tmp_path / "hf", to="hf")
     model, _ = torch.load(saved / f"{kind}.whole.pt")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert_same(sorted(exported.items()), sorted(model.items()))
-    assert (tmp_path / "hf" / "config.json").read_text() == '{"model_type": "test"}'
 
 
 def test_missing_files_and_several_world_sizes_are_refused(saved: Path, tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ DType = Annotated[
     str | None,
     _option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
 ]
-Config = Annotated[str | None, _option("FILE", "With --to hf: the config.json to copy.")]
 Spec = Annotated[
     str | None, _option("FILE", "A layout specification of SRC: a file, or a built-in name.")
 ]
@@ -66,7 +65,6 @@ def export(
     skip: Skip = None,
     root: Root = "model",
     dtype: DType = None,
-    config: Config = None,
     spec: Spec = None,
     files: RankFiles = None,
     let: Let = None,
@@ -99,7 +97,6 @@ def export(
         "skip": skip or (),
         "root": root,
         "dtype": dtype,
-        "config": config,
         "spec": _make_specification(spec, files, let or []),
         "skip_unknown": skip_unknown,
         "format": format,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,14 +18,11 @@ from shardwise.engine.group import Group
 from shardwise.engine.replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.encoding import encode_layout
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
 from shardwise.state.selection import Selection
-from shardwise.store import Files, Store, is_file, name_of, open_store, resolve_links
-
-LARGEST_CONFIG = 64 << 20
+from shardwise.store import Files, open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +35,6 @@ class ExportOptions:
     skip: Sequence[str]
     root: str
     dtype: str | None
-    config: str | os.PathLike[str] | None
     verify: bool
     max_file: int
 
@@ -62,15 +57,6 @@ class ExportOptions:
         open_store(self.target)
         if self.to not in TARGETS:
             raise StateError(f"to={self.to!r}: unknown format; choose one of {', '.join(TARGETS)}")
-        if self.config is not None and self.to != "hf":
-            raise StateError(
-                f"config={os.fspath(self.config)!r}: only to='hf' writes a configuration, not "
-                f"to={self.to!r}: leave out config="
-            )
-        if self.config is not None and not is_file(open_store(self.config)):
-            raise StateError(
-                f"config={os.fspath(self.config)!r}: not a file: expected the path of config.json"
-            )
         if self.dtype is not None and self.dtype not in FLOATS:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
         if type(self.max_file) is not int or self.max_file < 1:
@@ -93,23 +79,13 @@ def write_export(
     identity = f"{torch.__version__}: {source}: {digest}: {options.resume_key}"
     selected, tensors = _select_contents(options, layout)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    config = None if options.config is None else _read_config(open_store(options.config))
-    contents = ExportContents(selected, tensors, save_id, options.root, options.max_file, config)
+    contents = ExportContents(selected, tensors, save_id, options.root, options.max_file)
     files = TARGETS[options.to](contents)
     if options.verify:
         names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
         check_all_together(source, layout, names, recorder, group)
     checkpoint = Checkpoint(source, layout, verify=options.verify)
     return write_files(files, checkpoint, open_store(options.target), identity, group, recorder)
-
-
-def _read_config(store: Store) -> bytes:
-    with closing(resolve_links(store).open("")) as file:
-        if file.size > LARGEST_CONFIG:
-            raise StateError(
-                f"config={store}: the file has {file.size} bytes: expected at most {LARGEST_CONFIG}"
-            )
-        return FileRange.whole_file(file, name_of(store), str(store)).read(0, file.size)
 
 
 def _select_contents(

@@ -177,7 +177,6 @@ class ExportContents:
         save_id: an id that is part of file names. If an export is repeated, it has the same id.
         root: the key of the model in the state, for formats that hold only a model.
         max_file: the largest number of bytes of tensors in a file.
-        config: contents of the model's configuration file, for formats that have one.
     """
 
     source: Layout
@@ -185,7 +184,6 @@ class ExportContents:
     save_id: str
     root: str
     max_file: int
-    config: bytes | None = None
 
     def model_tensors(self) -> list[TargetTensor]:
         """Return the tensors of the model, with names relative to the root.

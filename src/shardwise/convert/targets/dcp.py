@@ -20,11 +20,11 @@ from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.errors import StateError
 from shardwise.formats.file_tree import FilePart
-from shardwise.formats.readers.dcp.metadata import METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+METADATA = ".metadata"
 Path = tuple[str | int, ...]
 
 

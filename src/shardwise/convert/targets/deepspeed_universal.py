@@ -15,14 +15,20 @@ import torch
 
 from shardwise.convert.plan import ExportContents, ExportFiles, OutputFile, TensorPart
 from shardwise.convert.targets.archive import FileBuilder
-from shardwise.convert.targets.nested import NestedOptimizer, NestedState, nest_state
+from shardwise.convert.targets.nested import (
+    GROUPS,
+    PARAM_NAMES,
+    PARAMS,
+    NestedOptimizer,
+    NestedState,
+    nest_state,
+)
 from shardwise.convert.targets.torch_file import add_torch_file, explain_refusal
 from shardwise.errors import StateError
-from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS
-from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL, WEIGHTS_KEY
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written."""
+LATEST_UNIVERSAL, WEIGHTS_KEY = "latest_universal", "fp32"
 _COUNTERS = [
     ("deepspeed", counter) for counter in ("global_steps", "global_samples", "skipped_steps")
 ]

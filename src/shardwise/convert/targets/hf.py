@@ -21,7 +21,6 @@ from shardwise.manifest.dtypes import DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
 ALIGNMENT = 8
 
 
@@ -53,9 +52,8 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
     )
 
     def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
-        config = {} if contents.config is None else {CONFIG: contents.config}
         if len(files) == 1:
-            return config
+            return {}
         file_of_tensor = {
             each.name: name
             for name, file_tensors in zip(names, files, strict=True)
@@ -66,7 +64,7 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(file_of_tensor.items())),
         }
-        return config | {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
+        return {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
 
     return ExportFiles(tensor_files, make_final_files, (*left_out, *contents.describe_left_out()))
 

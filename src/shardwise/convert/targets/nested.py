@@ -12,10 +12,12 @@ from shardwise.adapters.optimizer_state import nest_keys
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
-from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, ParamGroup
+from shardwise.formats.optimizers import ParamGroup
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.plain_values import JsonValue, decode
 
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+"""Keys of torch's optimizers."""
 _GROUPS_SUFFIX = f".{GROUPS}"
 
 

@@ -185,7 +185,7 @@ def _list_left_out(tree: FileTree, read_names: list[str]) -> list[str]:
     if published:
         lines.append(
             f"{_PUBLISHED}: {len(published)} files for publishing the model, such as "
-            f"{published[0].removeprefix(_PUBLISHED)}; pass config= to export"
+            f"{published[0].removeprefix(_PUBLISHED)}"
         )
     return lines[:_MOST_LINES]
 
