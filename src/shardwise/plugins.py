@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -17,6 +19,12 @@ def find_plugins(group: str) -> Mapping[str, EntryPoint]:
     Raises:
         StateError: two packages have an entry point of the same name.
     """
+    return _find_plugins(group, tuple(sys.path))
+
+
+@lru_cache
+def _find_plugins(group: str, search_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """Find the entry points on a search path. This reads the metadata of all installed packages."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=group):
         other = found.setdefault(entry.name, entry)

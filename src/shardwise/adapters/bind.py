@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint
 from typing import Any, cast
 
 import numpy as np
@@ -122,17 +120,12 @@ def _bind_object(name: str, value: object, context: Context) -> Binding | None:
 
 def _functions_of_imported_modules() -> Iterator[Bind]:
     """Yield the functions that bind types of modules that are imported, those of plugins first."""
-    for module, plugin in _plugins().items():
+    for module, plugin in find_plugins(GROUP).items():
         if module in sys.modules:
             yield load_plugin(plugin)
     for module, adapter in _BUILT_IN.items():
         if module in sys.modules:
             yield import_module(f"shardwise.adapters.{adapter}").bind
-
-
-@cache
-def _plugins() -> Mapping[str, EntryPoint]:
-    return find_plugins(GROUP)  # reads the metadata of all installed packages
 
 
 def _is_nested_state(value: object) -> bool:

@@ -5,7 +5,6 @@ Readers are found by entry points, those of shardwise like those of other packag
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,7 +78,7 @@ def load_readers() -> Mapping[str, Reader]:
     Raises:
         StateError: the reader of another package cannot be imported, or has the key of another one.
     """
-    return {key: _load_reader(point) for key, point in _find_points(tuple(sys.path)).items()}
+    return {key: _load_reader(point) for key, point in _find_points().items()}
 
 
 @lru_cache
@@ -93,9 +92,8 @@ def _load_reader(point: EntryPoint) -> Reader:
     return reader
 
 
-@lru_cache(1)
-def _find_points(search_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """Return all readers of the packages in `sys.path`, whose metadata takes time to read."""
+def _find_points() -> Mapping[str, EntryPoint]:
+    """Return all readers, by key."""
     points = {point.name: point for point in _BUILT_IN}
     for key, point in find_plugins(GROUP).items():
         if key in points:
@@ -109,7 +107,7 @@ def _find_points(search_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 def _reader_of(key: str) -> Reader:
     """Return a reader by its key. Readers of other packages need not work for this."""
-    point = _find_points(tuple(sys.path)).get(key)
+    point = _find_points().get(key)
     if point is not None:
         return _load_reader(point)
     readers = load_readers()
