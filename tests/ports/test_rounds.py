@@ -1,0 +1,121 @@
+"""A round either succeeds on all ranks or fails on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise import LostRankError, MismatchError, RankError, StateError
+from shardwise.ports.read_strategy import Group, Round
+from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
+
+WORLD = 3
+
+
+def test_each_rank_gets_the_messages_of_all() -> None:
+    def run(group: ThreadGroup) -> list[tuple[int, str]]:
+        with Round(group, "meeting") as step:
+            return step.gather((group.rank, "x" * 3000), tuple[int, str])
+
+    expected = [(rank, "x" * 3000) for rank in range(WORLD)]
+    assert run_ranks(WORLD, run) == [expected] * WORLD
+    assert run_ranks(1, run) == [expected[:1]]
+
+
+def test_what_rank_0_makes_of_all_messages_is_the_result_on_all() -> None:
+    def run(group: ThreadGroup) -> int:
+        with Round(group, "adding") as step:
+            return step.reduce(group.rank + 1, int, sum, int)
+
+    assert run_ranks(WORLD, run) == [6] * WORLD
+    assert run_ranks(1, run) == [1]
+
+
+def test_the_value_of_rank_0_is_shared() -> None:
+    def run(group: ThreadGroup) -> str:
+        with Round(group, "choosing", first_only=True) as step:
+            return step.share(f"by {group.rank}", str)
+
+    assert run_ranks(WORLD, run) == ["by 0"] * WORLD
+
+
+def fail(group: Group) -> None:
+    raise StateError(f"bad on rank {group.rank}")
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}, {0, 1, 2}])
+@pytest.mark.parametrize("ends_with_message", [False, True])
+def test_a_failure_reaches_all_ranks(failing: set[int], ends_with_message: bool) -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "meeting") as step:
+            if group.rank in failing:
+                fail(group)
+            if ends_with_message:
+                step.gather(group.rank, int)
+
+    for rank, error in enumerate(run_ranks_and_catch(WORLD, run)):
+        if rank in failing:
+            assert isinstance(error, StateError)
+            assert str(error) == f"bad on rank {rank}"
+        else:
+            assert type(error) is RankError
+            assert sorted(error.failures) == sorted(failing)
+
+
+def test_a_failure_of_rank_0_alone_is_the_same_error_on_all() -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "locking", first_only=True):
+            if group.rank == 0:
+                fail(group)
+
+    errors = run_ranks_and_catch(WORLD, run)
+    assert [(type(each), str(each)) for each in errors] == [(StateError, "bad on rank 0")] * WORLD
+
+
+def test_a_failure_of_the_function_that_combines_is_the_same_error_on_all() -> None:
+    def refuse(ranks: list[int]) -> int:
+        raise MismatchError("ranks differ:", [f"rank {each}" for each in ranks])
+
+    def run(group: ThreadGroup) -> int:
+        with Round(group, "comparing") as step:
+            return step.reduce(group.rank, int, refuse, int)
+
+    for error in run_ranks_and_catch(WORLD, run):
+        assert isinstance(error, MismatchError)
+        assert error.problems == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_ranks_that_take_different_steps_are_told() -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "saving" if group.rank else "loading"):
+            pass
+
+    for error in run_ranks_and_catch(WORLD, run):
+        assert isinstance(error, MismatchError)
+        assert error.problems == ["rank 0: loading", "rank 1: saving"]
+
+
+def test_a_rank_that_is_gone_does_not_hide_why_this_one_failed() -> None:
+    def run(group: ThreadGroup) -> None:
+        if group.rank == 1:
+            return  # it never takes the step
+        with Round(group, "meeting"):
+            if group.rank == 2:
+                fail(group)
+
+    first, _, third = run_ranks_and_catch(WORLD, run, timeout=5.0)
+    assert isinstance(first, LostRankError)
+    assert isinstance(third, StateError)
+    assert isinstance(third.__cause__, LostRankError)
+
+
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_code_after_the_message_fails_on_its_own(world: int) -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "meeting") as step:
+            step.gather(group.rank, int)
+            if group.rank == 0:
+                fail(group)
+
+    first, *others = run_ranks_and_catch(world, run)
+    assert isinstance(first, StateError)
+    assert others == [None] * (world - 1)
