@@ -46,7 +46,7 @@ LAYERS_OF_MEMORY = (
     ("agent",),
     ("remote",),
     ("reclaim",),
-    ("decide", "free_files", "observe", "spawn"),
+    ("decide", "free_files", "observe", "registry", "spawn"),
     ("view",),
     ("identity", "lineage", "mirror_tasks", "rank_locks", "record_cache", "seal"),
     ("home",),

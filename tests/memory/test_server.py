@@ -520,6 +520,17 @@ def test_there_are_not_more_connections_than_there_may_be(tmp_path: Path) -> Non
 HEALTH = f"GET /health HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 
 
+def test_silent_strangers_keep_nobody_from_being_answered(tmp_path: Path) -> None:
+    with serve(tmp_path, most=20) as one, ExitStack() as stack:
+        used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", one.port), 5))
+            assert one.ask("GET", "/health")[0] == 200
+        used.sendall(HEALTH)
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+
+
 def test_a_stranger_is_closed_soon_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

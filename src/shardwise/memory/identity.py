@@ -7,6 +7,7 @@ other nodes and older records refer to them.
 from __future__ import annotations
 
 import fcntl
+import hmac
 import ipaddress
 import re
 import secrets
@@ -64,6 +65,11 @@ def read_or_create_secret(home: Home, secret_file: Path | None) -> str:
             "`openssl rand -hex 32`"
         )
     return secret
+
+
+def make_run_token(secret: str, run: str) -> str:
+    """Return a token that allows reading one run, and does not reveal the secret."""
+    return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 
 def previous_port(home: Home) -> int:

@@ -40,7 +40,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     Attributes:
         node: the name of the node.
         url: the address, for example "http://10.0.0.1:41234".
-        token: the agent's secret.
+        token: the agent's secret, or the token of one run.
         process: the process id of the agent.
         domain: the failure domain of the node; "" for the node itself.
         host: the host name of the node.

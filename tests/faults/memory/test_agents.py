@@ -119,7 +119,8 @@ def leftovers(root: Path) -> list[str]:
     """What lies in a root beside whole checkpoints."""
     below = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     known = {"manifest.json", "run.json"}
-    return [str(path) for path in below if path.name not in known and path.suffix != ".safetensors"]
+    files = [path for path in below if path.parts[0] != "nodes"]
+    return [str(path) for path in files if path.name not in known and path.suffix != ".safetensors"]
 
 
 def kill_while_persisting(cluster: Cluster) -> tuple[float, str]:

@@ -17,7 +17,9 @@ from tests.faults.memory.scenario import (
     end_agents,
     go_on,
     infos,
+    lose,
     steps_in,
+    train,
     until,
 )
 from tests.tools.gang import Gang
@@ -46,6 +48,19 @@ def restore_and_list_unanswered(cluster: Cluster) -> tuple[Went, list[str]]:
     assert cp.last_restore is not None
     cp.close(wait=False)
     return went, list(cp.last_restore.unanswered)
+
+
+def save_protected(cluster: Cluster) -> None:
+    """Save steps in memory, the last one protected, and leave without a word."""
+    cp = cluster.open()
+    values, state, _ = begin(cp, cluster.columns, "rows")
+    for step in range(1, STEPS + 1):
+        train(values, step)
+        state["step"] = step
+        handle = cp.save(step, state)
+    assert handle is not None
+    handle.protected(20.0)
+    cp.close(wait=False)
 
 
 def slots(shm: Path) -> set[tuple[str, int]]:
@@ -116,6 +131,16 @@ def test_ranks_that_come_back_find_what_others_saved_meanwhile(
         went = gang.run(go_on, cluster, last + 2 * STEPS, world=2)
         assert {(each.step, each.source) for each in went} == {(last, "memory")}
         last += 2 * STEPS
+
+
+def test_nodes_that_know_none_of_the_idle_ones_find_them(gang: Gang, root: Path, shm: Path) -> None:
+    """One is new, and one has lost its memory; what both nodes held is whole on the idle one."""
+    cluster = Cluster(root=root, shm=shm, nodes=2, options={"copies": 1})
+    gang.run(save_protected, cluster, world=2)
+    until(lambda: len(list(root.glob("nodes/*.json"))) == 2)
+    lose(cluster.directory(0))
+    went = gang.run(go_on, replace(cluster, node_of=(2, 0)), STEPS, world=2)
+    assert {(each.step, each.source) for each in went} == {(STEPS, "memory")}
 
 
 def test_a_node_that_does_not_answer_is_named(gang: Gang, root: Path, shm: Path) -> None:

@@ -42,12 +42,14 @@ from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
 from shardwise.memory.records import AgentInfo, schema
+from shardwise.memory.registry import Registration
 from shardwise.memory.seal import MappedFiles
 
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
 STOP_TIMEOUT = 20.0
 TRIM_PERIOD = 10.0
+REGISTRATION_PERIOD = 0.5
 log = logging.getLogger("shardwise.agent")
 
 
@@ -160,6 +162,8 @@ async def _serve(
         mirrors.start()
         agent.wake()
         write_record(home.info_path, info)
+        registration = Registration(home, info)
+        threading.Thread(target=_register, args=(registration, ended), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
             await _wait_for_end(home, info, mirrors, ended, until_idle=options.until_idle)
@@ -171,6 +175,16 @@ async def _serve(
     if not finished:
         log.warning("some actions are unfinished; the next agent repeats them")
     return finished
+
+
+def _register(registration: Registration, ended: asyncio.Event) -> None:
+    """Keep the entries of this node up to date. A root may hang, and nobody waits for it."""
+    while not ended.is_set():
+        try:
+            registration.update()
+        except Exception:
+            log.exception("updating the addresses in roots failed; trying again")
+        time.sleep(REGISTRATION_PERIOD)
 
 
 async def _wait_for_end(

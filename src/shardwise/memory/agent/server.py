@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-from weakref import WeakSet
 
 import msgspec
 from aiohttp import web
@@ -28,6 +27,7 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.files import LARGEST_RECORD
+from shardwise.memory.identity import make_run_token
 from shardwise.memory.listing import list_steps, open_below
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
@@ -48,8 +48,8 @@ _WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-
 """The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
 the trainers and the agent of this node write the other records."""
 _NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
-_AUTHENTICATED = web.AppKey("authenticated", WeakSet[asyncio.BaseTransport])
-"""The connections over which a client has presented the secret."""
+_STRANGERS = web.AppKey("strangers", dict[asyncio.Transport, None])
+"""The connections over which no client has presented the secret yet, oldest first."""
 
 
 def _is_defect(record: logging.LogRecord) -> bool:
@@ -82,7 +82,7 @@ def create_app(
         raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
     handlers = _Handlers(home, wake, list_failing)
     app = web.Application(middlewares=[_require_token(token)])
-    app[_AUTHENTICATED] = WeakSet()
+    app[_STRANGERS] = {}
     app.router.add_get("/health", handlers.list_failing)
     app.router.add_get(RUN_PATH, handlers.list_files)
     app.router.add_get(f"{RUN_PATH}/{{step}}/{{name}}", handlers.send_file)
@@ -102,8 +102,9 @@ async def serve_connections(
 ) -> AsyncIterator[None]:
     """Serve an application while the block runs.
 
-    Anybody can open connections. So a connection is closed at once if there are too many, and after
-    a few seconds unless its client has presented the secret.
+    Anybody can open connections. So a connection is closed after a few seconds, unless its client
+    has presented the secret. If half of the connections are waiting for this, the oldest of these
+    is closed: clients that know the secret present it immediately.
 
     Args:
         listener: the listening socket. It is closed at the end.
@@ -144,11 +145,16 @@ class _Acceptor(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept or close a new connection."""
         server = self._runner.server
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"{transport!r} is not a connection")
-        if server is None or len(server.connections) >= self._most:
+        if server is None or not isinstance(transport, asyncio.Transport):
+            raise TypeError(f"{transport!r} is not a connection, or the server has not begun")
+        strangers = self._runner.app[_STRANGERS]
+        is_full = len(server.connections) >= self._most
+        if strangers and (is_full or len(strangers) >= self._most // 2):
+            self._close_stranger(next(iter(strangers)))
+        elif is_full:
             transport.abort()
             return
+        strangers[transport] = None
         asyncio.get_running_loop().call_later(self._timeout, self._close_stranger, transport)
         handler = server()
         transport.set_protocol(handler)
@@ -156,7 +162,9 @@ class _Acceptor(asyncio.Protocol):
 
     def _close_stranger(self, transport: asyncio.Transport) -> None:
         """Close a connection over which nobody has presented the secret."""
-        if transport not in self._runner.app[_AUTHENTICATED]:
+        strangers = self._runner.app[_STRANGERS]
+        if transport in strangers:
+            del strangers[transport]
             transport.abort()
 
 
@@ -259,18 +267,24 @@ class _Handlers:
 
 
 def _require_token(token: str) -> Middleware:
-    """Return a middleware that serves only requests with this token."""
+    """Return a middleware that serves only requests with a valid token.
+
+    The secret is valid for all requests. The token of a run is valid only for reading that run:
+    everybody who can read the run's root can read the token.
+    """
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(received, expected):
+        run = request.match_info.get("run", "") if request.method in ("GET", "HEAD") else ""
+        of_run = f"Bearer {make_run_token(token, run)}".encode() if run else expected
+        if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
         if request.transport is not None:
-            request.app[_AUTHENTICATED].add(request.transport)
+            request.app[_STRANGERS].pop(request.transport, None)
         return await handler(request)
 
     return check

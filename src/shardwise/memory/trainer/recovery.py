@@ -21,6 +21,7 @@ from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import read_entries
 from shardwise.memory.remote.assembled import NO_SNAPSHOT, AssembledStore, Assembly
 from shardwise.memory.remote.search import (
     SEARCH_TIMEOUT,
@@ -109,7 +110,9 @@ def _search_nodes(
         nodes: the files of the nodes that have ranks.
     """
     membership, run, here = snapshots.membership, snapshots.run, snapshots.node
-    infos = {info.node: info for info in membership.nodes}
+    here_or_known = {info.node for info in membership.nodes}
+    others, unreachable = read_entries(snapshots.root, run.name, here_or_known)
+    infos = {info.node: info for info in (*others, *membership.nodes)}
     deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
 
     def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
@@ -125,12 +128,12 @@ def _search_nodes(
     assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
     seconds = time.perf_counter() - start
     answered = {each.node for each in search.nodes}
-    unanswered = {
+    known = [*others, *(info for each in search.nodes for info in each.known_nodes)]
+    silent = {
         info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-        for each in search.nodes
-        for info in each.known_nodes
-        if info.node not in answered
+        for info in known
     }
+    unanswered = {n: why for n, why in {**unreachable, **silent}.items() if n not in answered}
     if unanswered and search.is_complete(step):
         unanswered = {}
     return msgspec.structs.replace(assembly, choosing_seconds=seconds, unanswered=unanswered)

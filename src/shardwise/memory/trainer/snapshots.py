@@ -60,6 +60,7 @@ class Snapshots:
         mirror: follows the mirror of the root; None if the root has none.
 
     Attributes:
+        root: as above.
         skipped: the number of snapshots that were skipped because no slot was free.
         home, run: the directories of this node and of the run on it.
         membership: the nodes of the run, and the lineage of the run.
@@ -73,7 +74,7 @@ class Snapshots:
         comparison: ReplicaComparison,
         mirror: MirrorWatch | None = None,
     ) -> None:
-        self._root = root
+        self.root = root
         self._options = options = choose_interface(options, group)
         self._group = group
         self._comparison, self._mirror = comparison, mirror
@@ -109,12 +110,12 @@ class Snapshots:
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
-        if self._group.rank == 0 and self._root.traits.lock_expiry > 0.0:
+        if self._group.rank == 0 and self.root.traits.lock_expiry > 0.0:
             # Training must not wait for an object store. The agent looks again when it publishes.
-            self._steps_to_look_for = frozenset(committed_steps(self._root))
+            self._steps_to_look_for = frozenset(committed_steps(self.root))
         if self.is_first_of_node:
             forget_lost_ranks(self.run)
-            remove_other_runs(self.home, self.run, str(self._root))
+            remove_other_runs(self.home, self.run, str(self.root))
             self.run.record_nodes(self.membership.nodes)
             node_of = self.membership.node_of
             delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
@@ -185,11 +186,11 @@ class Snapshots:
     ) -> tuple[bool, DescribedSave]:
         """Return whether this rank has a slot for a snapshot, and the described save."""
         step = save.options.step or 0
-        refuse_older_step(self.run, step, self.membership.lineage, self._root)
+        refuse_older_step(self.run, step, self.membership.lineage, self.root)
         self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
         has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
         place = str(save.store) if durable else f"memory, for {save.store}"
-        root = self._root if durable else None
+        root = self.root if durable else None
         with recorder.stage("describe"):
             return has_slot, describe_save(replace(save, place=place, written_to=root))
 
@@ -230,7 +231,7 @@ class Snapshots:
         try:
             set_mirror_task(self.run, task)
         except OSError as error:
-            log.error("the agent of this node cannot mirror %s yet: %s", self._root, error)
+            log.error("the agent of this node cannot mirror %s yet: %s", self.root, error)
         self.home.wake()
 
     def fence(self) -> None:
@@ -248,7 +249,7 @@ class Snapshots:
         lineage = self.membership.lineage
         with Round(self._group, "recording a resumption", first_only=True) as recording:
             if self._group.rank == 0:
-                lineage = resume_from(self._root, self.run.name, step)
+                lineage = resume_from(self.root, self.run.name, step)
             self.membership.lineage = recording.share(lineage, Lineage)
 
     def _discard(self, step: int | None) -> None:

@@ -1,0 +1,190 @@
+"""What a root says about the nodes of its run: enough to ask them, and no secret for others."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import shardwise as sw
+from shardwise.errors import StoreError
+from shardwise.memory.home import Home
+from shardwise.memory.identity import make_run_token, read_or_create_node_name
+from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import (
+    LONGEST_AGE,
+    NODES_DIRECTORY,
+    RETRY_PERIOD,
+    Registration,
+    read_entries,
+)
+from shardwise.memory.remote.client import AgentClient
+from shardwise.store import LocalStore, private
+from tests.faults.memory.scenario import end_agents, until
+from tests.memory.test_server import RUN, TOKEN, serve
+
+HERE = AgentInfo("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
+THERE = AgentInfo("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Iterator[Path]:
+    """Where the homes of nodes are, whose agents are ended afterwards."""
+    yield tmp_path / "shm"
+    end_agents(tmp_path / "shm")
+
+
+def home_of_run(tmp_path: Path, root: Path | None = None) -> Home:
+    """A home with a snapshot of a run, whose root is a directory."""
+    home = Home(tmp_path / "shm")
+    run = home.run(RUN)
+    run.step_path(1).mkdir(parents=True)
+    run.set_root(str(LocalStore(root or tmp_path)))
+    return home
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / NODES_DIRECTORY).iterdir())
+
+
+def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
+    root, home = LocalStore(tmp_path), home_of_run(tmp_path)
+    assert read_entries(root, RUN) == ([], {})
+    for info in (HERE, THERE):
+        Registration(home, info).update()
+    found, unreachable = read_entries(root, RUN)
+    assert {info.node: info.url for info in found} == {c.node: c.url for c in (HERE, THERE)}
+    assert {info.token for info in found} == {make_run_token(TOKEN, RUN)}
+    assert not unreachable
+    for path in entries(tmp_path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert TOKEN.encode() not in path.read_bytes()
+    assert [info.node for info in read_entries(root, RUN, [HERE.node])[0]] == [THERE.node]
+    assert read_entries(root, "f" * 16)[0] == [], "that is another run"
+
+
+def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    for run in (RUN, "f" * 16):
+        home.run(run).step_path(1).mkdir(parents=True)
+    with serve(home.path) as served:
+        info = AgentInfo("n", f"http://127.0.0.1:{served.port}", make_run_token(TOKEN, RUN))
+        client = AgentClient(info)
+        assert list(client.list_files(RUN)) == [1]
+        refusals = (
+            client.list_failing,
+            lambda: client.list_files("f" * 16),
+            lambda: client.put(RUN, 1, "persist-0123456789abcdef.json", b"{}"),
+        )
+        for refused in refusals:
+            with pytest.raises(StoreError, match="the agent refused this token"):
+                refused()
+        client.close()
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o640, 0o602])
+def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, mode: int) -> None:
+    """Whoever writes one names the address that a restore reads from."""
+    Registration(home_of_run(tmp_path), HERE).update()
+    (path,) = entries(tmp_path)
+    path.chmod(mode)
+    found, unreachable = read_entries(LocalStore(tmp_path), RUN)
+    assert found == []
+    assert "others may read or write" in unreachable[HERE.node]
+
+
+def test_no_token_is_written_where_files_are_not_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(private, "is_private", lambda found: False)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        Registration(home_of_run(tmp_path), HERE).update()
+    assert "does not enforce file modes" in caplog.text
+    (path,) = entries(tmp_path)
+    assert make_run_token(TOKEN, RUN) not in path.read_text()
+    assert list(read_entries(LocalStore(tmp_path), RUN)[1]) == [HERE.node]
+
+
+def test_what_is_damaged_is_told_and_what_is_old_goes(tmp_path: Path) -> None:
+    root, home = LocalStore(tmp_path), home_of_run(tmp_path)
+    Registration(home, HERE, lambda: 1e9).update()
+    damaged = tmp_path / NODES_DIRECTORY / "damaged.json"
+    damaged.touch(0o600)
+    found, unreachable = read_entries(root, RUN, now=1e9)
+    assert [info.node for info in found] == [HERE.node]
+    assert "is damaged" in unreachable["damaged"]
+    assert read_entries(root, RUN, now=1e9 + LONGEST_AGE + 1)[0] == []
+    assert entries(tmp_path) == [damaged]
+
+
+def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> None:
+    """An agent that serves 127.0.0.1 of its host is not the one that serves it here."""
+    Registration(home_of_run(tmp_path), replace(HERE, host="elsewhere")).update()
+    found, unreachable = read_entries(LocalStore(tmp_path), RUN)
+    assert found == []
+    assert "serves its own host only, elsewhere" in unreachable[HERE.node]
+
+
+def test_a_root_that_cannot_be_written_to_is_tried_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1e9]
+    (tmp_path / NODES_DIRECTORY).touch()
+    registration = Registration(home_of_run(tmp_path), HERE, lambda: now[0])
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        for _ in range(3):
+            registration.update()
+    assert len(caplog.records) == 1
+    assert "cannot write the address of this agent" in caplog.text
+    (tmp_path / NODES_DIRECTORY).unlink()
+    now[0] += RETRY_PERIOD
+    registration.update()
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_entry_goes_with_the_run(tmp_path: Path) -> None:
+    home = home_of_run(tmp_path)
+    registration = Registration(home, HERE)
+    registration.update()
+    shutil.rmtree(home.run(RUN).path)
+    registration.update()
+    assert entries(tmp_path) == []
+
+
+def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(
+    tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run comes back on nodes that know nothing; the one with the newest is up, then down."""
+
+    def opened(node: str) -> sw.Checkpointer:
+        memory = sw.Memory(dir=str(shm / node), wait=5.0)
+        return sw.Checkpointer(tmp_path / "root", save_every=2, memory=memory)
+
+    def restored(node: str) -> tuple[int | None, str, list[str]]:
+        checkpointer, state = opened(node), {"step": 0}
+        step = checkpointer.restore(state)
+        assert state["step"] == step
+        report = checkpointer.last_restore
+        assert report is not None
+        checkpointer.close(wait=False)
+        assert all(f"could not ask node {each}" in str(report) for each in report.unanswered)
+        return step, report.source, list(report.unanswered)
+
+    first = opened("first")
+    for step in (2, 3):
+        handle = first.save(step, {"step": step})
+        assert handle is not None
+        handle.result(20.0)
+    first.close(wait=False)
+    until(lambda: len(list((tmp_path / "root").glob("nodes/*.json"))) == 1)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert restored("second") == (3, "memory", [])
+        assert "did not say which snapshots" not in caplog.text
+        end_agents(shm)
+        assert restored("third") == (2, "storage", [read_or_create_node_name(Home(shm / "first"))])
+        assert "did not say which snapshots" in caplog.text
