@@ -51,7 +51,7 @@ LAYERS_OF_MEMORY = (
     ("identity", "lineage", "mirror_tasks", "rank_locks", "record_cache", "seal"),
     ("home",),
     ("records",),
-    ("fields", "files", "listing", "options", "redundancy"),
+    ("files", "listing", "options", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
     ("opening",),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from shardwise.deadline import Deadline
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import free, look_up_root
-from shardwise.memory.decide import DEFAULT_PERIODS, Action, Periods, decide_run
+from shardwise.memory.decide import DEFAULT_PERIODS, Periods, decide_run
 from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, read_run_view
 from shardwise.memory.reclaim import remove_if_unused
@@ -18,7 +18,7 @@ def free_decided(run: Run) -> bool:
     """Free what newer snapshots have replaced; return whether there was anything to free."""
     held, freed = [], False
     for action in decide_run(read_run_view(run), 0.0):
-        if isinstance(action, decide.Free):
+        if action.kind == decide.FREE:
             try:
                 free(action)
                 freed = True
@@ -29,7 +29,7 @@ def free_decided(run: Run) -> bool:
     return freed
 
 
-def _free_unlocked(action: decide.Free) -> None:
+def _free_unlocked(action: decide.Action) -> None:
     """Free a snapshot, after the agent's process has released its locks."""
     for _ in Deadline(20.0).attempts(pause=0.01):
         with suppress(SnapshotInUse):
@@ -45,22 +45,22 @@ class Attendant:
         self.home = home
         self.observer = Observer(home, "here", clock=lambda: self.now)
         self.periods = periods
-        self.rescue: Callable[[decide.Rescue], object] = lambda action: None
+        self.rescue: Callable[[decide.Action], object] = lambda action: None
 
-    def look(self) -> list[Action]:
+    def look(self) -> list[decide.AnyAction]:
         """Decide once, and carry out the actions."""
-        actions: list[Action] = []
+        actions: list[decide.AnyAction] = []
         for run in self.observer.node().values():
             assert not isinstance(run, Exception)
             actions += decide_run(run, self.now, self.periods)
         for action in actions:
-            if isinstance(action, decide.Free):
+            if action.kind == decide.FREE:
                 _free_unlocked(action)
-            elif isinstance(action, decide.FreeRun):
+            elif action.kind == decide.FREE_RUN:
                 remove_if_unused(self.home, action.run)
-            elif isinstance(action, decide.LookUpRoot):
+            elif action.kind == decide.LOOK_UP_ROOT:
                 look_up_root(action, self.observer)
-            elif isinstance(action, decide.Rescue):
+            elif action.kind == decide.RESCUE:
                 self.rescue(action)
         return actions
 

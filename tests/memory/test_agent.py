@@ -19,7 +19,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
 from shardwise.memory.agent.lead import LONGEST_OUTAGE, try_stage
 from shardwise.memory.agent.process import release_free_memory
-from shardwise.memory.decide import Action, Commit, Periods, Seal
+from shardwise.memory.decide import Action, Periods
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.observe import Observer
@@ -58,7 +58,7 @@ class Trial:
         self._place = place
         observer = Observer(Home(place.run.path.parents[2]), "here", clock=lambda: self.now)
         never = Periods(between_lookups=1e9, until_freed_if_stored=1e9, until_freed=1e9)
-        self.agent = Agent(observer, {Seal: self._seal}, periods=never)
+        self.agent = Agent(observer, {"seal": self._seal}, periods=never)
 
     def _seal(self, _: Action) -> None:
         self.times += 1
@@ -110,10 +110,10 @@ def test_the_same_failure_of_many_snapshots_has_one_traceback(
     for step in range(100):
         each = SnapshotDirectory(place.run, step)
         each.path.mkdir(exist_ok=True)
-        retries.record_failure(Commit(each, SAVE), ValueError("no"))
+        retries.record_failure(Action("commit", each, SAVE), ValueError("no"))
     assert logged.text.count("Traceback") == 0  # it was never raised
     assert len(logged.records) == 7, logged.text
-    retries.forget_all_except([Commit(place, SAVE)])
+    retries.forget_all_except([Action("commit", place, SAVE)])
     assert len(retries._actions) == 1
 
 
@@ -121,10 +121,10 @@ def test_races_with_removal_are_no_errors(
     place: SnapshotDirectory, logged: pytest.LogCaptureFixture
 ) -> None:
     retries = Retries(lambda: 1000.0)
-    retries.record_failure(Commit(SnapshotDirectory(place.run, 4), SAVE), OSError("gone"))
-    retries.record_failure(Commit(place, SAVE), FileNotFoundError("manifest.json"))
+    retries.record_failure(Action("commit", SnapshotDirectory(place.run, 4), SAVE), OSError("gone"))
+    retries.record_failure(Action("commit", place, SAVE), FileNotFoundError("manifest.json"))
     place.abandon()
-    retries.record_failure(Commit(place, SAVE), StoreError("is abandoned"))
+    retries.record_failure(Action("commit", place, SAVE), StoreError("is abandoned"))
 
     def refused() -> int:
         place.refuse_abandoned()
@@ -179,12 +179,12 @@ def test_a_run_whose_action_takes_long_keeps_no_other_waiting(
     begun: list[Run] = []
     release = threading.Event()
 
-    def seal(action: Seal) -> None:
+    def seal(action: Action) -> None:
         begun.append(action.place.run)
         release.wait(20.0)
         write_record(action.place.path / records.file_record(FILE, "entry"), {})
 
-    agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
+    agent = Agent(Observer(Home(tmp_path), "here"), {"seal": seal})
     agent.start()
     until(lambda: len(begun) == 2)
     release.set()
@@ -242,7 +242,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotD
         release.wait(20.0)
         write_record(place.path / records.file_record(FILE, "entry"), {})
 
-    agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
+    agent = Agent(Observer(Home(tmp_path), "here"), {"seal": seal})
     agent.start()
     for _ in range(20):
         agent.wake()

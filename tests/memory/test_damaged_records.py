@@ -48,7 +48,7 @@ STAGED = StagedFile(FileEntry(FILE, 0, 8, 0, 0, 0, 0), "r00000-0.slot", 2, ("com
 RECORDS = [
     AgentInfo("a", "http://127.0.0.1:1", "t"),
     STAGED,
-    RingFile(GROUP, FILE, "r00000-1.slot", {FILE: (0, 8)}),
+    RingFile(FILE, "r00000-1.slot", {FILE: (0, 8)}),
     PendingManifest(
         save_id=SAVE,
         step=1,

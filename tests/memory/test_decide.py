@@ -15,12 +15,12 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide
 from shardwise.memory.decide import (
     DEFAULT_PERIODS,
+    FREE,
+    FREE_RUN,
+    LOOK_UP_ROOT,
+    RESCUE,
     Action,
-    Free,
-    FreeRun,
-    LookUpRoot,
-    Rescue,
-    SaveAction,
+    RunAction,
     decide_run,
     find_superseded,
     kept_steps,
@@ -94,25 +94,14 @@ def run_of(*snapshots: SnapshotView, **more: object) -> RunView:
 
 
 def freed(run: RunView, now: float = 0.0) -> list[int]:
-    return [a.place.step for a in decide_run(run, now) if isinstance(a, Free) and not a.saves]
+    return [a.place.step for a in decide_run(run, now) if a.kind == FREE and not a.names]
 
 
-@pytest.mark.parametrize(
-    ("stage", "action"),
-    [
-        ("seal", decide.Seal),
-        ("commit", decide.Commit),
-        ("protect", decide.Protect),
-        ("protect_others", decide.ProtectOthers),
-        ("persist", decide.Persist),
-        ("copy", decide.Copy),
-        (REMOVE_OLD, decide.RemoveOld),
-    ],
-)
+@pytest.mark.parametrize("stage", decide.STAGES_WITH_WORK)
 @pytest.mark.parametrize("state", StageState)
-def test_only_stages_that_run_have_an_action(stage: str, action: type, state: StageState) -> None:
+def test_only_stages_that_run_have_an_action(stage: str, state: StageState) -> None:
     run = run_of(snapshot(1, save(1, **{stage: state})))
-    assert [type(each) for each in decide_run(run, 0.0)] == [action] * (state is StageState.RUNNING)
+    assert [each.kind for each in decide_run(run, 0.0)] == [stage] * (state is StageState.RUNNING)
 
 
 @pytest.mark.parametrize("stage", [each for each in STAGES if each != REMOVE_OLD])
@@ -179,7 +168,7 @@ def test_an_older_save_of_a_step_goes_once_its_commit_has_ended() -> None:
     for state, expected in ((WAITING, []), (StageState.FAILED, [("f" * 16,)])):
         old = replace(save(1, commit=state), save_id="f" * 16)
         actions = decide_run(run_of(snapshot(1, new, old)), 0.0)
-        assert [each.saves for each in actions if isinstance(each, Free)] == expected
+        assert [each.names for each in actions if each.kind == FREE] == expected
 
 
 @pytest.mark.parametrize(
@@ -201,7 +190,7 @@ def test_the_newest_is_rescued_when_a_trainer_is_lost(
         stages={**save(1, **PROTECTED).stages, "rescue": Stage(state)},
     )
     run = run_of(snapshot(1, one, committed=committed), lost_ranks=(3,))
-    assert [type(each) for each in decide_run(run, 0.0)] == [Rescue] * expected
+    assert [each.kind for each in decide_run(run, 0.0)] == [RESCUE] * expected
     assert not decide_run(replace(run, lost_ranks=()), 0.0)
 
 
@@ -238,7 +227,7 @@ def test_a_run_without_trainers_gives_its_memory_back(
     )
     actions = decide_run(run, idle)
     assert freed(run, idle) == ([] if expected == "rescue" else expected)
-    assert [each.why for each in actions if isinstance(each, Rescue)] == (
+    assert [each.why for each in actions if each.kind == RESCUE] == (
         [decide.RUN_ENDED] if expected == "rescue" else []
     )
 
@@ -246,17 +235,19 @@ def test_a_run_without_trainers_gives_its_memory_back(
 def test_the_root_of_a_run_without_trainers_is_read_now_and_then() -> None:
     run = run_of(snapshot(1, save(1, **PROTECTED)), unattended_since=100.0)
     assert not decide_run(run, 109.0)
-    assert decide_run(run, 110.0) == [LookUpRoot(RUN, False)]
+    assert decide_run(run, 110.0) == [RunAction(LOOK_UP_ROOT, RUN, False)]
     looked = replace(run, root=RootView(read_at=110.0))
     assert not decide_run(looked, 119.0)
-    assert decide_run(looked, 120.0) == [LookUpRoot(RUN, False)]
-    assert LookUpRoot(RUN, True) in decide_run(looked, 100.0 + PERIODS.until_freed_if_stored)
+    assert decide_run(looked, 120.0) == [RunAction(LOOK_UP_ROOT, RUN, False)]
+    assert RunAction(LOOK_UP_ROOT, RUN, True) in decide_run(
+        looked, 100.0 + PERIODS.until_freed_if_stored
+    )
 
 
 def test_a_run_of_which_nothing_is_left_is_removed_a_little_later() -> None:
     run = run_of(unattended_since=0.0, unused_since=50.0)
     assert not decide_run(run, 59.0)
-    assert decide_run(run, 60.0) == [FreeRun(RUN)]
+    assert decide_run(run, 60.0) == [RunAction(FREE_RUN, RUN)]
 
 
 # Histories: saves are made, fail and end in any order, and the agent does what it decides.
@@ -300,14 +291,14 @@ class History:
 
     def do(self, action: Action, fails: bool) -> None:
         """An action ends, well or not."""
-        if isinstance(action, Free):
+        if action.kind == FREE:
             del self.snapshots[action.place.step]
             return
-        assert isinstance(action, SaveAction)
+        assert isinstance(action, Action)
         found = self.snapshots[action.place.step]
         (one,) = found.saves.values()
         stages = dict(one.stages)
-        name = type(action).__name__.lower()
+        name = action.kind
         ends = StageState.FAILED if fails and name != "seal" else DONE
         stages[name] = Stage(ends)
         if name == "commit" and ends is DONE:
@@ -336,7 +327,7 @@ EVENTS = st.lists(
 def check(history: History, actions: Iterable[Action]) -> None:
     """What must hold whatever has happened."""
     run = history.view()
-    going = {each.place.step for each in actions if isinstance(each, Free)}
+    going = {each.place.step for each in actions if each.kind == FREE}
     if (newest := run.newest_committed) is not None:
         assert newest.step not in going
     protected = [

@@ -52,16 +52,9 @@ def test_what_is_no_interface_is_told(given: str) -> None:
         resolve_interface(given)
 
 
-def test_an_interface_that_has_only_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    listed = tmp_path / "if_inet6"
-    listed.write_text(
-        "fe8000000000000000fc00fffe000001 04 40 20 80     eth7\n"
-        "fd000000000000000000000000000002 04 40 00 82     eth7\n"
-    )
-    monkeypatch.setattr(identity, "_IPV6_ADDRESSES", listed)
-    monkeypatch.setattr(identity.socket, "if_nameindex", lambda: [(1, "eth7"), (2, "eth8")])
-    assert resolve_interface("eth7") == "fd00::2"
-    with pytest.raises(sw.StoreError, match="no address that other nodes can reach"):
+def test_an_interface_without_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity.socket, "if_nameindex", lambda: [(2, "eth8")])
+    with pytest.raises(sw.StoreError, match="has no IPv4 address"):
         resolve_interface("eth8")
 
 

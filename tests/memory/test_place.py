@@ -14,10 +14,10 @@ from msgspec import Raw
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory import decide, records
+from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.lead import Leader
-from shardwise.memory.decide import Commit, Seal, decide_run
+from shardwise.memory.decide import Action, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_outcome, read_run_view
@@ -29,7 +29,6 @@ from shardwise.memory.records import (
     StageOutcome,
     StorageTask,
 )
-from shardwise.memory.redundancy.placement import Member, ProtectionGroup
 from shardwise.memory.seal import MappedFiles
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
@@ -63,7 +62,7 @@ def staged(save_id: str) -> StagedFile:
 
 
 def kept(save_id: str) -> RingFile:
-    return RingFile(ProtectionGroup((Member("a", "", ()),)), save_id, "slot", {})
+    return RingFile(save_id, "slot", {})
 
 
 @pytest.mark.parametrize(
@@ -125,10 +124,10 @@ def test_a_damaged_request_ends_as_a_failure(place: SnapshotDirectory, stage: st
     write_record(place.path / records.save_record(stage, ONE), DAMAGES[0])
     following = Follower("a", MappedFiles())
     (action,) = decide_run(read_run_view(place.run), 0.0)
-    if isinstance(action, decide.Copy):
+    if action.kind == "copy":
         following.copy(action)
     else:
-        assert isinstance(action, decide.ProtectOthers)
+        assert action.kind == "protect_others"
         following.protect_others(action)
     done = read_record(place.path / records.save_record(stage, ONE, "done"), StageOutcome)
     assert done is not None
@@ -148,7 +147,7 @@ def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(
     )
     (place.path / f"r00000-{OTHER}.safetensors").touch()
     actions = decide_run(read_run_view(place.run), 0.0)
-    assert actions == [Seal(place, OTHER, (f"r00000-{OTHER}.safetensors",))]
+    assert actions == [Action("seal", place, OTHER, names=(f"r00000-{OTHER}.safetensors",))]
     Follower("a", MappedFiles()).seal(actions[0])
     assert place.has(records.file_record(f"r00000-{OTHER}.safetensors", "entry"))
 
@@ -162,7 +161,7 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
     write_record(place.path / records.save_record("pending", ONE), damaged)
-    Leader("a").commit(Commit(place, ONE))
+    Leader("a").commit(Action("commit", place, ONE))
     ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "the pending manifest was altered" in ended.failure
@@ -184,7 +183,7 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
         )
         write_record(place.path / records.save_record("pending", ONE), led)
         with ThreadPoolExecutor(1) as pool:
-            committing = pool.submit(Leader("a").commit, Commit(place, ONE))
+            committing = pool.submit(Leader("a").commit, Action("commit", place, ONE))
             deadline = time.monotonic() + 1.5
             while not place.is_committed() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -133,16 +133,14 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (kept,) = place.ring_files()
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
-    assert claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is None
+    assert claim_ring_file(place, note, kept, kept.file[1:]) is None
     made = records.ring_file_name(note)
     (place.path / kept.file[1:]).rename(place.path / made)
-    assert (
-        claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is not None
-    )  # it was killed in between
+    assert claim_ring_file(place, note, kept, kept.file[1:]) is not None  # it was killed in between
     write_record(place.path / note, msgspec.structs.replace(kept, file=made))
     place.temporary_path(kept.file[1:]).rename(place.path / made)
-    assert claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is not None
-    assert claim_ring_file(place, note, kept, kept.file[1:], kept.ring) is None
+    assert claim_ring_file(place, note, kept, kept.file[1:]) is not None
+    assert claim_ring_file(place, note, kept, kept.file[1:]) is None
 
 
 @given(

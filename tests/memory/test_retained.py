@@ -19,7 +19,7 @@ from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.persist import lock_for_publishing
-from shardwise.memory.decide import RemoveOld, decide_run
+from shardwise.memory.decide import Action, decide_run
 from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_run_view
@@ -268,8 +268,10 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
         assert place.list_names("") == [records.save_record(records.REMOVE_OLD, SAVE)]
         assert stages.outcome(records.REMOVE_OLD) is None
         assert not stages.has_succeeded()
-        assert decide_run(read_run_view(place.run), 0.0) == [RemoveOld(place, SAVE)]
-    Follower("another agent", MappedFiles()).remove_old(RemoveOld(place, SAVE))
+        assert decide_run(read_run_view(place.run), 0.0) == [
+            Action(records.REMOVE_OLD, place, SAVE)
+        ]
+    Follower("another agent", MappedFiles()).remove_old(Action(records.REMOVE_OLD, place, SAVE))
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
     assert not decide_run(read_run_view(place.run), 0.0)
@@ -293,7 +295,7 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
     with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
-        Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
+        Follower("here", MappedFiles()).remove_old(Action(records.REMOVE_OLD, place, SAVE))
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
 
 
@@ -301,7 +303,7 @@ def test_a_note_that_is_damaged_removes_nothing_and_is_told(
     tmp_path: Path, place: SnapshotDirectory
 ) -> None:
     (place.path / records.save_record(records.REMOVE_OLD, SAVE)).write_bytes(b"{")
-    Follower("here", MappedFiles()).remove_old(RemoveOld(place, SAVE))
+    Follower("here", MappedFiles()).remove_old(Action(records.REMOVE_OLD, place, SAVE))
     with pytest.raises(
         StoreError,
         match=r"step 3: the stage 'retain' of .* failed: StoreError: .* is damaged: truncated",

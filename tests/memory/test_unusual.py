@@ -93,7 +93,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             records.StageOutcome(save_id=pending.save_id, stage="commit"),
         )
         write_record(place.path / records.save_record("pending", pending.save_id), pending)
-        Leader(pending.leader).persist(decide.Persist(place, pending.save_id))
+        Leader(pending.leader).persist(decide.Action("persist", place, pending.save_id))
         done = read_outcome(place, "persist", pending.save_id)
         assert done is not None
         assert "step 1 was saved again meanwhile" in done.failure
@@ -336,11 +336,13 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
 
     monkeypatch.setattr(SnapshotDirectory, "list_names", named_just_before)
     seen = observe.read_run_view(place.run)
-    freed = [each for each in decide.decide_run(seen, 0.0) if isinstance(each, decide.Free)]
-    assert all(each.saves == (first,) for each in freed)
+    freed = [each for each in decide.decide_run(seen, 0.0) if each.kind == decide.FREE]
+    assert all(each.names == (first,) for each in freed)
     monkeypatch.undo()
     seen = observe.read_run_view(place.run)
-    assert decide.Free(place, decide.REPLACED, (first,)) in decide.decide_run(seen, 0.0)
+    assert decide.Action(
+        decide.FREE, place, why=decide.REPLACED, names=(first,)
+    ) in decide.decide_run(seen, 0.0)
 
 
 def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for(

@@ -22,11 +22,15 @@ from shardwise.tiers.watch import MirrorWatch
 
 
 class Saver(Protocol):
-    """Saves the steps of a run. All ranks call its methods together, except as noted."""
+    """Saves the steps of a run. All ranks call its methods together, except as noted.
+
+    Without agents, only `save` and `take_saved` have something to do.
+    """
 
     @property
     def request_mirroring(self) -> Callable[[StorageTask], None] | None:
         """Has the agent of this node mirror the root; None if there are no agents."""
+        return None
 
     def save(
         self,
@@ -43,33 +47,42 @@ class Saver(Protocol):
         self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the memory of saves, and return the bytes for this rank."""
+        return 0
 
     def fence(self) -> None:
         """Wait for the copy in progress, so that the state may change. One rank may call this."""
+        return
 
     def persist(self, step: int, *, removes_old: bool) -> bool:
         """Have the last save persisted, if it is of this step; return whether it is."""
+        return False
 
     def take_saved(self) -> list[int]:
         """Return the steps that became durable since the last call. One rank may call this."""
+        return []
 
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
+        return None
 
     def wait_until_durable(self) -> None:
         """Wait until durable saves have ended. One rank may call this."""
+        return
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Yield the newest snapshot in memory; then an older one, as the last was damaged."""
+        yield from ()
 
     def resume_from(self, step: int | None) -> None:
         """Discard what is newer than the step that the run continues from."""
+        return
 
     def close(self, *, wait: bool, failed: bool) -> None:
         """Release everything; wait until all saves have ended, if `wait` is True."""
+        return
 
 
-class DirectSaver:
+class DirectSaver(Saver):
     """Saves to storage. A save is durable when `save` returns.
 
     Args:
@@ -78,8 +91,6 @@ class DirectSaver:
         comparison: compares the replicas of the ranks.
         mirror: follows the mirror of the root; None if the root has none.
     """
-
-    request_mirroring = None
 
     def __init__(
         self,
@@ -112,36 +123,7 @@ class DirectSaver:
                     apply_retention(self._root, storage.rules, newest=newest, damaged=damaged)
         return SaveHandle(report, mirror=self._mirror)
 
-    def prepare(
-        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
-    ) -> int:
-        """Return 0: there is nothing to allocate."""
-        return 0
-
-    def fence(self) -> None:
-        """Return at once: no copy is in progress."""
-
-    def persist(self, step: int, *, removes_old: bool) -> bool:
-        """Return False: a step is in storage already, or nowhere."""
-        return False
-
     def take_saved(self) -> list[int]:
         """Return the steps that were saved since the last call."""
         saved, self._saved = self._saved, []
         return saved
-
-    def take_failure(self) -> None:
-        """Return None: `save` raises failures."""
-
-    def wait_until_durable(self) -> None:
-        """Return at once."""
-
-    def find_snapshots(self, step: int | None) -> FoundSnapshots:
-        """Yield nothing."""
-        yield from ()
-
-    def resume_from(self, step: int | None) -> None:
-        """Do nothing: the root is as the run left it."""
-
-    def close(self, *, wait: bool, failed: bool) -> None:
-        """Do nothing."""

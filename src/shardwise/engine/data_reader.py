@@ -195,7 +195,9 @@ class DataReader:
             CorruptionError: bytes differ from the saved bytes.
         """
         if self._viewable is not None:
-            return self.verify(low, self._viewable.view(low, end_of_read(self._stored, high) - low))
+            data = self._viewable.view(low, end_of_read(self._stored, high) - low)
+            with suppress(CorruptionError):  # then `read` tries other copies
+                return self.verify(low, data)
         return self.read(low, high, buffer)
 
     def _fill(self, low: int, high: int, buffer: Buffer, copy: int | None = None) -> None:

@@ -2,14 +2,14 @@
 
 A save passes these stages. The arrows are the actions that complete them:
 
-    staged --Seal--> sealed --Commit--> committed --+--Protect--> protected
+    staged --seal--> sealed --commit--> committed --+--protect--> protected
                                                     |
-                                                    +--Persist--> persisted --RemoveOld--> retained
+                                                    +--persist--> persisted --retain--> retained
 
 To stage, the ranks copy their state to host memory. Each node seals its files. The leader commits.
-To protect, the leader has each node perform ProtectOthers; to persist, Copy. Then it removes old
-checkpoints from storage. Protecting and persisting run at the same time. Rescue requests that a
-save for memory only is persisted, after a trainer was lost or the run has ended.
+To protect, the leader has each node perform `protect_others`; to persist, `copy`. Then it removes
+old checkpoints from storage (`retain`). Protecting and persisting run at the same time. RESCUE
+requests that a save for memory only is persisted, after a trainer was lost or the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). Only RUNNING stages
 have an action. The leader is the agent on the node of rank 0. It requests the stages from the other
@@ -17,12 +17,12 @@ nodes by records, and writes the outcome of each stage to all nodes.
 
 A run always keeps the newest committed snapshot, the newest protected snapshot, and the snapshots
 with open stages (see `is_pinned`). If these are fewer than its slots, the run also keeps the next
-newest snapshots, until there is one snapshot for each slot. Free removes all other snapshots that
+newest snapshots, until there is one snapshot for each slot. FREE removes all other snapshots that
 are older than the newest committed snapshot.
 
 The snapshots of a run without trainers on this node are freed in three cases: the run's root says
 that the run was resumed from an older step, the newest snapshot is in storage too, or a day has
-passed. LookUpRoot reads the root. FreeRun removes a run without snapshots.
+passed. LOOK_UP_ROOT reads the root. FREE_RUN removes a run without snapshots.
 """
 
 from __future__ import annotations
@@ -44,90 +44,49 @@ NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAction:
-    """An action on one save of a snapshot."""
-
-    place: SnapshotDirectory
-    save_id: str
+FREE, FREE_RUN, LOOK_UP_ROOT, RESCUE = "free", "free run", "look up root", "rescue"
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(SaveAction):
-    """Compute the checksums of files that this node's ranks staged."""
-
-    files: tuple[str, ...]
-
-
-class Commit(SaveAction):
-    """Collect the entries of all data files, and write the manifest to all nodes."""
-
-
-class Protect(SaveAction):
-    """Have all nodes make copies or parity."""
-
-
-class ProtectOthers(SaveAction):
-    """Make the copies or parity that this node stores for others."""
-
-
-class Persist(SaveAction):
-    """Have all nodes copy their files to storage, and publish the checkpoint."""
-
-
-class Copy(SaveAction):
-    """Copy this node's files to storage."""
-
-
-class RemoveOld(SaveAction):
-    """Remove old checkpoints from storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rescue(SaveAction):
-    """Request that a save for memory only is persisted.
+class Action:
+    """An action on a snapshot.
 
     Attributes:
-        why: the reason, for the log.
+        kind: one of the `STAGES_WITH_WORK`, RESCUE, or FREE.
+        place: the snapshot.
+        save_id: the save; "" to free saves or the whole snapshot.
+        why: the reason to rescue or free, for the log.
+        names: the files to seal; or the ids of the saves to free, if not the whole snapshot.
     """
 
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Free the memory of a snapshot.
-
-    Attributes:
-        why: the reason, for the log.
-        saves: the ids of the saves to free; if empty, the whole snapshot is freed.
-    """
-
+    kind: str
     place: SnapshotDirectory
-    why: str
-    saves: tuple[str, ...] = ()
+    save_id: str = ""
+    why: str = ""
+    names: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Run:
+        """The run of the snapshot."""
+        return self.place.run
 
 
 @dataclass(frozen=True, slots=True)
-class FreeRun:
-    """Remove a run that has neither trainers nor snapshots."""
-
-    run: Run
-
-
-@dataclass(frozen=True, slots=True)
-class LookUpRoot:
-    """Read the root of a run without trainers.
+class RunAction:
+    """An action on a run without trainers.
 
     Attributes:
+        kind: FREE_RUN, or LOOK_UP_ROOT.
+        run: the run.
         reads_steps: whether to find the newest step in the root, too.
     """
 
+    kind: str
     run: Run
-    reads_steps: bool
+    reads_steps: bool = False
 
 
-Action = SaveAction | Free | FreeRun | LookUpRoot
+AnyAction = Action | RunAction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,23 +110,17 @@ class Periods:
 
 
 DEFAULT_PERIODS = Periods()
-_ACTION_OF_STAGE = {
-    "commit": Commit,
-    "protect": Protect,
-    "protect_others": ProtectOthers,
-    "persist": Persist,
-    "copy": Copy,
-    REMOVE_OLD: RemoveOld,
-}
+STAGES_WITH_WORK = ("seal", "commit", "protect", "protect_others", "persist", "copy", REMOVE_OLD)
+"""The stages on which a node has work to do, as it seals, leads a save, or fulfils requests."""
 
 
-def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
+def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[AnyAction]:
     """Return the actions for one run, in the order in which to perform them.
 
     Args:
         now: the time on the observer's clock, in seconds.
     """
-    actions: list[Action] = []
+    actions: list[AnyAction] = []
     for snapshot in run.snapshots:
         for save in snapshot.saves.values():
             actions += _advance_stages(snapshot, save)
@@ -175,20 +128,19 @@ def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> 
         actions += _rescue_newest(run, TRAINER_LOST)
     if run.unattended_since is not None:
         actions += _free_unattended(run, run.unattended_since, now, periods)
-    freed = {action.place for action in actions if isinstance(action, Free)}
+    freed = {each.place for each in actions if isinstance(each, Action) and each.kind == FREE}
     actions += (each for each in _free_replaced(run) if each.place not in freed)
     return actions
 
 
 def _advance_stages(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
     """Yield the actions for the stages of a save on which this node has work to do."""
-    if save.state_of("seal") is StageState.RUNNING and not snapshot.is_abandoned:
-        yield Seal(snapshot.place, save.save_id, save.unsealed)
-    for stage, action in _ACTION_OF_STAGE.items():
+    for stage in STAGES_WITH_WORK:
         if save.state_of(stage) is StageState.RUNNING and (
             stage == REMOVE_OLD or not snapshot.is_abandoned
         ):
-            yield action(snapshot.place, save.save_id)
+            names = save.unsealed if stage == "seal" else ()
+            yield Action(stage, snapshot.place, save.save_id, names=names)
 
 
 def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
@@ -204,10 +156,10 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
         return
     is_wanted = save.pending.rescue and not save.pending.durable
     if is_wanted and save.state_of("rescue") is StageState.NOT_REQUESTED:
-        yield Rescue(newest.place, save.save_id, why)
+        yield Action(RESCUE, newest.place, save.save_id, why)
 
 
-def _free_replaced(run: RunView) -> Iterator[Free]:
+def _free_replaced(run: RunView) -> Iterator[Action]:
     """Yield actions that free snapshots and saves that newer ones have replaced."""
     newest = run.newest_committed
     if newest is None:
@@ -216,9 +168,9 @@ def _free_replaced(run: RunView) -> Iterator[Free]:
     for each in run.snapshots:
         if each.step in kept:
             if replaced := _replaced_saves(each):
-                yield Free(each.place, REPLACED, replaced)
+                yield Action(FREE, each.place, why=REPLACED, names=replaced)
         elif each.step < newest.step and not is_pinned(run, each) and not _only_removes_old(each):
-            yield Free(each.place, REPLACED)
+            yield Action(FREE, each.place, why=REPLACED)
 
 
 def kept_steps(run: RunView) -> set[int]:
@@ -277,26 +229,26 @@ def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
 
 def _free_unattended(
     run: RunView, unattended_since: float, now: float, periods: Periods
-) -> Iterator[Action]:
+) -> Iterator[AnyAction]:
     """Yield actions that free the memory of a run without trainers on this node."""
     if not run.snapshots:
         if run.unused_since is not None and now - run.unused_since >= periods.until_removed:
-            yield FreeRun(run.run)
+            yield RunAction(FREE_RUN, run.run)
         return
     root, seconds = run.root, now - unattended_since
     may_free_stored = seconds >= periods.until_freed_if_stored
     last_lookup = unattended_since if root is None else root.read_at
     if now - last_lookup >= periods.between_lookups:
-        yield LookUpRoot(run.run, may_free_stored)
+        yield RunAction(LOOK_UP_ROOT, run.run, may_free_stored)
     frees_all = seconds >= periods.until_freed or (may_free_stored and _is_in_storage(run))
     lineage = None if root is None else root.lineage
     for each in run.snapshots:
         if lineage is not None and is_superseded(each, lineage):
-            yield Free(each.place, RUN_RESUMED)
+            yield Action(FREE, each.place, why=RUN_RESUMED)
         elif frees_all:
-            yield Free(each.place, NO_TRAINER)
+            yield Action(FREE, each.place, why=NO_TRAINER)
         elif seconds >= periods.until_removed and not _is_of_use(each):
-            yield Free(each.place, NOTHING_TO_RESTORE)
+            yield Action(FREE, each.place, why=NOTHING_TO_RESTORE)
     has_read_steps = root is not None and root.is_reachable and root.has_read_steps
     if may_free_stored and not frees_all and has_read_steps:
         yield from _rescue_newest(run, RUN_ENDED)

@@ -29,9 +29,7 @@ _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
 _READABLE = re.compile(r"[!-.0-~]+")  # without spaces and slashes
 _PORT_FILE = "agent.port"
 LOOPBACK = "127.0.0.1"
-GLOBAL_SCOPE = "00"
 _SIOCGIFADDR = 0x8915
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def read_or_create_node_name(home: Home) -> str:
@@ -150,7 +148,7 @@ def serves_own_host_only(info: AgentInfo) -> bool:
 
 
 def _address_of_interface(name: str) -> str:
-    """Return the IPv4 address of a network interface, or its IPv6 address if it has no other."""
+    """Return the IPv4 address of a network interface."""
     names = [each for _, each in socket.if_nameindex()]
     if name not in names:
         raise StoreError(
@@ -161,19 +159,9 @@ def _address_of_interface(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
         try:
             answer = fcntl.ioctl(connection.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return _ipv6_address_of(name)
+        except OSError as error:
+            raise StoreError(
+                f"interface {name!r} has no IPv4 address: pass another interface, or its IPv6 "
+                "address"
+            ) from error
     return socket.inet_ntop(socket.AF_INET, answer[20:24])
-
-
-def _ipv6_address_of(name: str) -> str:
-    """Return the global IPv6 address of a network interface."""
-    lines = (
-        _IPV6_ADDRESSES.read_text(encoding="utf-8").splitlines() if _IPV6_ADDRESSES.exists() else []
-    )
-    for address, _index, _prefix, scope, _flags, interface in map(str.split, lines):
-        if interface == name and scope == GLOBAL_SCOPE:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    raise StoreError(
-        f"interface {name!r} has no address that other nodes can reach: pass another interface"
-    )

@@ -12,9 +12,8 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import verify_manifest
-from shardwise.memory.fields import SaveId
 from shardwise.memory.files import decode_record, read_record
-from shardwise.memory.records import PendingManifest
+from shardwise.memory.records import PendingManifest, SaveId
 
 T = TypeVar("T")
 

@@ -10,17 +10,25 @@ import hashlib
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count, FileEntry
-from shardwise.memory.fields import AnyStage, MadeName, PlainName, RequestedStage, SaveId, Seconds
 from shardwise.memory.files import encode_record
-from shardwise.memory.redundancy.placement import Protection, ProtectionGroup
+from shardwise.memory.redundancy.placement import Protection
 from shardwise.retention import Keep, PlainKeep, decode_keep
 from shardwise.tiers.options import MirrorRequest
+
+# The types of the fields of records. A record with another value is damaged.
+PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+MadeName = Annotated[str, msgspec.Meta(pattern=r"\A[.]?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+"""The name of a file that an agent makes; it begins with a dot until the file is complete."""
+SaveId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+RequestedStage = Annotated[str, msgspec.Meta(pattern=r"\A(commit|protect|persist)\Z")]
+AnyStage = Annotated[str, msgspec.Meta(pattern=r"\A(stage|commit|protect|persist|retain|rescue)\Z")]
 
 DATA_SUFFIXES = (".safetensors", ".bin")
 """The suffixes of data files, copies and parity."""
@@ -93,7 +101,6 @@ class RingFile(
     the record before it moves the file next to the record.
 
     Attributes:
-        ring: the ranks that protect each other, with their data files.
         file: the name of the copy or parity, in the same directory.
         slot: the name that the file has while it is a free slot.
         ranges: for each data file, the byte range that this copy or parity includes. It consists
@@ -101,7 +108,6 @@ class RingFile(
         checksums: for parity, the checksums of these blocks as this rank read them, 4 bytes each.
     """
 
-    ring: ProtectionGroup
     file: MadeName
     slot: PlainName
     ranges: dict[str, tuple[Count, Count]]

@@ -16,10 +16,9 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count
-from shardwise.memory.fields import Seconds
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.memory.records import PendingManifest, Seconds, StagedFile, StageOutcome
 
 
 class StageState(Enum):

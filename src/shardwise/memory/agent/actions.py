@@ -15,21 +15,12 @@ from shardwise.deadline import Deadline
 from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
-from shardwise.memory import decide, records
+from shardwise.memory import records
 from shardwise.memory.agent.lead import agents_of, read_pending_manifest, try_stage
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import copy_file
 from shardwise.memory.agent.protect import protect_others
-from shardwise.memory.decide import (
-    REPLACED,
-    Copy,
-    Free,
-    LookUpRoot,
-    ProtectOthers,
-    Rescue,
-    SaveAction,
-    Seal,
-)
+from shardwise.memory.decide import REPLACED, Action, RunAction
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
@@ -74,13 +65,13 @@ class Follower:
     tls: Tls | None = None
     stores: OpenedStores = field(default_factory=OpenedStores)
 
-    def seal(self, action: Seal) -> None:
+    def seal(self, action: Action) -> None:
         """Compute the checksums of the files that this node's ranks staged.
 
         If the record of a file is damaged, record that the file could not be staged.
         """
         place = action.place
-        for name in action.files:
+        for name in action.names:
             try:
                 staged = read_record(place.path / records.file_record(name, "staged"), StagedFile)
             except StoreError as error:
@@ -93,7 +84,7 @@ class Follower:
                     place.path / records.file_record(name, "entry"), seal(data, staged.file)
                 )
 
-    def copy(self, action: Copy) -> None:
+    def copy(self, action: Action) -> None:
         """Copy this node's files to storage."""
         self._answer_request(
             action,
@@ -102,7 +93,7 @@ class Follower:
             lambda request: self._copy_files(action.place, request),
         )
 
-    def protect_others(self, action: ProtectOthers) -> None:
+    def protect_others(self, action: Action) -> None:
         """Make the copies or parity that this node stores for others."""
         place = action.place
 
@@ -114,7 +105,7 @@ class Follower:
 
         self._answer_request(action, "protect", ProtectRequest, make_copies_or_parity)
 
-    def remove_old(self, action: decide.RemoveOld) -> None:
+    def remove_old(self, action: Action) -> None:
         """Remove old checkpoints from storage. Stop if the request is withdrawn.
 
         Publishing does not wait for the removal: freeing the blocks of a large file can take a
@@ -145,7 +136,7 @@ class Follower:
             part="all",
         )
 
-    def rescue(self, action: Rescue) -> None:
+    def rescue(self, action: Action) -> None:
         """Request to persist a snapshot that was for memory only.
 
         Ask the leader first, then the other nodes, including this node, until a node accepts.
@@ -193,7 +184,7 @@ class Follower:
 
     def _answer_request(
         self,
-        action: SaveAction,
+        action: Action,
         stage: str,
         record_type: type[Record],
         work: Callable[[Record], int],
@@ -230,14 +221,14 @@ def _read_existing(path: Path, record_type: type[Record]) -> Record:
     return record
 
 
-def free(action: Free) -> None:
+def free(action: Action) -> None:
     """Free the memory of a snapshot, or of some of its saves.
 
     Raises:
         SnapshotInUse: the snapshot is in use.
     """
-    if action.saves:
-        free_saves(action.place, action.saves)
+    if action.names:
+        free_saves(action.place, action.names)
     elif action.why == REPLACED:
         free_replaced(action.place)
     else:
@@ -246,7 +237,7 @@ def free(action: Free) -> None:
         log.info("run %s: freed step %d: %s", action.place.run.name, step, action.why)
 
 
-def look_up_root(action: LookUpRoot, observer: Observer) -> None:
+def look_up_root(action: RunAction, observer: Observer) -> None:
     """Read the root of a run without trainers, and pass the result to the observer.
 
     If the root cannot be read, the observer keeps the earlier result, with `is_reachable=False`.

@@ -19,17 +19,16 @@ from dataclasses import dataclass
 from shardwise.errors import StoreUnavailableError
 from shardwise.memory.decide import (
     DEFAULT_PERIODS,
+    FREE,
     Action,
-    Free,
-    FreeRun,
-    LookUpRoot,
+    AnyAction,
     Periods,
-    RemoveOld,
-    SaveAction,
+    RunAction,
     decide_run,
 )
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
+from shardwise.memory.records import REMOVE_OLD
 from shardwise.memory.view import Failing, RunView
 
 OBSERVE_PERIOD = 1.0
@@ -56,7 +55,7 @@ class Agent:
     def __init__(
         self,
         observer: Observer,
-        performers: Mapping[type, Performer],
+        performers: Mapping[str, Performer],
         before_observing: Callable[[], object] = lambda: None,
         periods: Periods = DEFAULT_PERIODS,
     ) -> None:
@@ -67,7 +66,7 @@ class Agent:
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
-        self._workers: dict[tuple[str, type], _Worker] = {}
+        self._workers: dict[tuple[str, str], _Worker] = {}
         self._observer_thread = threading.Thread(
             target=self._observe_repeatedly, name="observe", daemon=True
         )
@@ -101,7 +100,7 @@ class Agent:
             thread.join(max(0.0, deadline - self._observer.clock()))
         return not any(thread.is_alive() for thread in threads)
 
-    def due_actions(self) -> list[Action]:
+    def due_actions(self) -> list[AnyAction]:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
         views = self._observer.node()
@@ -113,7 +112,7 @@ class Agent:
         self._retries.forget_all_except([*actions, *failures])
         return [each for each in actions if self._retries.is_due(each)]
 
-    def _try_to_decide(self, view: RunView | Exception, now: float) -> list[Action] | Exception:
+    def _try_to_decide(self, view: RunView | Exception, now: float) -> list[AnyAction] | Exception:
         if isinstance(view, Exception):
             return view
         try:
@@ -121,7 +120,7 @@ class Agent:
         except Exception as error:
             return error
 
-    def perform(self, action: Action) -> bool:
+    def perform(self, action: AnyAction) -> bool:
         """Perform an action if it is still due; return whether to observe again at once.
 
         The run is observed again first, because another thread may have done the action, or
@@ -130,14 +129,14 @@ class Agent:
         try:
             if not self._is_still_due(action):
                 return True
-            if isinstance(action, (Free, FreeRun, LookUpRoot, RemoveOld)):
-                self._performers[type(action)](action)
+            if isinstance(action, RunAction) or action.kind in (FREE, REMOVE_OLD):
+                self._performers[action.kind](action)
             else:
                 # While the lock is held, the snapshot cannot be freed.
                 with action.place.hold(shared=True) as held:
                     if not held:
                         return False
-                    self._performers[type(action)](action)
+                    self._performers[action.kind](action)
         except SnapshotInUse:
             return False
         except Exception as error:
@@ -146,8 +145,8 @@ class Agent:
         self._retries.record_success(action)
         return True
 
-    def _is_still_due(self, action: Action) -> bool:
-        run = self._observer.run(run_of(action))
+    def _is_still_due(self, action: AnyAction) -> bool:
+        run = self._observer.run(action.run)
         return action in decide_run(run, self._observer.clock(), self._periods)
 
     def _observe_repeatedly(self) -> None:
@@ -164,19 +163,19 @@ class Agent:
             self._queue(due)
         self._queue([])
 
-    def _queue(self, due: Sequence[Action]) -> None:
+    def _queue(self, due: Sequence[AnyAction]) -> None:
         """Give each worker its actions. Start workers for actions that have none."""
-        queues: dict[tuple[str, type], list[Action]] = {key: [] for key in self._workers}
+        queues: dict[tuple[str, str], list[AnyAction]] = {key: [] for key in self._workers}
         for action in due:
-            if type(action) in self._performers:
-                queues.setdefault((run_of(action).name, type(action)), []).append(action)
+            if action.kind in self._performers:
+                queues.setdefault((action.run.name, action.kind), []).append(action)
         for key, actions in queues.items():
             worker = self._workers.get(key)
             if worker is not None and worker.set_queue(actions):
                 continue
             self._workers.pop(key, None)
             if actions:
-                self._workers[key] = _Worker(key[1].__name__.lower(), self, actions)
+                self._workers[key] = _Worker(key[1], self, actions)
 
 
 class _Worker:
@@ -186,16 +185,16 @@ class _Worker:
     the thread that observes, which starts it.
     """
 
-    def __init__(self, name: str, agent: Agent, actions: Sequence[Action]) -> None:
+    def __init__(self, name: str, agent: Agent, actions: Sequence[AnyAction]) -> None:
         self._agent = agent
         self._changed = threading.Condition()
-        self._queue: list[Action] = [*actions]
-        self._running: Action | None = None
+        self._queue: list[AnyAction] = [*actions]
+        self._running: AnyAction | None = None
         self._has_ended = False
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
-    def set_queue(self, actions: Sequence[Action]) -> bool:
+    def set_queue(self, actions: Sequence[AnyAction]) -> bool:
         """Replace the queue. The action in progress is not queued again.
 
         Returns:
@@ -211,7 +210,7 @@ class _Worker:
             if self._agent.perform(action):
                 self._agent.wake()
 
-    def _wait_for_next(self) -> Action | None:
+    def _wait_for_next(self) -> AnyAction | None:
         with self._changed:
             self._running = None
             self._changed.wait_for(lambda: self._queue or self._agent.is_stopping, IDLE_TIMEOUT)
@@ -220,13 +219,6 @@ class _Worker:
                 return None
             self._running = self._queue.pop(0)
             return self._running
-
-
-def run_of(action: Action | Run) -> Run:
-    """Return the run of an action; a run is returned itself."""
-    if isinstance(action, Run):
-        return action
-    return action.run if isinstance(action, (FreeRun, LookUpRoot)) else action.place.run
 
 
 @dataclass(slots=True)
@@ -267,23 +259,23 @@ class Retries:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._actions: dict[Action | Run, _Attempts] = {}
+        self._actions: dict[AnyAction | Run, _Attempts] = {}
         self._failures: dict[tuple[str, int, str], _Attempts] = {}
 
-    def is_due(self, action: Action) -> bool:
+    def is_due(self, action: AnyAction) -> bool:
         """Return whether an action may be tried now."""
         with self._lock:
             count = self._actions.get(action)
             return count is None or count.is_due(self._clock())
 
-    def record_success(self, action: Action) -> None:
+    def record_success(self, action: AnyAction) -> None:
         """Count a success."""
         with self._lock:
             attempts = self._actions.setdefault(action, _Attempts())
             attempts.add(self._clock())
             attempts.failure = ""
 
-    def record_failure(self, action: Action | Run, error: Exception) -> None:
+    def record_failure(self, action: AnyAction | Run, error: Exception) -> None:
         """Count and log a failure to perform an action, or to observe a run."""
         with self._lock:
             attempts = self._actions.setdefault(action, _Attempts())
@@ -306,24 +298,26 @@ class Retries:
         with self._lock:
             return [
                 Failing(
-                    run_of(each).name,
-                    each.place.step if isinstance(each, SaveAction) else None,
+                    each.name if isinstance(each, Run) else each.run.name,
+                    each.place.step if isinstance(each, Action) else None,
                     max(0.0, now - attempts.failing_since),
                     attempts.failure,
                 )
                 for each, attempts in self._actions.items()
-                if attempts.failure and isinstance(each, (SaveAction, Run))
+                if attempts.failure
+                and (isinstance(each, Run) or (isinstance(each, Action) and each.save_id))
             ]
 
-    def forget_all_except(self, actions: Collection[Action | Run]) -> None:
+    def forget_all_except(self, actions: Collection[AnyAction | Run]) -> None:
         """Forget the attempts at all other actions, and to observe all other runs."""
         with self._lock:
             for action in self._actions.keys() - set(actions):
                 del self._actions[action]
 
-    def _log(self, action: Action | Run, error: Exception, times: int) -> None:
-        name = "observe" if isinstance(action, Run) else type(action).__name__.lower()
-        path = action.place.path if isinstance(action, (SaveAction, Free)) else run_of(action).path
+    def _log(self, action: AnyAction | Run, error: Exception, times: int) -> None:
+        name = "observe" if isinstance(action, Run) else action.kind
+        run = action if isinstance(action, Run) else action.run
+        path = action.place.path if isinstance(action, Action) else run.path
         message = f"{name}: {path}: {type(error).__name__}: {error}"
         is_first_missing = isinstance(error, FileNotFoundError) and times == 1
         if is_first_missing or not path.exists() or (path / ABANDONED_MARKER).exists():
@@ -332,7 +326,7 @@ class Retries:
         now = self._clock()
         known = {cause: each for cause, each in self._failures.items() if each.is_recent(now)}
         self._failures = known
-        failures = known.setdefault((*_cause_of(error), run_of(action).name), _Attempts())
+        failures = known.setdefault((*_cause_of(error), run.name), _Attempts())
         failures.add(now)
         if failures.count == 1:
             log.error("%s", message, exc_info=error)

@@ -17,13 +17,14 @@ from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory import decide, records
+from shardwise.memory import records
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
     copy_files_of_lost_nodes,
     lock_for_publishing,
 )
 from shardwise.memory.agent.protect import plan_protection
+from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.options import Tls
@@ -59,26 +60,24 @@ class Leader:
     tls: Tls | None = None
     stores: OpenedStores = field(default_factory=OpenedStores)
 
-    def commit(self, action: decide.Commit) -> None:
+    def commit(self, action: Action) -> None:
         """Collect the entries of all files, and write the manifest to all nodes."""
-        self._perform(action, "commit", _LeaderSave.commit)
+        self._perform(action, _LeaderSave.commit)
 
-    def protect(self, action: decide.Protect) -> None:
+    def protect(self, action: Action) -> None:
         """Have all nodes make the requested copies or parity."""
-        self._perform(action, "protect", _LeaderSave.protect)
+        self._perform(action, _LeaderSave.protect)
 
-    def persist(self, action: decide.Persist) -> None:
+    def persist(self, action: Action) -> None:
         """Have all nodes copy their files to storage, and publish the manifest there.
 
         After a rescue, this can be another node than the node of rank 0.
         """
-        self._perform(action, "persist", _LeaderSave.persist)
+        self._perform(action, _LeaderSave.persist)
 
-    def _perform(
-        self, action: decide.SaveAction, stage: str, work: Callable[[_LeaderSave], int]
-    ) -> None:
+    def _perform(self, action: Action, work: Callable[[_LeaderSave], int]) -> None:
         """Do the work of a stage, and write its outcome to all nodes."""
-        place = action.place
+        place, stage = action.place, action.kind
         try:
             pending = read_pending_manifest(action)
         except StoreError as error:
@@ -104,7 +103,7 @@ class Leader:
             )
             nodes.write_to_all(records.save_record(stage, pending.save_id, "all"), done)
 
-    def _record_damage(self, action: decide.SaveAction, stage: str, error: StoreError) -> None:
+    def _record_damage(self, action: Action, stage: str, error: StoreError) -> None:
         """Record on all nodes that a stage failed, because the pending manifest is damaged.
 
         Raises:
@@ -283,7 +282,7 @@ def _total_bytes(outcome_of: dict[str, StageOutcome]) -> int:
     return sum(done.bytes for done in outcome_of.values())
 
 
-def read_pending_manifest(action: decide.SaveAction) -> PendingManifest:
+def read_pending_manifest(action: Action) -> PendingManifest:
     """Return the pending manifest of a save, or the followers' copy of it.
 
     Raises:

@@ -69,7 +69,7 @@ class NodeAgent:
         Raises:
             StoreError: another agent runs on the node, or an option is invalid.
         """
-        from shardwise.memory.agent.process import AgentOptions, run_agent
+        from shardwise.memory.agent.process import run_agent
 
         logging.basicConfig(
             level=logging.INFO,
@@ -79,15 +79,15 @@ class NodeAgent:
             ],
             force=True,
         )
-        options = AgentOptions(
+        return run_agent(
+            self._directory,
             interface=interface,
             port=port,
             domain=domain,
             tls=self._tls,
-            secret=None if secret_file is None else Path(secret_file),
+            secret_file=None if secret_file is None else Path(secret_file),
             until_idle=until_idle,
         )
-        return run_agent(self._directory, options)
 
     def status(self) -> NodeStatus:
         """Return the status of the agent, the runs, their snapshots, and the mirrors."""

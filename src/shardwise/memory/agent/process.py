@@ -10,10 +10,10 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import (
-    LOOPBACK,
     previous_port,
     read_or_create_node_name,
     read_or_create_secret,
@@ -41,7 +40,7 @@ from shardwise.memory.identity import (
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
-from shardwise.memory.records import AgentInfo, schema
+from shardwise.memory.records import REMOVE_OLD, AgentInfo, schema
 from shardwise.memory.registry import Registration
 from shardwise.memory.seal import MappedFiles
 
@@ -53,33 +52,22 @@ REGISTRATION_PERIOD = 0.5
 log = logging.getLogger("shardwise.agent")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentOptions:
-    """Options of an agent.
-
-    Args:
-        interface: the address to listen on, or the name of a network interface.
-        port: the port to listen on. 0: the port of the previous agent if it is free, else any port.
-        domain: the failure domain of this node; "" for the node itself.
-        tls: certificates for connections between nodes; None for unencrypted connections.
-        secret: the file with the secret that clients must present; None for a secret that is
-            generated and stored in the home.
-        until_idle: whether to exit when the node stores nothing and no training runs.
-    """
-
-    interface: str = LOOPBACK
-    port: int = 0
-    domain: str = ""
-    tls: Tls | None = None
-    secret: Path | None = None
-    until_idle: bool = False
-
-
-def run_agent(directory: Path, options: AgentOptions) -> bool:
+def run_agent(
+    directory: Path,
+    *,
+    interface: str,
+    port: int,
+    domain: str,
+    tls: Tls | None,
+    secret_file: Path | None,
+    until_idle: bool,
+) -> bool:
     """Run the agent of a node until SIGTERM or SIGINT, or until it is idle.
 
     Args:
         directory: the directory of the node's snapshots.
+        interface, port, domain, secret_file, until_idle: as for `NodeAgent.run`.
+        tls: certificates for connections between nodes; None for unencrypted connections.
 
     Returns:
         Whether all actions in progress have finished. The next agent repeats unfinished actions.
@@ -88,7 +76,7 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
         StoreError: another agent runs on the node, or the address or port cannot be used.
     """
     home = Home(directory)
-    address = resolve_interface(options.interface)
+    address = resolve_interface(interface)
     with _agent_lock(home):
         home.info_path.unlink(missing_ok=True)
         _raise_file_limit()
@@ -96,39 +84,43 @@ def run_agent(directory: Path, options: AgentOptions) -> bool:
         mapped_files = MappedFiles()
         finish_removals(home)
         observer = Observer(home, node)
-        performers = _make_performers(home, node, observer, mapped_files, options.tls)
+        performers = _make_performers(home, node, observer, mapped_files, tls)
         agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
         mirrors = Mirrors(home)
         info = AgentInfo(
             node=node,
             url="",
-            token=read_or_create_secret(home, options.secret),
+            token=read_or_create_secret(home, secret_file),
             process=os.getpid(),
-            domain=options.domain,
+            domain=domain,
             host=socket.gethostname(),
             schema=schema(),
         )
-        return asyncio.run(_serve(home, agent, mirrors, info, options, address))
+        context = None if tls is None else tls.for_server()
+        listener = _open_listener(home, address, port)
+        return asyncio.run(
+            _serve(home, agent, mirrors, info, listener, context, until_idle=until_idle)
+        )
 
 
 def _make_performers(
     home: Home, node: str, observer: Observer, mapped_files: MappedFiles, tls: Tls | None
-) -> dict[type, Performer]:
+) -> dict[str, Performer]:
     """Return the function that performs each kind of action."""
     stores = OpenedStores()
     leader, follower = Leader(node, tls, stores), Follower(node, mapped_files, tls, stores)
     return {
-        decide.Seal: follower.seal,
-        decide.Commit: leader.commit,
-        decide.Protect: leader.protect,
-        decide.ProtectOthers: follower.protect_others,
-        decide.Persist: leader.persist,
-        decide.Copy: follower.copy,
-        decide.RemoveOld: follower.remove_old,
-        decide.Rescue: follower.rescue,
-        decide.Free: free,
-        decide.FreeRun: lambda action: remove_if_unused(home, action.run),
-        decide.LookUpRoot: partial(look_up_root, observer=observer),
+        "seal": follower.seal,
+        "commit": leader.commit,
+        "protect": leader.protect,
+        "protect_others": follower.protect_others,
+        "persist": leader.persist,
+        "copy": follower.copy,
+        REMOVE_OLD: follower.remove_old,
+        decide.RESCUE: follower.rescue,
+        decide.FREE: free,
+        decide.FREE_RUN: lambda action: remove_if_unused(home, action.run),
+        decide.LOOK_UP_ROOT: partial(look_up_root, observer=observer),
     }
 
 
@@ -137,16 +129,16 @@ async def _serve(
     agent: Agent,
     mirrors: Mirrors,
     info: AgentInfo,
-    options: AgentOptions,
-    address: str,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    *,
+    until_idle: bool,
 ) -> bool:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    tls = None if options.tls is None else options.tls.for_server()
-    listener = _open_listener(home, address, options.port)
-    port = listener.getsockname()[1]
+    address, port = listener.getsockname()[:2]
     record_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
@@ -166,7 +158,7 @@ async def _serve(
         threading.Thread(target=_register, args=(registration, ended), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
-            await _wait_for_end(home, info, mirrors, ended, until_idle=options.until_idle)
+            await _wait_for_end(home, info, mirrors, ended, until_idle=until_idle)
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)

@@ -288,7 +288,7 @@ class _ProtectionFiles:
             is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)
             ring_file = read_record(self._place.path / record, RingFile)
             if ring_file and (ring_file.file.startswith(".") or self._place.has(ring_file.file)):
-                return claim_ring_file(self._place, record, ring_file, name, group)
+                return claim_ring_file(self._place, record, ring_file, name)
             if not is_alive:
                 break
             self._place.refuse_abandoned()
@@ -307,21 +307,19 @@ class _ProtectionFiles:
 
 
 def claim_ring_file(
-    place: SnapshotDirectory, record: str, ring_file: RingFile, name: str, group: ProtectionGroup
+    place: SnapshotDirectory, record: str, ring_file: RingFile, name: str
 ) -> RingFile | None:
     """Claim the copy or parity that a rank has begun, and return its record.
 
     The file is renamed to the temporary name of `name`, and its record is updated. Return None if
-    the file is missing, or the rank made it for another group.
+    the file is missing.
 
     Args:
         record: the name of the rank's record.
         name: the final name of the file.
-        group: the group that the file protects, according to the request.
     """
-    is_same_group = msgspec.structs.replace(ring_file.ring, name=group.name) == group
     unclaimed = records.ring_file_name(record)
-    if not is_same_group or not place.has(unclaimed):
+    if not place.has(unclaimed):
         return None
     temporary = place.temporary_path(name)
     write_record(place.path / record, msgspec.structs.replace(ring_file, file=temporary.name))

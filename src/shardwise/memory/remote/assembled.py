@@ -132,12 +132,11 @@ class AssembledStore(ReadOnlyStore):
         nodes = self._assembly.holders.get(path)
         if nodes is None:
             raise FileNotFoundError(f"{self} has no {path}")
-        size = self._assembly.sizes[path]
-        if self._node in nodes:
-            return _LocalFile(map_file(self._local.path / path, size), self._count_bytes)
-        return _RemoteFile(
-            size, f"{path} of {self}", self._list_sources(path, nodes), self._count_bytes
-        )
+        size, name = self._assembly.sizes[path], f"{path} of {self}"
+        sources = self._list_sources(path, nodes)
+        if self._node not in nodes:
+            return _SnapshotFile(size, name, sources, self._count_bytes)
+        return _MappedFile(size, name, sources, self._count_bytes, self._map(path, size))
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the contents of a small file."""
@@ -177,12 +176,12 @@ class AssembledStore(ReadOnlyStore):
         raise self.refusal()
 
     def _list_sources(self, key: str, nodes: Sequence[str]) -> Sequence[ReadSource]:
-        """Return the sources of a file: each node that has the file, and decoding."""
+        """Return the sources of a file: each other node that has the file, and decoding."""
 
         def node_source(node: str) -> ReadSource:
             return OTHERS, lambda offset, out: self._read_range(node, key, offset, out)
 
-        sources = [node_source(node) for node in nodes]
+        sources = [node_source(node) for node in nodes if node != self._node]
         rebuilder = self._rebuilder
         if rebuilder is not None and key in self._owner_of:
             sources.append((DECODED, lambda offset, out: rebuilder.read(key, offset, out)))
@@ -207,10 +206,8 @@ class AssembledStore(ReadOnlyStore):
         if node != self._node:
             self._read_range(node, key, offset, out)
             return out
-        if key not in self._mapped_files:
-            path = self._local.path / key
-            self._mapped_files[key] = map_file(path, path.stat().st_size)
-        part = self._mapped_files[key][offset : offset + len(out)]
+        mapped = self._map(key, (self._local.path / key).stat().st_size)
+        part = mapped[offset : offset + len(out)]
         if len(part) < len(out):
             raise StoreError(
                 f"{self._local.path / key} was cut off: it ends at byte {offset + len(part)}; "
@@ -218,35 +215,16 @@ class AssembledStore(ReadOnlyStore):
             )
         return part
 
-
-@dataclass(slots=True)
-class _LocalFile:
-    """A file in this node's memory, as a readable file of the store."""
-
-    data: Buffer
-    count_bytes: CountBytes
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def view(self, offset: int, count: int) -> Buffer:
-        part = self.data[offset : offset + count]
-        self.count_bytes(LOCAL, len(part))
-        return part
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        part = self.view(offset, len(out))
-        out[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        pass
+    def _map(self, key: str, size: int) -> Buffer:
+        """Map a file in this node's memory."""
+        if key not in self._mapped_files:
+            self._mapped_files[key] = map_file(self._local.path / key, size)
+        return self._mapped_files[key]
 
 
 @dataclass(slots=True)
-class _RemoteFile:
-    """A file that is not on this node, as a readable file of the store."""
+class _SnapshotFile:
+    """A file of a snapshot that is not on this node, with a copy in each source."""
 
     size: int
     name: str
@@ -282,3 +260,20 @@ class _RemoteFile:
 
     def close(self) -> None:
         pass
+
+
+@dataclass(slots=True)
+class _MappedFile(_SnapshotFile):
+    """A file of a snapshot in this node's memory. The sources are read if it is damaged."""
+
+    data: Buffer
+
+    def view(self, offset: int, count: int) -> Buffer:
+        part = self.data[offset : offset + count]
+        self.count_bytes(LOCAL, len(part))
+        return part
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        part = self.view(offset, len(out))
+        out[: len(part)] = part
+        return len(part)

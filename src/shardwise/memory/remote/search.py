@@ -45,13 +45,11 @@ class NodeFiles(msgspec.Struct, array_like=True):
         node: the name of the node.
         steps: for each step, the name and size in bytes of each file.
         known_nodes: the agents of the nodes that this node knows.
-        has_removed: whether this node has just removed damaged files.
     """
 
     node: str
     steps: dict[int, dict[str, int]]
     known_nodes: list[AgentInfo]
-    has_removed: bool = False
 
 
 IsEnough = Callable[[Sequence[NodeFiles], Mapping[str, AgentInfo]], bool]
@@ -182,8 +180,8 @@ class Search:
         Args:
             step: the only step to consider; None for all steps.
             damaged: a step whose files were found to be damaged; None in the first search. Newer
-                steps are not considered. The damaged step is considered again in two cases: its
-                damaged files were removed, or a node outside `nodes_read` stores some of its files.
+                steps are not considered. The damaged step is considered again if a node outside
+                `nodes_read` stores some of its files.
             nodes_read: the nodes that the damaged step was read from.
         """
         skipped: list[tuple[int, str]] = []
@@ -216,8 +214,7 @@ class Search:
     ) -> list[int]:
         """Return the steps to consider, newest first."""
         retries_damaged = any(
-            each.has_removed or (damaged in each.steps and each.node not in nodes_read)
-            for each in self.nodes
+            damaged in each.steps and each.node not in nodes_read for each in self.nodes
         )
         steps = sorted({number for each in self.nodes for number in each.steps}, reverse=True)
         return [

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.engine.copy_file import Throttle, is_intact
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import FileEntry, decode_manifest
+from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory import records
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.record_cache import RecordCache
@@ -31,7 +28,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
     make_reader,
 )
-from shardwise.store import LocalStore, lock_for_reading
+from shardwise.store import lock_for_reading
 
 if TYPE_CHECKING:
     from shardwise.memory.trainer.snapshots import Snapshots
@@ -46,9 +43,8 @@ def find_snapshots(snapshots: Snapshots, group: Group, step: int | None) -> Foun
     """Yield the newest snapshot that can be read completely, and its files. All ranks call this.
 
     To ask for the next means that files of the last were damaged. Newer snapshots are not
-    considered any more. The damaged snapshot is considered again in two cases: its damaged files
-    were removed, or another node, which had not answered before, holds some of its files. The last
-    result has no step and no store.
+    considered any more. The damaged snapshot is considered again if another node, which had not
+    answered before, holds some of its files. The last result has no step and no store.
 
     Args:
         snapshots: the snapshots of the run.
@@ -83,12 +79,8 @@ def _find_assembly(
     with Round(group, "listing snapshots") as listing:
         own = None
         if snapshots.is_first_of_node:
-            has_removed = False
-            if damaged_step is None:
-                _wait_for_commits(run, complete_saves)
-            else:
-                has_removed = _remove_damaged(SnapshotDirectory(run, damaged_step))
-            own = msgspec.structs.replace(list_own_files(run, here), has_removed=has_removed)
+            _wait_for_commits(run, complete_saves)
+            own = list_own_files(run, here)
         nodes = [each for each in listing.gather(own, NodeFiles | None) if each is not None]
     with Round(group, "looking for snapshots", first_only=True) as looking:
         found = NO_SNAPSHOT
@@ -137,33 +129,6 @@ def _search_nodes(
     if unanswered and search.is_complete(step):
         unanswered = {}
     return msgspec.structs.replace(assembly, choosing_seconds=seconds, unanswered=unanswered)
-
-
-def _is_damaged(place: SnapshotDirectory, entry: FileEntry) -> bool:
-    """Return whether this node has a file whose bytes are not those that were sealed."""
-    try:
-        store = LocalStore(place.path)
-        return place.has(entry.name) and not is_intact(store, entry, Throttle(None))
-    except OSError:
-        return True
-
-
-def _remove_damaged(place: SnapshotDirectory) -> bool:
-    """Delete damaged files, so that other nodes provide them; return whether any were damaged."""
-    try:
-        manifest = decode_manifest(place.read_file(MANIFEST))
-    except FileNotFoundError:
-        return False
-    except (FormatError, StoreError):
-        damaged = [MANIFEST]
-    else:
-        damaged = [entry.name for entry in manifest.files if _is_damaged(place, entry)]
-    for name in damaged:
-        with suppress(IsADirectoryError):  # no file of the snapshot, so it is not listed either
-            (place.path / name).unlink(missing_ok=True)
-        staged = place.path / records.file_record(name, "staged")
-        staged.unlink(missing_ok=True)  # while the record exists, the slot counts as used
-    return bool(damaged)
 
 
 def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:

@@ -290,7 +290,7 @@ class RingProtection:
         """
         record = records.file_record(self.ring.own_member.file.name, f"kept-{number}")
         file = records.ring_file_name(record)
-        ring_file = RingFile(self.ring.group, file, slot.name, ranges, checksums)
+        ring_file = RingFile(file, slot.name, ranges, checksums)
         write_record(self.place.path / record, ring_file)  # the record comes first, as in `Staging`
         slot.path.rename(self.place.path / file)
 

@@ -22,6 +22,7 @@ from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
+from shardwise.manifest.names import data_file
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Run, SnapshotDirectory
@@ -30,12 +31,11 @@ from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.options import Memory, Tls
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
-from shardwise.memory.records import AgentInfo, StorageTask
+from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.memory.trainer.pending_manifest import make_pending_manifest
 from shardwise.memory.trainer.pending_saves import PendingSaves
 from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
 from shardwise.memory.trainer.rings import Rings
@@ -380,10 +380,7 @@ class Snapshots:
         source, ring = self._rings.join(planned)
         manifest = None
         if planned.rank == 0:
-            rings = self._rings.files
-            manifest = make_pending_manifest(
-                planned, options, storage, self._options, self.membership, rings, durable=durable
-            )
+            manifest = self._make_pending_manifest(planned, storage, durable=durable)
         part = SnapshotPart(
             place=place,
             planned=planned,
@@ -418,3 +415,31 @@ class Snapshots:
             seconds=recorder.seconds(),
         )
         return SaveHandle(report, pending, copying, self._mirror)
+
+    def _make_pending_manifest(
+        self, planned: PlannedSave, storage: StorageTask, *, durable: bool
+    ) -> PendingManifest:
+        """Return what the agents need to complete a save."""
+        plan, options, memory = planned.plan.plan, planned.save.options, self._options
+        node_of = self.membership.node_of
+        return PendingManifest(
+            save_id=planned.save_id,
+            step=options.step or 0,
+            manifest=planned.manifest(()).decode(),
+            files=[(data_file(r, planned.save_id), node_of[r]) for r in plan.writers.tolist()],
+            nodes=self.membership.nodes,
+            leader=node_of[0],
+            epoch=self.membership.lineage.epoch,
+            rings=self._rings.files,
+            storage=storage,
+            durable=durable,
+            rescue=memory.rescue,
+            overwrite=options.overwrite,
+            copies=memory.copies,
+            parity=memory.parity,
+            group=memory.group,
+            wait=memory.wait,
+            budget=memory.budget,
+            bytes_held=plan.bytes_held,
+            bytes_total=plan.bytes_stored,
+        )
