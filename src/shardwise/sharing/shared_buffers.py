@@ -40,7 +40,7 @@ class _Ring:
 
     __slots__ = ("checksums", "slots", "states", "used")
 
-    def __init__(self, memory: Buffer, reads: int, slots_size: int) -> None:
+    def __init__(self, memory: Buffer, reads: int, users: int, slots_size: int) -> None:
         end = HEAD_SIZE + slots_size
         self.slots: Buffer = memory[HEAD_SIZE:end]
         checksums, states, used = np.split(
@@ -48,7 +48,7 @@ class _Ring:
         )
         self.checksums: npt.NDArray[np.uint32] = checksums.view(np.uint32)
         self.states: Buffer = states
-        self.used: Buffer = used.reshape(reads, -1) if reads else used.reshape(0, 1)
+        self.used: Buffer = used.reshape(reads, users)
 
 
 class SharedBuffers:
@@ -92,7 +92,7 @@ class SharedBuffers:
             digest.update(np.ascontiguousarray(column).data)
         memory = node.map_memory(sizes, digest.digest())
         self._rings = [
-            _Ring(each, len(rows), slots * slot_bytes)
+            _Ring(each, len(rows), self._users.shape[1], slots * slot_bytes)
             for each, rows in zip(memory, self._in_ring, strict=True)
         ]
         self._turn_lock = threading.Lock()
