@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
+from shardwise.engine.commit import commit_save
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import SaveRequest, refuse_if_full
-from shardwise.engine.save import commit_save, lock_place
+from shardwise.engine.save import lock_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
@@ -200,7 +201,9 @@ class PartialSave:
         try:
             manifest = self._manifest([*parts], values or {}, rename or {})
             encoded = encode_manifest(manifest)
-            commit_save(self._request, self.save_id, encoded, manifest.files)
+            names = [file.name for file in manifest.files]
+            overwrite = self._request.options.overwrite
+            commit_save(self._request.store, self.save_id, encoded, names, overwrite=overwrite)
         finally:
             self.close()
 

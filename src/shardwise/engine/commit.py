@@ -1,19 +1,98 @@
-"""Commit a save: publish its manifest, unless files of the save were removed."""
+"""Commit a save: lock its place, and publish its manifest, unless files of it were removed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
-from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.manifest.names import MANIFEST
+from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.errors import (
+    CheckpointExistsError,
+    FormatError,
+    StoreError,
+    StoreUnavailableError,
+)
+from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
+from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.store import Store, publish_checked
 
 MAX_PUBLICATION_SECONDS = 10.0
 """The lock of a save survives a pause of this length, in every store, between looking for its files
 and the end of one attempt to publish."""
 MOST_NAMES_SHOWN = 5
+
+
+@contextmanager
+def lock_save(store: Store, save_id: str, attempts: Iterable[object]) -> Iterator[bool]:
+    """Lock the directory of a save while the block runs, and delete the lock file at its end.
+
+    The lock keeps other processes from removing the files of the save before it is committed.
+
+    Args:
+        store: the directory.
+        save_id: the id of the save, which is part of the name of the lock file.
+        attempts: the lock is tried once for each item.
+
+    Yields:
+        Whether the directory is locked. It is not if another process holds this lock.
+    """
+    lock = lock_file(save_id)
+    with ExitStack() as held:
+        is_held = any(held.enter_context(store.lock(lock)) for _ in attempts)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                with suppress(OSError):
+                    store.delete(lock)
+
+
+def commit_save(
+    store: Store, save_id: str, manifest: bytes, files: Sequence[str], *, overwrite: bool
+) -> None:
+    """Publish the manifest of a save, which commits the save. The caller holds the save's lock.
+
+    Args:
+        store: the directory of the checkpoint.
+        save_id: the id of the save.
+        manifest: the encoded manifest.
+        files: the names of the data files.
+        overwrite: whether to replace an existing checkpoint. Then its files are removed.
+
+    Raises:
+        CheckpointExistsError: the directory has another checkpoint, and `overwrite` is False. The
+            files of this save are removed.
+        StoreError, OSError: files of the save were removed, or the manifest cannot be written.
+    """
+    try:
+        publish_manifest(store, manifest, files, replace=overwrite)
+    except FileExistsError as error:
+        other = published_save_id(store)
+        if other == save_id:  # an agent that has just ended published it
+            return
+        if other is not None:
+            with suppress(OSError):  # the next save here removes them
+                map_in_threads(store.delete, files)
+        raise exists_error(store) from error
+    if overwrite:
+        remove_leftovers(store, own_lock=lock_file(save_id))
+
+
+def published_save_id(store: Store) -> str | None:
+    """Return the id of the save that a directory has; None without a readable manifest."""
+    try:
+        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
+    except (FileNotFoundError, FormatError):
+        return None
+
+
+def exists_error(store: Store) -> CheckpointExistsError:
+    """Return the error for a save to a directory that has a checkpoint."""
+    return CheckpointExistsError(
+        f"Checkpoint already exists: {store}: to continue its run, call restore before the first "
+        "save; otherwise save elsewhere, or pass overwrite=True to replace it"
+    )
 
 
 def publish_manifest(

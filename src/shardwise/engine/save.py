@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardwise.engine.commit import publish_manifest
+from shardwise.engine.commit import commit_save, exists_error, lock_save
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.engine.leftovers import remove_leftovers
 from shardwise.engine.planning import (
     Offer,
     PlannedSave,
@@ -22,12 +22,12 @@ from shardwise.engine.planning import (
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
-from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
+from shardwise.errors import LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import MANIFEST, lock_file
+from shardwise.manifest.names import MANIFEST
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment, host_array
@@ -122,7 +122,13 @@ def save_all(
         with Round(group, "publishing a save", first_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
-                    commit_save(save, planned.save_id, planned.manifest(files), files)
+                    commit_save(
+                        save.store,
+                        planned.save_id,
+                        planned.manifest(files),
+                        [each.name for each in files],
+                        overwrite=save.options.overwrite,
+                    )
     plan = planned.plan.plan
     return SaveReport(
         path=str(save.store),
@@ -190,14 +196,12 @@ def lock_place(save: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
     refuse_existing(save)
     remove_leftovers(store)
     abort_uploads(store)
-    cleanup.callback(_discard_lock, store, save_id)
-    for _ in range(LOCK_ATTEMPTS):
-        if cleanup.enter_context(store.lock(lock_file(save_id))):
-            return
-    raise StoreError(
-        f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
-        "place is writable and that no other process removes files there"
-    )
+    cleanup.callback(_remove_if_empty, store)
+    if not cleanup.enter_context(lock_save(store, save_id, range(LOCK_ATTEMPTS))):
+        raise StoreError(
+            f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
+            "place is writable and that no other process removes files there"
+        )
 
 
 def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileEntry]:
@@ -230,26 +234,6 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
     return [each for entry in entries for each in entry]
 
 
-def commit_save(
-    save: SaveRequest, save_id: str, manifest: bytes, files: Sequence[FileEntry]
-) -> None:
-    """Publish the manifest of a save, which commits the save. The caller holds the save's lock.
-
-    Raises:
-        CheckpointExistsError: the place has another checkpoint, and `overwrite` is not set.
-        StoreError, OSError: files of the save were removed, or the manifest cannot be written.
-    """
-    names = [file.name for file in files]
-    try:
-        publish_manifest(save.store, manifest, names, replace=save.options.overwrite)
-    except FileExistsError as error:
-        with suppress(OSError):  # the next save here removes them, where that is permitted
-            map_in_threads(save.store.delete, names)
-        raise _exists_error(save.store) from error
-    if save.options.overwrite:
-        remove_leftovers(save.store, own_lock=lock_file(save_id))
-
-
 def refuse_existing(save: SaveRequest, steps: Collection[int] | None = None) -> None:
     """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
 
@@ -262,18 +246,10 @@ def refuse_existing(save: SaveRequest, steps: Collection[int] | None = None) -> 
     if steps is not None and save.options.step not in steps:
         return
     if not save.options.overwrite and MANIFEST in save.store.list():
-        raise _exists_error(save.store)
+        raise exists_error(save.store)
 
 
-def _exists_error(store: Store) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"Checkpoint already exists: {store}: to continue its run, call restore before the first "
-        "save; otherwise save elsewhere, or pass overwrite=True to replace it"
-    )
-
-
-def _discard_lock(store: Store, save_id: str) -> None:
+def _remove_if_empty(store: Store) -> None:
     with suppress(OSError):
-        store.delete(lock_file(save_id))
         if not store.list():
             store.delete("")

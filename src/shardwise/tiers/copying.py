@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
-from shardwise.engine.commit import publish_manifest
+from shardwise.engine.commit import lock_save, publish_manifest
 from shardwise.engine.copy_file import Throttle, copy_verified, is_intact
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, FormatError, StoreError
@@ -60,7 +60,7 @@ def copy_checkpoint(
             manifest = decode_manifest(data)
         except FormatError as error:
             raise FormatError(f"{source}: {error}") from error
-        with _lock_for_copy(target, lock_file(manifest.save_id)):
+        with _lock_for_copy(target, manifest.save_id):
             present = set(target.list())
             missing = [entry for entry in manifest.files if entry.name not in present]
             _copy_all(missing, source, target, throttle, before_chunk)
@@ -109,7 +109,7 @@ def repair_checkpoint(
             manifest = decode_manifest(data)
         except FormatError as error:
             raise CorruptionError(f"{intact}: {error}") from error
-        with _lock_for_copy(damaged, lock_file(manifest.save_id)):
+        with _lock_for_copy(damaged, manifest.save_id):
             replaced: dict[str, int] = {}
             for entry in manifest.files:
                 if not is_intact(damaged, entry, throttle, before_chunk):
@@ -177,18 +177,15 @@ def _remove_older_saves(target: Store, own_lock: str) -> None:
 
 
 @contextmanager
-def _lock_for_copy(target: Store, lock: str) -> Iterator[None]:
-    """Hold a lock, so that no other process removes the files that this process copies."""
-    with target.lock(lock) as held:
-        if not held:
+def _lock_for_copy(target: Store, save_id: str) -> Iterator[None]:
+    """Hold the lock of a save, so that no other process removes the files that this one copies."""
+    with lock_save(target, save_id, range(1)) as is_held:
+        if not is_held:
             raise CheckpointInUse(
-                f"{target}: another process copies this checkpoint (it holds the lock {lock})"
+                f"{target}: another process copies this checkpoint (it holds the lock "
+                f"{lock_file(save_id)})"
             )
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                target.delete(lock)
+        yield
 
 
 def saved_manifest(store: Store) -> Manifest | None:

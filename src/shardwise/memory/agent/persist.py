@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import publish_manifest
+from shardwise.engine.commit import commit_save, exists_error, lock_save, published_save_id
 from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
-from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import (
-    CheckpointExistsError,
-    FormatError,
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
+from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
@@ -135,19 +133,11 @@ class Publication:
             CheckpointExistsError: another checkpoint was published there meanwhile. The files of
                 this save are removed.
         """
+        names = [name for name, _ in self.pending.files]
+        overwrite = self.pending.overwrite
         if not self.is_published:
-            names = [name for name, _ in self.pending.files]
-            try:
-                publish_manifest(self.store, manifest, names, replace=self.pending.overwrite)
-            except FileExistsError as error:
-                other = _published_save_id(self.store)
-                if other == self.pending.save_id:  # an agent that has just ended published it
-                    return
-                if other is not None:
-                    with suppress(OSError):  # the next save here removes them
-                        map_in_threads(self.store.delete, names)
-                raise _checkpoint_exists(self.store) from error
-        if self.pending.overwrite:
+            commit_save(self.store, self.pending.save_id, manifest, names, overwrite=overwrite)
+        elif overwrite:
             remove_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
 
 
@@ -170,39 +160,19 @@ def lock_for_publishing(
             was one attempt only.
     """
     store = root.at(step_directory(pending.step))
-    lock = lock_file(pending.save_id)
     names = store.list()
-    is_published = MANIFEST in names and _published_save_id(store) == pending.save_id
+    is_published = MANIFEST in names and published_save_id(store) == pending.save_id
     if not pending.overwrite and MANIFEST in names and not is_published:
-        raise _checkpoint_exists(store)
+        raise exists_error(store)
     has_begun = any(name in names for name, _ in pending.files)
     if names and not has_begun:
         remove_leftovers(store)
-    with ExitStack() as locks:
-        deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.traits.lock_expiry)
-        attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
-        if not any(locks.enter_context(store.lock(lock)) for _ in attempts):
+    deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.traits.lock_expiry)
+    attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
+    with lock_save(store, pending.save_id, attempts) as is_held:
+        if not is_held:
             raise StoreUnavailableError(
-                f"{store}: cannot lock {lock}, because another process holds it: an agent that "
-                "persists this save, or a Checkpointer that looks for leftovers"
+                f"{store}: cannot lock {lock_file(pending.save_id)}, because another process holds "
+                "it: an agent that persists this save, or a Checkpointer that looks for leftovers"
             )
-        try:
-            yield Publication(store, pending, is_published)
-        finally:
-            with suppress(OSError):
-                store.delete(lock)
-
-
-def _published_save_id(store: Store) -> str | None:
-    """Return the id of the save that a directory has; None without a readable manifest."""
-    try:
-        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
-    except (FileNotFoundError, FormatError):
-        return None
-
-
-def _checkpoint_exists(store: Store) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"Checkpoint already exists: {store}: to continue its run, call restore before the first "
-        "save; otherwise save elsewhere, or pass overwrite=True to replace it"
-    )
+        yield Publication(store, pending, is_published)
