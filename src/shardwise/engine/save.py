@@ -122,13 +122,9 @@ def save_all(
         with Round(group, "publishing a save", first_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
-                    commit_save(
-                        save.store,
-                        planned.save_id,
-                        planned.manifest(files),
-                        [each.name for each in files],
-                        overwrite=save.options.overwrite,
-                    )
+                    names, replaces = [each.name for each in files], save.options.overwrite
+                    manifest = planned.manifest(files)
+                    commit_save(save.store, planned.save_id, manifest, names, overwrite=replaces)
     plan = planned.plan.plan
     return SaveReport(
         path=str(save.store),
