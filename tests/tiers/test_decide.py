@@ -33,8 +33,6 @@ class Case:
     mirror_keep: sw.Keep = ALL
     newest: int | None = 9
     damaged: tuple[int, ...] = ()
-    suspected: str = ""
-    repair: tuple[int, ...] = ()
     copy: tuple[int, ...] = ()
     from_root: tuple[int, ...] = ()
     from_mirror: tuple[int, ...] = ()
@@ -87,11 +85,6 @@ CASES = {
     "a branch that was left stays in the mirror": Case(
         "5", "4 5 7 8", mirror_keep=sw.Keep(last=1), newest=5, from_mirror=(4,)
     ),
-    "newest repaired first": Case("1 2 3", "1 2 3", suspected="1 3", repair=(3, 1)),
-    "an unknown save is repaired": Case("1", "1 2", suspected="2?", repair=(2,)),
-    "only the same save is repaired": Case("1", "1 2", suspected="2b"),
-    "only what the mirror has is repaired": Case("1 2", "1", suspected="2", copy=(2,)),
-    "what is damaged in both is not repaired": Case("1", "1", suspected="1", damaged=(1,)),
     "the newest stays in the root": Case(
         "5 6", "5 6", keep=sw.Keep(multiple_of=5), newest=6
     ),
@@ -106,10 +99,8 @@ def test_the_table(case: Case) -> None:
         mirror=tier(case.mirror, loss=case.loss),
         newest=case.newest,
         damaged=frozenset(case.damaged),
-        suspected={step: each.save_id.strip("?") for step, each in tier(case.suspected).items()},
     )
     assert decide_tiers(tiers, case.keep, case.mirror_keep) == TierPlan(
-        repair=case.repair,
         copy=case.copy,
         remove_from_root=case.from_root,
         remove_from_mirror=case.from_mirror,
@@ -166,9 +157,7 @@ def test_it_ends_and_nothing_is_lost(
             break
         mirror = {**mirror, plan.copy[0]: root[plan.copy[0]]}
     plan = decide_tiers(Tiers(root=root, mirror=mirror, newest=newest), keep, mirror_keep)
-    assert plan == TierPlan(
-        repair=(), copy=(), remove_from_root=(), remove_from_mirror=(), pinned=()
-    )
+    assert plan == TierPlan(copy=(), remove_from_root=(), remove_from_mirror=(), pinned=())
     if before:
         last = max((s for s in before if newest is None or s <= newest), default=None)
         assert last is None or last in root

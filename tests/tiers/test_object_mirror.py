@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -99,7 +98,7 @@ def test_a_bucket_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
     assert committed_steps(LocalStore(root)) == [1, 2]
 
 
-def test_a_root_in_a_bucket_is_repaired_but_its_record_is_not_followed(
+def test_a_mirror_serves_a_bucket_but_its_record_is_not_followed(
     moto: Server, tmp_path: Path
 ) -> None:
     """Whoever may write to the bucket could have written the record."""
@@ -116,9 +115,3 @@ def test_a_root_in_a_bucket_is_repaired_but_its_record_is_not_followed(
         target = state(0)
         assert checkpointer.restore(target) == 1
         assert torch.equal(target["t"], state(1)["t"])
-        deadline = time.monotonic() + 60.0
-        while store.read(name, limit=1 << 30) != intact:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    sw.load(url, target)
-    assert torch.equal(target["t"], state(1)["t"])

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from shardwise.checkpointer.settings import Settings
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport
 from shardwise.errors import add_note
 from shardwise.events import Recorder
 from shardwise.memory.records import StorageTask
-from shardwise.ports.hooks import RestoreReport, RunHook
+from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
 from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
-from shardwise.tiers.store import MIRROR
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
 
@@ -51,7 +48,6 @@ class RunMirror(RunHook):
         self._settings = settings
         self._request = request
         self._newest: int | None = None
-        self._suspected: dict[int, float] = {}
         self._worker: MirrorWorker | None = None
         if group.rank == 0:
             self._watch.report(Recorder())  # events of earlier trainings are not reported
@@ -63,12 +59,12 @@ class RunMirror(RunHook):
         self._update()
 
     def _update(self) -> None:
-        """Say what was saved, and what to check, to the thread or agent that copies."""
+        """Say what was saved to the thread or agent that copies."""
         if self._worker is not None:
             damaged = frozenset(self._damaged)
-            self._worker.set_saved(SavedSteps(self._newest, damaged, self._suspected))
+            self._worker.set_saved(SavedSteps(self._newest, damaged))
         elif self._is_mirroring and self._request is not None:
-            self._request(self._settings.storage_task(None, (), self._suspected))
+            self._request(self._settings.storage_task(None, ()))
 
     def staged(self, report: SaveReport, *, durable: bool) -> None:
         """On rank 0, report copies as events, and log failures."""
@@ -89,14 +85,6 @@ class RunMirror(RunHook):
         if self._group.rank == 0 and (problem := self._watch.describe_problem()):
             add_note(error, problem)
             log.error("%s", problem)
-
-    def restored(self, report: RestoreReport) -> None:
-        """Check and repair the restored step in the root if a rank read parts from the mirror."""
-        with Round(self._group, "noting damage") as step:
-            is_suspected = any(step.gather(bool(report.origins.get(MIRROR)), bool))
-        if is_suspected:
-            self._suspected = {**self._suspected, report.step or 0: time.time()}
-            self._update()
 
     def closed(self, *, completed: bool) -> None:
         """Wait until the mirror has all checkpoints, or log why it fails; then stop."""

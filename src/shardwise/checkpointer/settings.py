@@ -74,12 +74,7 @@ class Settings:
             if option.name not in _MAY_DIFFER_BETWEEN_NODES
         }
 
-    def storage_task(
-        self,
-        newest: int | None,
-        damaged: Collection[int],
-        suspected: Mapping[int, float] | None = None,
-    ) -> StorageTask:
+    def storage_task(self, newest: int | None, damaged: Collection[int]) -> StorageTask:
         """Return what to do in storage after the save of the step `newest`."""
         mirror = None
         if self.mirror is not None:
@@ -90,7 +85,6 @@ class Settings:
             mirror=mirror,
             newest=newest,
             damaged=sorted(damaged),
-            suspected=dict(suspected or {}),
         )
 
     @property

@@ -22,24 +22,18 @@ from shardwise.memory.records import StorageTask
 
 TASKS_DIRECTORY = "mirrors"
 log = logging.getLogger("shardwise.agent")
-MOST_SUSPECTED = 16
-"""The number of suspected steps in a task; older ones are forgotten."""
 
 
 def set_mirror_task(run: Run, task: StorageTask) -> None:
     """Have the agent of this node keep a mirror up to date.
 
-    A task without a newest step keeps the newest step of the earlier task for the same root. The
-    suspected steps of both tasks are checked.
+    A task without a newest step keeps the newest step of the earlier task for the same root.
     """
     path = _task_path(run)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     earlier = read_mirror_task(run)
-    if earlier is not None and earlier.root == task.root:
-        suspected = dict([*earlier.suspected.items(), *task.suspected.items()][-MOST_SUSPECTED:])
-        task = msgspec.structs.replace(task, suspected=suspected)
-        if task.newest is None:
-            task = msgspec.structs.replace(task, newest=earlier.newest, damaged=earlier.damaged)
+    if earlier is not None and earlier.root == task.root and task.newest is None:
+        task = msgspec.structs.replace(task, newest=earlier.newest, damaged=earlier.damaged)
     write_record(path, task)
 
 

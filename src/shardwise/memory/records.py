@@ -127,7 +127,6 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
             removed.
         damaged: steps in the root that are known to be damaged. They do not count as kept, and are
             not removed.
-        suspected: steps to check in the root; see `shardwise.tiers.mirroring.SavedSteps`.
     """
 
     root: str
@@ -135,7 +134,6 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
     mirror: MirrorRequest | None = None
     newest: Count | None = None
     damaged: list[int] = []
-    suspected: dict[int, float] = {}
 
     @property
     def is_needed(self) -> bool:

@@ -1,21 +1,18 @@
-"""Copies a checkpoint to a mirror: data files first, the manifest last, every block verified.
-
-In the other direction, replaces damaged files of a checkpoint with the files of the mirror.
-"""
+"""Copies a checkpoint to a mirror: data files first, the manifest last, every block verified."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 from shardwise.engine.commit import lock_save, publish_manifest
-from shardwise.engine.copy_file import Throttle, copy_verified, is_intact
+from shardwise.engine.copy_file import Throttle, copy_verified
 from shardwise.engine.leftovers import remove_leftovers
-from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, Manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, is_lock_file, lock_file
+from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.store import Store, lock_for_reading
 
 FILES_AT_ONCE = 4
@@ -69,77 +66,6 @@ def copy_checkpoint(
                 publish_manifest(target, data, files, replace=MANIFEST in present)
             _remove_older_saves(target, lock_file(manifest.save_id))
         return manifest, sum(entry.size for entry in missing)
-
-
-def repair_checkpoint(
-    damaged: Store,
-    intact: Store,
-    throttle: Throttle,
-    before_chunk: Callable[[], object] = lambda: None,
-) -> tuple[Manifest, dict[str, int]]:
-    """Replace damaged files in a directory with the files of another directory with the same save.
-
-    All data files in the damaged directory are read. Each file is replaced atomically, and verified
-    while it is copied. A manifest that cannot be decoded is replaced. A missing manifest means
-    that somebody removed the checkpoint, so it is not replaced.
-
-    Args:
-        damaged: the directory with a damaged checkpoint. It is locked, so that retention waits.
-        intact: the directory with an intact checkpoint of the same save. It is locked, too.
-        throttle: limits the bytes per second.
-        before_chunk: called before each chunk. If this function raises, the repair ends.
-
-    Returns:
-        The manifest; and the names of the files that were replaced, with their sizes in bytes.
-
-    Raises:
-        CorruptionError: a file is damaged in both directories.
-        FileNotFoundError: one of the directories has no manifest.
-        CheckpointInUse: a checkpoint is being removed or replaced, or was replaced meanwhile.
-        OSError: a store failed.
-    """
-    with (
-        lock_for_reading(intact, MANIFEST) as is_source_held,
-        lock_for_reading(damaged, MANIFEST) as is_held,
-    ):
-        if not (is_source_held and is_held):
-            raise CheckpointInUse(f"{damaged} is being removed or replaced, so it is not repaired")
-        data = intact.read(MANIFEST, limit=LARGEST_MANIFEST)
-        try:
-            manifest = decode_manifest(data)
-        except FormatError as error:
-            raise CorruptionError(f"{intact}: {error}") from error
-        with _lock_for_copy(damaged, manifest.save_id):
-            replaced: dict[str, int] = {}
-            for entry in manifest.files:
-                if not is_intact(damaged, entry, throttle, before_chunk):
-                    copy_verified(intact, entry, damaged, throttle, before_chunk)
-                    replaced[entry.name] = entry.size
-            if _repair_manifest(damaged, manifest, data):
-                replaced[MANIFEST] = len(data)
-        return manifest, replaced
-
-
-def _repair_manifest(damaged: Store, manifest: Manifest, data: bytes) -> bool:
-    """Replace the manifest of a directory if it cannot be decoded; return whether it was replaced.
-
-    Raises:
-        CheckpointInUse: another save is running there, or has replaced the checkpoint.
-    """
-    own_lock = lock_file(manifest.save_id)
-    with ExitStack() as locks:
-        for name in damaged.list():
-            is_other = is_lock_file(name) and name != own_lock
-            if is_other and not locks.enter_context(damaged.lock(name)):
-                raise CheckpointInUse(f"{damaged}: another save is running (it holds {name})")
-        found = saved_manifest(damaged)
-        if found is None:
-            files = [file.name for file in manifest.files]
-            publish_manifest(damaged, data, files, replace=True)
-            return True
-    if found.save_id != manifest.save_id:
-        raise CheckpointInUse(f"{damaged} was saved again, so it is not repaired")
-    return False
 
 
 def _copy_all(

@@ -1,4 +1,4 @@
-"""Decides which checkpoints to copy to a mirror, to repair from it, and to remove from which tier.
+"""Decides which checkpoints to copy to a mirror, and which to remove from which tier.
 
 The decision is a pure function of what the tiers have. These rules hold for every decision:
 
@@ -7,7 +7,6 @@ The decision is a pure function of what the tiers have. These rules hold for eve
 - A checkpoint is removed from the mirror only if, by the rules of the mirror, newer checkpoints *in
   the mirror* replace it.
 - The newest checkpoint is copied first, because a restore after a loss of the root needs it.
-- A checkpoint in the root is repaired only by a copy of the same save.
 - Steps that are newer than the step that was saved last are superseded. They are copied last, and
   no rule counts or removes them.
 """
@@ -41,16 +40,13 @@ class Tiers:
         root, mirror: the checkpoints of each tier, by step.
         newest: the step that was saved last; None if it is unknown. If None, nothing is removed.
         damaged: steps in the root that are known to be damaged in both tiers. They are neither
-            copied, repaired nor removed, and do not count for the rules of the root.
-        suspected: steps in the root that may be damaged, each with the id of the save whose files
-            are there; "" if the save is unknown.
+            copied nor removed, and do not count for the rules of the root.
     """
 
     root: Mapping[int, StoredCheckpoint]
     mirror: Mapping[int, StoredCheckpoint]
     newest: int | None
     damaged: frozenset[int] = frozenset()
-    suspected: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +54,11 @@ class TierPlan:
     """What to do next. All fields are steps.
 
     Attributes:
-        repair: the steps to check in the root, and to repair from the mirror, in this order.
         copy: the steps to copy from the root to the mirror, in this order.
         remove_from_root, remove_from_mirror: the steps to remove, ascending.
         pinned: the steps that the rules of the root drop, but that stay until the mirror has them.
     """
 
-    repair: tuple[int, ...]
     copy: tuple[int, ...]
     remove_from_root: tuple[int, ...]
     remove_from_mirror: tuple[int, ...]
@@ -97,13 +91,7 @@ def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
         dropped_by_mirror = (
             mirror.keys() - _steps_to_keep(mirror, mirror_keep, last_step) - newer_than_last
         )
-    repairable = [
-        step
-        for step, save_id in tiers.suspected.items()
-        if step in mirror and save_id in ("", mirror[step].save_id) and step not in tiers.damaged
-    ]
     return TierPlan(
-        repair=tuple(sorted(repairable, reverse=True)),
         copy=tuple(sorted(waiting, key=lambda step: (step > last_step, -step))),
         remove_from_root=tuple(sorted(dropped_by_root - waiting)),
         remove_from_mirror=tuple(sorted(dropped_by_mirror)),

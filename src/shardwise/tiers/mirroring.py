@@ -1,13 +1,13 @@
-"""`Mirroring`: compares a root with its mirror, then copies, repairs and removes checkpoints."""
+"""`Mirroring`: compares a root with its mirror, then copies and removes checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,20 +17,17 @@ from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.manifest.names import step_directory, step_of_directory
 from shardwise.retention import Keep, remove_checkpoint, remove_files_of_removed
 from shardwise.store import Store
-from shardwise.tiers.copying import copy_checkpoint, repair_checkpoint
+from shardwise.tiers.copying import copy_checkpoint
 from shardwise.tiers.decide import TierPlan, Tiers, decide_tiers
 from shardwise.tiers.record import (
     MirroredStep,
     MirrorRecord,
-    RepairedStep,
     read_mirror_record,
     write_mirror_record,
 )
 from shardwise.tiers.tier import REREAD_PERIOD, Tier, describe_checkpoint
 
 LOCK = "mirroring.lock"
-MOST_REPAIRS = 100
-"""The largest number of repairs in the record; older repairs are dropped."""
 log = logging.getLogger("shardwise.mirror")
 
 
@@ -54,27 +51,10 @@ class SavedSteps:
     Attributes:
         newest: the step that was saved last; None if this run has not saved yet.
         damaged: steps of the root whose root and mirror are both known to be damaged.
-        suspected: steps of which a restore read parts from the mirror, and the time of the
-            restore, in seconds since 1970.
     """
 
     newest: int | None = None
     damaged: frozenset[int] = frozenset()
-    suspected: Mapping[int, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Suspicion:
-    """Why a checkpoint in the root may be damaged.
-
-    Attributes:
-        save_id: the id of the save whose files are there; "" if it is unknown.
-        time: when a restore read it from the mirror; 0.0 if its manifest is damaged or a file is
-            missing.
-    """
-
-    save_id: str
-    time: float = 0.0
 
 
 class Mirroring:
@@ -104,8 +84,6 @@ class Mirroring:
         self._throttle = Throttle(rules.budget)
         self._root_tier = Tier(root, others_write=True)
         self._mirror_tier = Tier(mirror, others_write=False)
-        self._suspected: dict[int, _Suspicion] = {}
-        self._checked: set[tuple[int, _Suspicion]] = set()
         self._stopping = threading.Event()
         self._cleaned_at: float | None = None
         self._logged_failure = ""
@@ -117,7 +95,7 @@ class Mirroring:
         self._stopping.set()
 
     def catch_up(self, saved: Callable[[], SavedSteps]) -> bool:
-        """Copy missing checkpoints to the mirror, repair the root, and remove old checkpoints.
+        """Copy missing checkpoints to the mirror, and remove old checkpoints.
 
         A checkpoint that is saved meanwhile is copied next.
 
@@ -153,12 +131,11 @@ class Mirroring:
             failure = failure or self._remove_from_mirror(plan)
             self._remove_from_root(plan, saved_steps.newest)
             self._update_record(plan, failures, failure)
-            steps = [*plan.copy, *plan.repair]
-            step = next((each for each in steps if each not in failures), None)
+            step = next((each for each in plan.copy if each not in failures), None)
             if step is None or not is_reachable:
-                return not steps and not failure
+                return not plan.copy and not failure
             try:
-                self._copy(step) if step in plan.copy else self._repair(step)
+                self._copy(step)
             except CorruptionError as error:
                 failures[step] = f"it is damaged: {error}"
             except OSError as error:
@@ -180,21 +157,8 @@ class Mirroring:
                 self._remove_leftovers()
         except OSError as error:
             failure, mirror = describe_error(error), self._mirror_tier.known
-        self._suspected = {
-            **{
-                s: _Suspicion(root[s].save_id, t)
-                for s, t in saved_steps.suspected.items()
-                if s in root
-            },
-            **{s: _Suspicion(save_id) for s, save_id in self._root_tier.damaged.items()},
-        }
-        unchecked = self._suspected.items() - self._checked
         tiers = Tiers(
-            root=root,
-            mirror=mirror,
-            newest=saved_steps.newest,
-            damaged=saved_steps.damaged,
-            suspected={step: each.save_id for step, each in unchecked},
+            root=root, mirror=mirror, newest=saved_steps.newest, damaged=saved_steps.damaged
         )
         plan = decide_tiers(tiers, self._rules.keep, self._rules.mirror_keep)
         return plan, failure
@@ -213,35 +177,6 @@ class Mirroring:
         steps = {**self.record.steps, step: mirrored}
         self.record = msgspec.structs.replace(self.record, steps=steps)
         log.info("%s: step %d is in the mirror %s", self._root, step, self._mirror)
-
-    def _repair(self, step: int) -> None:
-        """Check a checkpoint in the root, and replace what is damaged with the mirror's files."""
-        start = time.monotonic()
-        name = step_directory(step)
-        suspicion = self._suspected[step]
-        try:
-            manifest, replaced = repair_checkpoint(
-                self._root.at(name), self._mirror.at(name), self._throttle, self._refuse_stopped
-            )
-        except CorruptionError as error:
-            self._checked.add((step, suspicion))
-            log.error("%s: step %d is damaged there and in its mirror: %s", self._root, step, error)
-            return
-        self._checked.add((step, suspicion))
-        self._root_tier.forget(step)
-        if not replaced:
-            return
-        nbytes, seconds = sum(replaced.values()), time.monotonic() - start
-        done = RepairedStep(manifest.save_id, tuple(replaced), nbytes, seconds, self._clock())
-        earlier = {
-            each: repaired for each, repaired in self.record.repaired.items() if each != step
-        }
-        newest = dict(list({**earlier, step: done}.items())[-MOST_REPAIRS:])
-        self.record = msgspec.structs.replace(self.record, repaired=newest)
-        log.warning(
-            "%s: step %d was damaged, and was repaired from the mirror %s: %s",
-            *(self._root, step, self._mirror, ", ".join(replaced)),
-        )
 
     def _refuse_stopped(self) -> None:
         if self._stopping.is_set():
@@ -302,7 +237,6 @@ class Mirroring:
             failures=failures,
             failure=failure,
             failing_since=since,
-            repaired=self.record.repaired,
         )
         why = self.record.why_failing()
         if why and why != self._logged_failure:

@@ -37,24 +37,6 @@ class MirroredStep(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class RepairedStep(msgspec.Struct, frozen=True):
-    """A checkpoint in the root that was repaired from the mirror.
-
-    Attributes:
-        save_id: the id of its save.
-        files: the files that were replaced.
-        bytes: the size of these files.
-        seconds: the duration of the repair, which reads all files of the checkpoint.
-        time: the time when the repair ended, in seconds since 1970.
-    """
-
-    save_id: str
-    files: tuple[str, ...]
-    bytes: int
-    seconds: float
-    time: float
-
-
 @prepare_decoding
 class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a mirror.
@@ -68,7 +50,6 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
         failure: why the mirror could not be used at all; "" if it could.
         failing_since: the time of the first failure since the last success, in seconds since 1970;
             None if the last attempt succeeded.
-        repaired: the last repairs in the root, by step.
     """
 
     place: str
@@ -78,7 +59,6 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[int, str] = {}
     failure: str = ""
     failing_since: float | None = None
-    repaired: dict[int, RepairedStep] = {}
 
     def has(self, step: int, save_id: str) -> bool:
         """Return whether the mirror has this save of a step."""

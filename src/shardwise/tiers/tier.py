@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from shardwise.manifest.manifest import Manifest
-from shardwise.manifest.names import MANIFEST, is_file_of_save, save_id_of_file, step_directory
+from shardwise.manifest.names import is_file_of_save, step_directory
 from shardwise.retention import committed_steps, info_of_manifest
 from shardwise.store import Store
 from shardwise.tiers.copying import saved_manifest
@@ -27,8 +27,6 @@ class Tier:
 
     Attributes:
         known: the checkpoints with intact manifests and all files, by step.
-        damaged: the steps whose manifest is damaged or that lack a file, each with the id of the
-            save whose files are there; "" if the save is unknown.
         with_leftovers: the steps of `known` that also have files of other saves.
     """
 
@@ -41,14 +39,13 @@ class Tier:
         self._read_at = clock()
         self._names: dict[int, list[str]] = {}
         self.known: dict[int, StoredCheckpoint] = {}
-        self.damaged: dict[int, str] = {}
         self.with_leftovers: set[int] = set()
 
     def read(self) -> dict[int, StoredCheckpoint]:
         """List the tier, and return its checkpoints."""
         if self._clock() - self._read_at > REREAD_PERIOD:
             self.known, self._names, self._read_at = {}, {}, self._clock()
-        found, self.damaged = {}, {}
+        found: dict[int, StoredCheckpoint] = {}
         for step in committed_steps(self._store):
             stored = self._read_checkpoint(step)
             if stored is not None:
@@ -75,11 +72,6 @@ class Tier:
         manifest = saved_manifest(store)
         files = set() if manifest is None else {each.name for each in manifest.files}
         if manifest is None or files - set(names):
-            saves = {save_id_of_file(name) or "" for name in names} - {""}
-            if manifest is not None:
-                self.damaged[step] = manifest.save_id
-            elif len(saves) <= 1 and MANIFEST in names:  # otherwise it is being removed
-                self.damaged[step] = "".join(saves)
             return None
         if any(is_file_of_save(name) and name not in files for name in names):
             self.with_leftovers.add(step)

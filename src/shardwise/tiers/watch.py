@@ -39,7 +39,7 @@ class MirrorWatch:
     ) -> None:
         self._root = root
         self._now, self._sleep = clock, sleep
-        self._reported_stages: Set[tuple[str, int, str | float]] | None = None
+        self._reported: Set[tuple[int, str]] | None = None
         self._reported_at = 0.0
 
     def record(self) -> MirrorRecord | None:
@@ -65,20 +65,17 @@ class MirrorWatch:
         )
 
     def report(self, recorder: Recorder) -> None:
-        """Record copies and repairs since the last call as events, and log a failing mirror."""
+        """Record copies since the last call as events, and log a failing mirror."""
         record = self.record()
         if record is None:
-            self._reported_stages = self._reported_stages or set()
+            self._reported = self._reported or set()
             return
-        done: dict[tuple[str, int, str | float], float] = {
-            **{("mirror", step, each.save_id): each.seconds for step, each in record.steps.items()},
-            **{("repair", step, each.time): each.seconds for step, each in record.repaired.items()},
-        }
-        reported = done.keys() if self._reported_stages is None else self._reported_stages
-        for stage, seconds in done.items():
-            if stage not in reported:
-                recorder.add(stage[0], seconds)
-        self._reported_stages = done.keys()
+        done = {(step, each.save_id): each.seconds for step, each in record.steps.items()}
+        reported = done.keys() if self._reported is None else self._reported
+        for copied, seconds in done.items():
+            if copied not in reported:
+                recorder.add("mirror", seconds)
+        self._reported = done.keys()
         if record.failing_since is None:
             self._reported_at = 0.0
         elif self._now() - self._reported_at >= REPORT_PERIOD:

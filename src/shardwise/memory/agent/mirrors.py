@@ -142,7 +142,7 @@ def _have_same_tiers(before: StorageTask, after: StorageTask) -> bool:
 
 
 def _saved_steps(task: StorageTask) -> SavedSteps:
-    return SavedSteps(task.newest, frozenset(task.damaged), task.suspected)
+    return SavedSteps(task.newest, frozenset(task.damaged))
 
 
 def _start_worker(task: StorageTask) -> MirrorWorker | None:
