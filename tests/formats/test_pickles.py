@@ -7,24 +7,25 @@ import collections
 import datetime
 import enum
 import pickle
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import (
-    AllowedCallable,
-    Constant,
-    PickledInstance,
-    UnknownObject,
-    allow_as_instances,
-)
-from shardwise.formats.containers.pickles import unpickle
+from shardwise.ports.reader import FileTree, FormatError, PickledInstance, UnknownObject
 
 PROTOCOLS = range(2, 6)
+
+
+def unpickle(data: bytes, *classes: str, skip_unknown: bool = False) -> Any:
+    """The value of a pickle in a file."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "it").write_bytes(data)
+        return FileTree(folder, skip_unknown=skip_unknown).load_pickle("it", classes=classes)
 
 
 class Colour(enum.Enum):
@@ -75,9 +76,7 @@ def same(a: object, b: object) -> bool:
 @given(st.recursive(SCALARS, containers, max_leaves=20), st.sampled_from(PROTOCOLS))
 def test_plain_values_are_as_they_were(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
-    read = unpickle(data, "it")
-    assert same(read.value, pickle.loads(data))
-    assert (read.skipped_names, read.end) == ((), len(data))
+    assert same(unpickle(data), pickle.loads(data))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -98,7 +97,7 @@ def test_plain_values_are_as_they_were(value: object, protocol: int) -> None:
     ],
 )
 def test_values_of_the_standard_library(value: object, expected: object, protocol: int) -> None:
-    read = unpickle(pickle.dumps(value, protocol), "it").value
+    read = unpickle(pickle.dumps(value, protocol))
     assert type(read) is type(expected)
     assert read == expected
 
@@ -116,7 +115,7 @@ def test_values_of_the_standard_library(value: object, expected: object, protoco
     ],
 )
 def test_arrays_of_numpy(array: np.ndarray | np.generic, protocol: int) -> None:
-    read = unpickle(pickle.dumps(array, protocol), "it").value
+    read = unpickle(pickle.dumps(array, protocol))
     assert type(read) is type(array)
     assert (read.dtype, read.shape, read.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
@@ -124,43 +123,26 @@ def test_arrays_of_numpy(array: np.ndarray | np.generic, protocol: int) -> None:
 def test_instances_of_classes_on_the_list_become_pickled_instances() -> None:
     data = pickle.dumps([argparse.Namespace(lr=0.1), Strange(), Colour.RED, Colour], 4)
     names = [f"{__name__}.{kind.__name__}" for kind in (Strange, Colour)]
-    space, strange, red, colour = unpickle(
-        data, "it", also_allowed=allow_as_instances(*names)
-    ).value
+    space, strange, red, colour = unpickle(data, *names)
     assert isinstance(space, PickledInstance)
     assert space.fields == {"lr": 0.1}
     assert isinstance(strange, PickledInstance)
     assert (strange.name, strange.fields) == (names[0], {"inner": {"a": 1}})
     assert isinstance(red, PickledInstance)
     assert (red.name, red.args) == (names[1], (7,))
-    assert isinstance(colour, AllowedCallable)
     assert colour.name == names[1]
 
 
 def test_a_member_by_its_name_is_a_pickled_instance() -> None:
     data = b"cbuiltins\ngetattr\ncsome\nKind\nX\x03\x00\x00\x00RED\x86R."
-    red = unpickle(data, "it", also_allowed=allow_as_instances("some.Kind")).value
+    red = unpickle(data, "some.Kind")
     assert (red.name, red.args) == ("some.Kind", ("RED",))
-    assert unpickle(data, "it", skip_unknown=True).value == UnknownObject("some.Kind")
-
-
-def test_a_name_may_stand_for_a_value() -> None:
-    data = pickle.dumps(Colour)
-    assert unpickle(data, "it", also_allowed={f"{__name__}.Colour": Constant(5)}).value == 5
+    assert unpickle(data, skip_unknown=True) == UnknownObject("some.Kind")
 
 
 def test_what_is_not_on_the_list_is_named_all_of_it() -> None:
     data = pickle.dumps({"a": Strange(), "b": [Colour.RED], "c": 1})
     with pytest.raises(FormatError, match=r"it: .*\.Colour, .*\.Strange"):
-        unpickle(data, "it")
-    read = unpickle(data, "it", skip_unknown=True)
-    assert read.skipped_names == (f"{__name__}.Colour", f"{__name__}.Strange")
+        unpickle(data)
     strange, red = UnknownObject(f"{__name__}.Strange"), UnknownObject(f"{__name__}.Colour")
-    assert read.value == {"a": strange, "b": [red], "c": 1}
-
-
-def test_pickles_one_after_another() -> None:
-    data = pickle.dumps([1], 2) + pickle.dumps([2], 2)
-    first = unpickle(data, "it")
-    assert first.value == [1]
-    assert unpickle(data, "it", start=first.end).value == [2]
+    assert unpickle(data, skip_unknown=True) == {"a": strange, "b": [red], "c": 1}

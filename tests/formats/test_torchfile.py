@@ -14,26 +14,29 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import UnknownObject
-from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.torch_files import (
-    ParseCache,
-    is_torch_file,
-    read_torch_file,
-)
-from shardwise.formats.foreign import StoredArray
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.store import LocalStore
+from shardwise.ports.reader import FileTree, FormatError, StoredArray, UnknownObject
 from tests.formats.comparing import assert_same
 from tests.formats.reference import read_array
 
 KINDS = [True, False]  # zip archives, and what was before
 
 
-def part_of(path: Path, offset: int = 0, size: int | None = None) -> FileRange:
-    whole = FileRange.whole_file(LocalStore(path.parent).open(path.name), "3", path.name)
-    return whole.subrange(offset, path.stat().st_size if size is None else size, "part")
+def load(path: Path, *, skip_unknown: bool = False) -> Any:
+    return FileTree(path.parent, skip_unknown=skip_unknown).load(path.name)
+
+
+def is_supported(dtype: torch.dtype) -> bool:
+    try:
+        return bool(StoredArray("", 0, str(dtype).removeprefix("torch."), (), ()).itemsize)
+    except FormatError:
+        return False
+
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and is_supported(dtype)
+}
 
 
 def save(value: object, path: Path, *, zipped: bool = True, protocol: int = 2) -> bytes:
@@ -44,7 +47,6 @@ def save(value: object, path: Path, *, zipped: bool = True, protocol: int = 2) -
 def tensors_of(data: bytes, value: Any) -> Any:
     """The same with tensors in place of stored arrays."""
     if isinstance(value, StoredArray):
-        assert value.file == "3"
         return read_array(np.frombuffer(data, np.uint8), value)
     if isinstance(value, dict):
         return {key: tensors_of(data, item) for key, item in value.items()}
@@ -79,14 +81,14 @@ def training_state() -> dict[str, Any]:
 def test_a_training_state_is_as_torch_loads_it(zipped: bool, protocol: int, tmp_path: Path) -> None:
     state = training_state()
     data = save(state, tmp_path / "a.pt", zipped=zipped, protocol=protocol)
-    contents = read_torch_file(part_of(tmp_path / "a.pt"))
+    contents = load(tmp_path / "a.pt")
     assert_same(tensors_of(data, contents), state)
-    assert is_torch_file(data[:64])
+    assert FileTree(tmp_path).container_of("a.pt") == "torch.save"
 
 
 def tensor_of(name: str) -> torch.Tensor:
     raw = torch.arange(6 * DTYPES[name].itemsize, dtype=torch.uint8)
-    return raw.view(getattr(torch, name)).reshape(2, 3)
+    return raw.view(DTYPES[name]).reshape(2, 3)
 
 
 def is_saved(name: str) -> bool:
@@ -109,7 +111,7 @@ def test_only_parts_of_bytes_are_not_saved() -> None:
 def test_every_dtype(name: str, zipped: bool, tmp_path: Path) -> None:
     tensor = tensor_of(name)
     data = save(tensor, tmp_path / "a.pt", zipped=zipped)
-    contents = read_torch_file(part_of(tmp_path / "a.pt"))
+    contents = load(tmp_path / "a.pt")
     assert_same(tensors_of(data, contents), tensor)
 
 
@@ -128,7 +130,7 @@ def test_views_and_ties_keep_their_geometry(zipped: bool, tmp_path: Path) -> Non
         "empty view": base[2:2],
     }
     data = save(value, tmp_path / "a.pt", zipped=zipped)
-    read = read_torch_file(part_of(tmp_path / "a.pt"))
+    read = load(tmp_path / "a.pt")
     assert_same(tensors_of(data, read), value)
     assert read["base"] == read["again"]
     assert read["base"].start == read["transposed"].start
@@ -141,14 +143,16 @@ def test_a_file_within_a_file(zipped: bool, tmp_path: Path) -> None:
     inner = save(value, tmp_path / "a.pt", zipped=zipped)
     data = b"x" * 1001 + inner + b"y" * 77
     (tmp_path / "b").write_bytes(data)
-    read = read_torch_file(part_of(tmp_path / "b", 1001, len(inner)))
+    tree = FileTree(tmp_path)
+    with tree.open_range("b") as file:
+        read = tree.load_range(file.subrange(1001, len(inner), "part"))
     assert_same(tensors_of(data, read), value)
 
 
 def test_a_large_file_of_before_is_not_read_whole(tmp_path: Path) -> None:
     value = {f"layer.{i}" * 40: torch.full((300,), i) for i in range(3000)}
     data = save(value, tmp_path / "a.pt", zipped=False)
-    assert_same(tensors_of(data, read_torch_file(part_of(tmp_path / "a.pt"))), value)
+    assert_same(tensors_of(data, load(tmp_path / "a.pt")), value)
 
 
 def test_an_archive_of_wide_fields(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_an_archive_of_wide_fields(tmp_path: Path) -> None:
             with target.open(info.filename, "w", force_zip64=True) as file:
                 file.write(source.read(info))
     data = (tmp_path / "b.pt").read_bytes()
-    read = read_torch_file(part_of(tmp_path / "b.pt"))
+    read = load(tmp_path / "b.pt")
     assert_same(tensors_of(data, read), {"a": torch.arange(5)})
 
 
@@ -183,8 +187,8 @@ def test_what_is_no_plain_tensor_is_named(
 ) -> None:
     save(OrderedDict(a=make(), b=torch.ones(2)), tmp_path / "a.pt")
     with pytest.raises(FormatError, match=name):
-        read_torch_file(part_of(tmp_path / "a.pt"))
-    contents = read_torch_file(part_of(tmp_path / "a.pt"), skip_unknown=True)
+        load(tmp_path / "a.pt")
+    contents = load(tmp_path / "a.pt", skip_unknown=True)
     assert contents["a"] == UnknownObject(name)
     assert contents["b"].shape == (2,)
 
@@ -195,7 +199,7 @@ def test_a_program_is_refused(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), program)
     (tmp_path / "a.pt").write_bytes(program.getvalue())
     with pytest.raises(FormatError, match="TorchScript"):
-        read_torch_file(part_of(tmp_path / "a.pt"))
+        load(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -204,32 +208,28 @@ def test_conjugated_and_negated_views_are_refused_by_name(new: bool, tmp_path: P
     negated = torch.ones(3, dtype=torch.complex64).conj().imag
     state = {"a": whole, "model": {"b": whole.conj(), "c": [0, negated]}}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
-    with pytest.raises(FormatError, match=r"a\.pt: part: .*near 'b'.*resolve_conj"):
-        read_torch_file(part_of(tmp_path / "a.pt"))
+    with pytest.raises(FormatError, match=r"a\.pt: .*near 'b'.*resolve_conj"):
+        load(tmp_path / "a.pt")
     save(whole.conj(), tmp_path / "one.pt")
-    with pytest.raises(FormatError, match=r"one\.pt: part: a conjugated"):
-        read_torch_file(part_of(tmp_path / "one.pt"))
+    with pytest.raises(FormatError, match=r"one\.pt: a conjugated"):
+        load(tmp_path / "one.pt")
 
 
 def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
     """Whatever the bytes of their tensors and the names of their archives."""
-    cache = ParseCache()
-    read = []
-    for number, shape in enumerate([(2, 3), (2, 3), (3, 2), (2, 3)]):
-        path = tmp_path / f"rank{number}.pt"
-        torch.save({"w": torch.randn(shape), "n": torch.randn(4)}, path)
-        part = FileRange.whole_file(LocalStore(tmp_path).open(path.name), str(number), path.name)
-        read.append(read_torch_file(part, cache=cache))
-        alone = read_torch_file(part)
-        moved = {k: replace(a, file=str(number)) for k, a in read[-1].items()}
-        assert moved == alone
-    assert [value["w"].file for value in read] == ["0", "0", "2", "0"]
-    assert read[0] is read[1] is read[3]
+    names = [f"rank{number}.pt" for number in range(4)]
+    for name, shape in zip(names, [(2, 3), (2, 3), (3, 2), (2, 3)], strict=True):
+        torch.save({"w": torch.randn(shape), "n": torch.randn(4)}, tmp_path / name)
+    tree = FileTree(tmp_path)
+    read, alone = tree.load_each(names, once=True), tree.load_each(names)
+    assert read["rank0.pt"] is read["rank1.pt"] is read["rank3.pt"]
+    assert read["rank2.pt"] is not read["rank0.pt"]
+    for name in names:
+        assert {key: replace(array, file=name) for key, array in read[name].items()} == alone[name]
 
 
 def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> None:
     """A pickle that is the same, with its arrays elsewhere, is not taken for alike."""
-    cache = ParseCache()
     for number, gap in enumerate([b"", b"-" * 64]):
         path = tmp_path / f"{number}.pt"
         torch.save([torch.arange(4)], path)
@@ -240,9 +240,7 @@ def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> N
                 new.writestr(f"{number}/gap", gap)
             for name, data in entries.items():
                 new.writestr(name, data)
-        part = FileRange.whole_file(LocalStore(tmp_path).open(path.name), str(number), path.name)
-        found = read_torch_file(part, cache=cache)
-        assert found[0].file == str(number)
-        assert torch.equal(
-            read_array(np.frombuffer(path.read_bytes(), np.uint8), found[0]), torch.arange(4)
-        )
+    for name, (array,) in FileTree(tmp_path).load_each(["0.pt", "1.pt"], once=True).items():
+        assert array.file == name
+        data = np.frombuffer((tmp_path / name).read_bytes(), np.uint8)
+        assert torch.equal(read_array(data, array), torch.arange(4))

@@ -355,7 +355,7 @@ class FileTree:
             also_allowed={**TORCH_NAMES, **allow_as_instances(*classes)},
             skip_unknown=self.skip_unknown,
             refuse_huge_values=False,
-        ).value
+        )[0]
 
     def unpickle_tensor(self, data: bytes, label: str) -> StoredArray | UnknownObject | None:
         """Return the tensor in a pickle whose storage is elsewhere.

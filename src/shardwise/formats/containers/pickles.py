@@ -8,7 +8,6 @@ has no effect outside of the returned value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
@@ -33,21 +32,6 @@ from shardwise.formats.containers.pickle_values import (
 MOST_NAMES_SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class UnpickleResult:
-    """The result of `unpickle`.
-
-    Attributes:
-        value: the value of the pickle.
-        skipped_names: names of classes and functions that are not allowed.
-        end: the offset of the end of the pickle, in bytes.
-    """
-
-    value: Any
-    skipped_names: tuple[str, ...]
-    end: int
-
-
 def unpickle(
     data: bytes,
     source: str,
@@ -57,7 +41,7 @@ def unpickle(
     skip_unknown: bool = False,
     start: int = 0,
     refuse_huge_values: bool = True,
-) -> UnpickleResult:
+) -> tuple[Any, int]:
     """Read an untrusted pickle.
 
     Args:
@@ -71,6 +55,9 @@ def unpickle(
         start: the offset of the pickle in the data, in bytes.
         refuse_huge_values: refuse values that become huge or endless when a reader follows their
             references. Set it to False only if the caller does not walk through the value.
+
+    Returns:
+        The value of the pickle, and the offset of the end of the pickle, in bytes.
 
     Raises:
         FormatError: the pickle is damaged, contains unsupported values, or would take too much time
@@ -102,7 +89,7 @@ def unpickle(
             "leave the objects out with skip_unknown=True",
             names,
         )
-    return UnpickleResult(value, unknown_names, end)
+    return value, end
 
 
 def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import TruncatedError
 from shardwise.formats.containers.pickle_values import AllowedNames, UnknownObject
-from shardwise.formats.containers.pickles import UnpickleResult, unpickle
+from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import (
     TORCH_NAMES,
@@ -169,7 +169,7 @@ def _parse_pickle(
         also_allowed=allowed,
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
-    ).value
+    )[0]
 
 
 def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
@@ -211,13 +211,13 @@ def unpickle_tensor(
             return storage_type
         return Storage(key, 0, numel * storage_type.itemsize, storage_type.dtype)
 
-    value = unpickle(
+    value, _ = unpickle(
         data,
         source,
         also_allowed=TORCH_NAMES,
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
-    ).value
+    )
     if isinstance(value, UnknownObject) or (isinstance(value, StoredArray) and value.file == "0"):
         return value
     return None
@@ -288,43 +288,39 @@ def _parse_legacy(
     file_range: FileRange, data: bytes, allowed: AllowedNames, skip_unknown: bool
 ) -> Any:
     pickles = _read_pickles_in_order(data, file_range.label)
-    if next(pickles).value != LEGACY_MAGIC or next(pickles).value != LEGACY_PROTOCOL:
+    if next(pickles)[0] != LEGACY_MAGIC or next(pickles)[0] != LEGACY_PROTOCOL:
         raise FormatError(
             f"{file_range.label}: written by an unknown version of torch.save: load it with torch, "
             "and save it again"
         )
-    system_info = next(pickles)
-    if (
-        not isinstance(system_info.value, dict)
-        or system_info.value.get("little_endian") is not True
-    ):
+    system_info, start = next(pickles)
+    if not isinstance(system_info, dict) or system_info.get("little_endian") is not True:
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
     storages = _LegacyStorages(file_range.name)
 
-    def read_values() -> UnpickleResult:
+    def read_values() -> tuple[Any, int]:
         return unpickle(
             data,
             file_range.label,
             also_allowed=allowed,
             persistent_load=storages,
             skip_unknown=skip_unknown,
-            start=system_info.end,
+            start=start,
         )
 
-    storage_keys = unpickle(data, file_range.label, start=read_values().end)
-    _locate_storages(file_range, storages, storage_keys.value, storage_keys.end)
-    return read_values().value  # again, because the starts of storages are known now
+    _, end = read_values()
+    _locate_storages(file_range, storages, *unpickle(data, file_range.label, start=end))
+    return read_values()[0]  # again, because the starts of storages are known now
 
 
-def _read_pickles_in_order(data: bytes, source: str) -> Iterator[UnpickleResult]:
+def _read_pickles_in_order(data: bytes, source: str) -> Iterator[tuple[Any, int]]:
     position = 0
     while True:
-        unpickled = unpickle(data, source, start=position)
-        position = unpickled.end
-        yield unpickled
+        value, position = unpickle(data, source, start=position)
+        yield value, position
 
 
 def _locate_storages(
