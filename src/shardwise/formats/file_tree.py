@@ -369,13 +369,16 @@ class FileTree:
         """
         return unpickle_tensor(data, label, skip_unknown=self.skip_unknown)
 
-    def pickle_mentions(self, name: str, text: bytes) -> bool:
-        """Return whether a file is a zip archive of torch.save whose pickle contains a text."""
+    def pickle_mentions(self, name: str, *texts: bytes) -> bool:
+        """Return whether a file is an archive of torch.save whose pickle has one of the texts."""
         with self.open_range(name) as file:
             try:
-                return file.read(0, len(ZIP_START)) == ZIP_START and text in read_pickle_bytes(file)
+                if file.read(0, len(ZIP_START)) != ZIP_START:
+                    return False
+                pickle = read_pickle_bytes(file)
             except FormatError:
                 return False
+        return any(text in pickle for text in texts)
 
     def container_of(self, name: str) -> str:
         """Return "torch.save" or "safetensors" for a file that begins so, and "" for others."""

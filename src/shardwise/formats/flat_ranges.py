@@ -21,21 +21,37 @@ class FlatRanges:
 
     def __init__(self) -> None:
         self._blocks: dict[Block, int] = {}
-        self._rows: list[tuple[int, int, int, int, int, int]] = []
+        self._columns: list[tuple[Int, ...]] = []
 
     def add(
-        self, block: Block, start: int, stop: int, file: int, position: int, itemsize: int
+        self,
+        blocks: Sequence[Block],
+        block: Int,
+        start: Int,
+        stop: Int,
+        file: Int,
+        position: Int,
+        itemsize: int,
     ) -> None:
-        """Add elements `start:stop` of a block, whose bytes begin at `position` of a file."""
-        index = self._blocks.setdefault(block, len(self._blocks))
-        self._rows.append((index, start, stop, file, position, itemsize))
+        """Add elements `start:stop` of blocks.
+
+        Args:
+            blocks: the blocks; `block` is an index into them.
+            file: the index of the file of each range.
+            position: the first byte of each range in the file.
+            itemsize: the size of an element in bytes.
+        """
+        index = np.array([self._blocks.setdefault(b, len(self._blocks)) for b in blocks], np.int64)
+        sizes = np.full(len(block), itemsize)
+        self._columns.append((index[block], start, stop, file, position, sizes))
 
     def to_pieces(self) -> Pieces:
         """Return the pieces of all ranges."""
-        if not self._rows:
+        if not self._columns:
             return Pieces.empty()
-        columns = np.array(self._rows, np.int64).T
-        block, start, stop, file, position, itemsize = columns
+        block, start, stop, file, position, itemsize = (
+            np.concatenate(columns) for columns in zip(*self._columns, strict=True)
+        )
         dims = max(len(shape) for _, shape, _ in self._blocks)
         shapes = padded_rows([shape for _, shape, _ in self._blocks], dims, 1)
         boxes = boxes_of_ranges(shapes[block], start, stop)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from shardwise.errors import FormatError, StateError
@@ -37,6 +38,7 @@ from shardwise.formats.piece_tables import pieces_of_boxes
 from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.layout import Box
+from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
@@ -47,8 +49,8 @@ CONTENT_FILE = "(content)"
 
 _Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
-Parts: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
-"""Boxes of a part of a tensor, and the offset of each in the tensor."""
+FlatTensor: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
+"""The name of a tensor, the shape of a part of it, and boxes of that part with their offsets."""
 
 
 class Builder:
@@ -154,45 +156,68 @@ class Builder:
         row = self._index[name], self.add_file(array.file), offset, array
         self._boxes[replica].append(row)
 
-    def add_flat_range(
-        self,
-        name: str,
-        start: int,
-        array: StoredArray,
-        *,
-        shape: tuple[int, ...] | None = None,
-        parts: Parts = (),
-        replica: bool = False,
-    ) -> None:
-        """Add a range of a flattened tensor, or of a flattened part of a tensor.
+    def add_flat_range(self, name: str, start: int, array: StoredArray) -> None:
+        """Add a range of a flattened tensor.
 
         Args:
             name: the name of the tensor.
             start: the first element of the range.
             array: the elements: a contiguous array of one dimension.
-            shape: the shape of the part that was flattened; by default, that of the tensor.
-            parts: boxes of that part, and the offset of each in the tensor; by default, the part is
-                one box at offset 0.
-            replica: whether the tensor already has these elements.
 
         Raises:
-            FormatError: the range is not inside of the part, or the array is not contiguous.
+            FormatError: the range is not inside of the tensor, or the array is not contiguous.
         """
-        shape = self.entry(name).shape if shape is None else shape
-        stop = start + math.prod(array.shape)
-        if len(array.shape) != 1 or array.stride != (1,) or stop > math.prod(shape) or start < 0:
+        shape, stop = self.entry(name).shape, start + math.prod(array.shape)
+        if stop > math.prod(shape) or start < 0:
             raise FormatError(
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        self._ranges[replica].add(
-            (self._index[name], shape, parts),
-            start,
-            stop,
-            self.add_file(array.file),
-            array.start,
-            array.itemsize,
-        )
+        zero = np.zeros(1, np.int64)
+        ranges = zero, zero, zero + start, zero + stop, zero
+        self.add_flat_ranges([(name, shape, ())], [False], [array], ranges)
+
+    def add_flat_ranges(
+        self,
+        tensors: Sequence[FlatTensor],
+        replicas: Sequence[bool],
+        arrays: Sequence[StoredArray | None],
+        ranges: tuple[Int, Int, Int, Int, Int],
+    ) -> None:
+        """Add ranges of flattened tensors, or of flattened parts of tensors.
+
+        Args:
+            tensors: for each tensor, its name; the shape of the part that was flattened; and boxes
+                of that part, with their offsets in the tensor. Without boxes, the part is the whole
+                tensor.
+            replicas: for each tensor, whether it already has these elements.
+            arrays: the flat arrays with the elements, of one dtype. Ranges in None are left out.
+            ranges: columns of integers: the index of the tensor, the index of the array, the first
+                element and the end of the range in the tensor, and the first element in the array.
+
+        Raises:
+            FormatError: an array is not contiguous.
+        """
+        for array in arrays:
+            if array is not None and (len(array.shape) != 1 or array.stride != (1,)):
+                raise FormatError(
+                    f"{tensors[0][0]}: an array of shape {list(array.shape)} in "
+                    f"{array.file[:200]!r} is not flat: copy all files of one save from an intact "
+                    "source"
+                )
+        known = [array for array in arrays if array is not None]
+        files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
+        starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
+        blocks = [(self._index[name], shape, parts) for name, shape, parts in tensors]
+        is_replica = np.array(replicas, bool)[ranges[0]]
+        for replica in (False, True):
+            own = (is_replica == replica) & (files[ranges[1]] >= 0)
+            if own.any():
+                tensor, holder, start, stop, first = (column[own] for column in ranges)
+                size = known[0].itemsize
+                position = starts[holder] + first * size
+                file = files[holder]
+                self._ranges[replica].add(blocks, tensor, start, stop, file, position, size)
 
     def add_tie(self, name: str, other: str) -> None:
         """Add a name of a tensor that was added under the name `other`."""

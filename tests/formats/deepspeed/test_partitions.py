@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.errors import FormatError
 from shardwise.formats.readers.deepspeed.without_zero import assign_by_shape
 from shardwise.formats.readers.deepspeed.zero import (
-    FlatRange,
+    FlatRanges,
     ranges_of_partitions,
     ranges_of_slices,
 )
@@ -22,14 +22,12 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
 RANKS = st.integers(1, 5)
 
 
-def put_together(
-    shapes: Shapes, ranges: list[FlatRange], flat: list[np.ndarray]
-) -> list[np.ndarray]:
+def put_together(shapes: Shapes, ranges: FlatRanges, flat: list[np.ndarray]) -> list[np.ndarray]:
     """Parameters made of the ranges that ranks have."""
     made = [np.full(math.prod(shape), -1) for shape in shapes]
-    for each in ranges:
-        end = each.position + each.stop - each.start
-        made[each.parameter][each.start : each.stop] = flat[each.rank][each.position : end]
+    for parameter, rank, start, stop, position in zip(*ranges, strict=True):
+        assert start < stop
+        made[parameter][start:stop] = flat[rank][position : position + stop - start]
     return [each.reshape(shape) for each, shape in zip(made, shapes, strict=True)]
 
 

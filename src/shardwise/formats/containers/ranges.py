@@ -182,7 +182,7 @@ class FileRange:
         start = window[0][0] if window else stop
         data = self.read(start, stop - start)
         for offset, size in window:
-            yield data[offset - start :][:size]
+            yield data[offset - start : offset - start + size]
 
     def _contains(self, offset: int, size: int) -> bool:
         return offset >= 0 and 0 <= size <= self.size and offset <= self.size - size

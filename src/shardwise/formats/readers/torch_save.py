@@ -16,6 +16,8 @@ _NUMBER_IN_NAME = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
 _WORLD_SIZE = re.compile(r"world_size[-_.=]?(\d{1,7})")
 _NOT_A_KEY = re.compile(r"world_size|rank|[^a-z]+")
 _MOST_LINES = 4
+_MOST_SETS = 16
+"""The most sets of files of one checkpoint. Names with two ranks, as DeepSpeed's, make more."""
 _CLASSES_OF_PARTS = (b"DTensor", b"ShardedTensor")
 
 FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
@@ -43,10 +45,9 @@ READER = Reader(FORMAT, recognise, read)
 
 def recognise_ranks(tree: FileTree) -> bool:
     """Return whether a directory has files named after ranks that contain parts of tensors."""
-    return tree.single_file is None and any(
-        tree.pickle_mentions(files[min(files)], name)
-        for files in _find_files(tree).values()
-        for name in _CLASSES_OF_PARTS
+    sets = _find_files(tree) if tree.single_file is None else {}
+    return len(sets) <= _MOST_SETS and any(
+        tree.pickle_mentions(files[min(files)], *_CLASSES_OF_PARTS) for files in sets.values()
     )
 
 

@@ -16,7 +16,6 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
 from shardwise.formats.readers.deepspeed.zero import (
     MASTER,
     FlatGroup,
-    FlatRange,
     ranges_of_slices,
 )
 from shardwise.ports.reader import Builder, FormatError, ParamGroup, StoredArray
@@ -105,11 +104,13 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
     placements = [
         place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
     ]
-    for key, dtype in first.dtypes.items():
-        tensors = []
+    for key, (_, first_arrays) in first.arrays.items():
+        dtype = next(array.dtype for array in first_arrays if array is not None)
+        names, in_builder = [], []
         for parameter, placement in zip(first.names, placements, strict=True):
             name = tensor_name(parameter, key)
-            tensors.append((name in builder, ensure_tensor(builder, name, dtype, placement)))
+            in_builder.append(name in builder)
+            names.append(ensure_tensor(builder, name, dtype, placement))
             if builder.entry(name).shape != placement.shape:
                 raise FormatError(
                     f"{name}: pipeline stages have it in different shapes, "
@@ -117,16 +118,17 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
                     "are from different saves: copy all files of one save"
                 )
         for rank, group in enumerate(shards):
-            for each, array in group.arrays[key]:
-                placement, (replica, names) = placements[each.parameter], tensors[each.parameter]
-                builder.add_flat_range(
-                    names[rank],
-                    each.start,
-                    array,
-                    shape=group.shapes[each.parameter],
-                    parts=placement.parts[rank],
-                    replica=replica or (placement.replicated and rank > 0),
-                )
+            ranges, arrays = group.arrays[key]
+            parts = [placement.parts[rank] for placement in placements]
+            builder.add_flat_ranges(
+                list(zip((each[rank] for each in names), group.shapes, parts, strict=True)),
+                [
+                    known or (placement.replicated and rank > 0)
+                    for known, placement in zip(in_builder, placements, strict=True)
+                ],
+                arrays,
+                ranges,
+            )
 
 
 def add_scalars(
@@ -204,16 +206,12 @@ def add_frozen_slices(
                 f"model.{name}: frozen, and divided by ZeRO 3 within tensor-parallel shards"
             )
             continue
-        slices = _frozen_slices(name, math.prod(shape), states)
-        group = FlatGroup(
-            (name,), (shape,), {MASTER: slices[0][1].dtype}, {MASTER: slices}, {}, {}, 0, ()
-        )
-        _add_flat_arrays(builder, [group], place_whole)
+        size = math.prod(shape)
+        flat = ranges_of_slices([size], len(states)), _frozen_slices(name, size, states)
+        _add_flat_arrays(builder, [FlatGroup((name,), (shape,), {MASTER: flat})], place_whole)
 
 
-def _frozen_slices(
-    name: str, size: int, states: Sequence[ModelState]
-) -> list[tuple[FlatRange, StoredArray]]:
+def _frozen_slices(name: str, size: int, states: Sequence[ModelState]) -> list[StoredArray]:
     """Return the slices of all ranks of a frozen parameter."""
     slices: list[StoredArray] = []
     for state in states:
@@ -230,5 +228,4 @@ def _frozen_slices(
                 "all files of one save"
             )
         slices.append(array)
-    ranges = ranges_of_slices([size], len(states))
-    return [(each, slices[each.rank].part((0,), (each.stop - each.start,))) for each in ranges]
+    return slices

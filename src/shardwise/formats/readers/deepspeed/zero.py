@@ -10,33 +10,44 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
 from shardwise.ports.reader import FormatError, StoredArray
 
+Int: TypeAlias = npt.NDArray[np.int64]
+_MOST_ELEMENTS = 2**62
 MASTER = ""
 """The key of the master weights among the keys of the optimizer's state."""
 MOMENTUM = "momentum_buffer"
 _EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)")
 
 
-class FlatRange(NamedTuple):
-    """Elements `start:stop` of a flattened parameter, in the flat array of a rank.
+class FlatRanges(NamedTuple):
+    """Ranges of flattened parameters in the flat arrays of ranks, in columns.
 
     Attributes:
-        parameter: the index of the parameter.
-        rank: the rank.
-        start, stop: elements of the parameter.
+        parameter: the indices of the parameters.
+        rank: the ranks.
+        start, stop: elements of the parameters.
         position: the first of them in the flat array of the rank.
     """
 
-    parameter: int
-    rank: int
-    start: int
-    stop: int
-    position: int
+    parameter: Int
+    rank: Int
+    start: Int
+    stop: Int
+    position: Int
+
+
+Flat: TypeAlias = tuple[FlatRanges, Sequence[StoredArray | None]]
+"""The ranges of parameters that ranks hold, and each rank's flat array; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +56,8 @@ class FlatGroup:
 
     Attributes:
         names, shapes: the parameters, in the order in which they were flattened.
-        dtypes: the dtype of each key of the optimizer's state. The key `MASTER` has the weights.
-        arrays: for each key, the ranges of the parameters that ranks hold, and their arrays.
+        arrays: for each key of the optimizer's state, the ranges and the arrays. The key `MASTER`
+            has the weights.
         scalars: for each key, the 0-d tensors of all ranks.
         numbers: for each key, the plain number of the first rank.
         param_group: the index of the param group that has the hyperparameters.
@@ -55,17 +66,16 @@ class FlatGroup:
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    dtypes: Mapping[str, str]
-    arrays: Mapping[str, Sequence[tuple[FlatRange, StoredArray]]]
-    scalars: Mapping[str, tuple[StoredArray, ...]]
-    numbers: Mapping[str, Number]
-    param_group: int
-    left_out: tuple[str, ...]
+    arrays: Mapping[str, Flat]
+    scalars: Mapping[str, tuple[StoredArray, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    param_group: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def ranges_of_partitions(
     sizes: Sequence[int], paddings: Sequence[int], ranks: int, partition: int
-) -> list[FlatRange]:
+) -> FlatRanges:
     """Return the ranges of ZeRO 1 and 2, which cut a group into partitions of equal length.
 
     Args:
@@ -77,26 +87,24 @@ def ranges_of_partitions(
     Raises:
         FormatError: the partitions are too short for the parameters.
     """
-    ranges = []
-    begin = 0
-    for parameter, (size, padding) in enumerate(zip(sizes, paddings, strict=True)):
-        if begin + size > ranks * partition:
-            raise FormatError(
-                f"{ranks} partitions of {partition} elements are too short for parameters of "
-                f"{sum(sizes) + sum(paddings[:-1])} elements: the files are from different saves: "
-                "copy all files of one save"
-            )
-        start = 0
-        while start < size:
-            rank, position = divmod(begin + start, partition)
-            stop = min(size, start + partition - position)
-            ranges.append(FlatRange(parameter, rank, start, stop, position))
-            start = stop
-        begin += size + padding
-    return ranges
+    begins = list(accumulate(map(add, sizes, paddings), initial=0))[: len(sizes)]
+    if any(begin + size > ranks * partition for begin, size in zip(begins, sizes, strict=True)):
+        raise FormatError(
+            f"{ranks} partitions of {partition} elements are too short for parameters of "
+            f"{sum(sizes) + sum(paddings[:-1])} elements: the files are from different saves: "
+            "copy all files of one save"
+        )
+    begin, size = np.array(begins, np.int64), np.array(sizes, np.int64)
+    partition = max(partition, 1)
+    first = begin // partition
+    parameter, number = _repeat(np.where(size, (begin + size - 1) // partition - first + 1, 0))
+    rank = first[parameter] + number
+    begin, end = begin[parameter], (begin + size)[parameter]
+    low, high = np.maximum(begin, rank * partition), np.minimum(end, (rank + 1) * partition)
+    return FlatRanges(parameter, rank, low - begin, high - begin, low - rank * partition)
 
 
-def ranges_of_slices(sizes: Sequence[int], ranks: int) -> list[FlatRange]:
+def ranges_of_slices(sizes: Sequence[int], ranks: int) -> FlatRanges:
     """Return the ranges of ZeRO 3, which cuts each parameter into slices of equal length.
 
     A rank has its slices of all parameters end to end.
@@ -104,21 +112,32 @@ def ranges_of_slices(sizes: Sequence[int], ranks: int) -> list[FlatRange]:
     Args:
         sizes: elements of each parameter.
         ranks: the number of ranks.
+
+    Raises:
+        FormatError: the parameters are too large for any array.
     """
-    ranges = []
-    position = 0
-    for parameter, size in enumerate(sizes):
-        length = -(-size // ranks)
-        for rank, start in zip(range(ranks), range(0, size, length or 1), strict=False):
-            stop = min(start + length, size)
-            ranges.append(FlatRange(parameter, rank, start, stop, position))
-        position += length
-    return ranges
+    lengths = [-(-size // ranks) for size in sizes]
+    if sum(lengths) > _MOST_ELEMENTS:
+        raise FormatError(
+            f"parameters of {sum(sizes)} elements are too large: the files are damaged: copy them "
+            "again from an intact source"
+        )
+    size, length = np.array(sizes, np.int64), np.array(lengths, np.int64)
+    parameter, rank = _repeat(-(-size // np.maximum(length, 1)))
+    start = rank * length[parameter]
+    stop = np.minimum(start + length[parameter], size[parameter])
+    return FlatRanges(parameter, rank, start, stop, (length.cumsum() - length)[parameter])
+
+
+def _repeat(counts: Int) -> tuple[Int, Int]:
+    """Return each index as often as its count says, and the number of each repetition."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def ranges_in_whole_parameters(
-    ranges: Sequence[FlatRange], sizes: Sequence[int], ranks: int
-) -> tuple[list[FlatRange], list[int]]:
+    ranges: FlatRanges, sizes: Sequence[int], ranks: int
+) -> tuple[FlatRanges, list[int]]:
     """Return the ranges of DeepSpeed's own Muon under ZeRO 1 and 2, which needs whole matrices.
 
     A rank has the momentum of all parameters of which it has a part, one after the other. Of
@@ -127,12 +146,14 @@ def ranges_in_whole_parameters(
     Returns:
         The ranges, and the length of each rank's momentum.
     """
-    ends = [0] * ranks
-    moved = []
-    for each in ranges:
-        moved.append(each._replace(position=ends[each.rank] + each.start))
-        ends[each.rank] += sizes[each.parameter]
-    return moved, ends
+    held = np.array(sizes, np.int64)[ranges.parameter]
+    totals = np.zeros(ranks, np.int64)
+    np.add.at(totals, ranges.rank, held)
+    order = np.argsort(ranges.rank, kind="stable")
+    begin = np.empty_like(held)
+    begin[order] = held[order].cumsum() - held[order]
+    begin -= (totals.cumsum() - totals)[ranges.rank]
+    return ranges._replace(position=begin + ranges.start), totals.tolist()
 
 
 def find_flat_groups(
@@ -213,12 +234,15 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
     ]
     sizes = [math.prod(shape) for shape in shapes.values()]
     ranges = _find_ranges(index, shapes, states)
-    moved, totals = ranges_in_whole_parameters(ranges, sizes, len(states))
-    dtypes, flat, scalars, left_out = {}, {}, {}, []
+    flat: dict[str, Flat] = {}
+    scalars, left_out = {}, []
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
         arrays = [each.get(key) for each in arrays_of_ranks]
         held = [array for array in arrays if array is not None]
         lengths = [(0,) if array is None else array.shape for array in arrays]
+        moved, totals = ranges, list[int]()
+        if key == MOMENTUM:
+            moved, totals = ranges_in_whole_parameters(ranges, sizes, len(states))
         is_moved = key == MOMENTUM and lengths == [(total,) for total in totals]
         is_whole = len(held) == len(states)
         if is_whole and all(length == () for length in lengths):
@@ -228,14 +252,8 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
             and _are_flat(held, ranges)
             and (key != MOMENTUM or _are_partitions(held, states, index))
         ):
-            dtypes[key] = _require_one_dtype(
-                held, f"{first.path}: {key or 'weights'} of parameter group {index}"
-            )
-            flat[key] = [
-                (each, array.part((each.position,), (each.stop - each.start,)))
-                for each in (moved if is_moved else ranges)
-                if (array := arrays[each.rank]) is not None
-            ]
+            _require_one_dtype(held, f"{first.path}: {key or 'weights'} of parameter group {index}")
+            flat[key] = moved if is_moved else ranges, arrays
         elif key == MASTER:
             raise FormatError(
                 f"{first.path}: the weights of parameter group {index} have fewer elements than "
@@ -253,7 +271,6 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
     return FlatGroup(
         tuple(shapes),
         tuple(shapes.values()),
-        dtypes,
         flat,
         scalars,
         {k: v for k, v in first.states[index].items() if not isinstance(v, StoredArray)},
@@ -266,11 +283,9 @@ def _find_ranges(
     index: int,
     shapes: Shapes,
     states: Sequence[OptimizerState],
-) -> list[FlatRange]:
+) -> FlatRanges:
     sizes = [math.prod(shape) for shape in shapes.values()]
     first = states[0]
-    if first.zero_3:
-        return ranges_of_slices(sizes, len(states))
     paddings = (0,) * len(sizes)
     if first.paddings is not None:
         paddings = first.paddings[index] if index < len(first.paddings) else ()
@@ -283,6 +298,8 @@ def _find_ranges(
     # rank have the full length, unless the whole group lies in the first partition.
     longest = max(state.masters[index].shape[0] for state in states)
     try:
+        if first.zero_3:
+            return ranges_of_slices(sizes, len(states))
         ranges = ranges_of_partitions(sizes, paddings, len(states), longest)
     except FormatError as error:
         raise FormatError(f"{first.path}: parameter group {index}: {error}") from error
@@ -290,11 +307,13 @@ def _find_ranges(
     return ranges
 
 
-def _are_flat(arrays: Sequence[StoredArray], ranges: Sequence[FlatRange]) -> bool:
+def _are_flat(arrays: Sequence[StoredArray], ranges: FlatRanges) -> bool:
     """Return whether arrays have one dimension, and the elements of all ranges."""
-    return all(len(array.shape) == 1 and array.stride == (1,) for array in arrays) and all(
-        arrays[each.rank].shape[0] >= each.position + each.stop - each.start for each in ranges
-    )
+    if not all(len(array.shape) == 1 and array.stride == (1,) for array in arrays):
+        return False
+    lengths = np.array([array.shape[0] for array in arrays], np.int64)
+    ends = ranges.position + ranges.stop - ranges.start
+    return bool((ends <= lengths[ranges.rank]).all())
 
 
 def _are_partitions(
@@ -305,19 +324,18 @@ def _are_partitions(
     return len({*lengths}) == 1 or lengths == [state.masters[index].shape for state in states]
 
 
-def _require_one_dtype(arrays: Sequence[StoredArray], label: str) -> str:
+def _require_one_dtype(arrays: Sequence[StoredArray], label: str) -> None:
     dtypes = {array.dtype for array in arrays}
     if len(dtypes) != 1:
         raise FormatError(
             f"{label}: the ranks have different dtypes, {', '.join(sorted(dtypes))}: the files are "
             "from different saves: copy all files of one save"
         )
-    return dtypes.pop()
 
 
 def _check_recorded_slices(
     names: Sequence[str],
-    ranges: Sequence[FlatRange],
+    ranges: FlatRanges,
     index: int,
     states: Sequence[OptimizerState],
 ) -> None:
@@ -330,7 +348,9 @@ def _check_recorded_slices(
         for slices in (state.slices or ())[index : index + 1]
         for name, (start, length) in slices.items()
     ]
-    computed = [(names[r.parameter], r.rank, r.position, r.stop - r.start) for r in ranges]
+    columns = ranges.parameter, ranges.rank, ranges.position, ranges.stop - ranges.start
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    computed = [(names[parameter], *others) for parameter, *others in rows]
     if sorted(computed) != sorted(recorded):
         raise FormatError(
             f"{states[0].path}: its param_slice_mappings of group {index} contradict its "
