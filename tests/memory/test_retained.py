@@ -13,6 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.deadline import Deadline
+from shardwise.engine.commit import commit_save
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
@@ -100,7 +101,7 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
         assert looking.enter_context(store.lock(lock_file(SAVE)))
         deadline = Deadline(10.0, sleep=lambda seconds: looking.close())
         with (
-            lock_for_publishing(pending, LocalStore(tmp_path), deadline),
+            lock_for_publishing(pending, store, deadline),
             store.lock(lock_file(SAVE)) as other,
         ):
             assert not other
@@ -121,7 +122,7 @@ def test_a_lock_that_others_hold_is_tried_again(tmp_path: Path) -> None:
     with (
         store.lock(lock_file(SAVE)),
         pytest.raises(StoreUnavailableError, match="another process holds it"),
-        lock_for_publishing(pending, LocalStore(tmp_path), Deadline(0.0)),
+        lock_for_publishing(pending, store, Deadline(0.0)),
     ):
         pass
 
@@ -143,7 +144,8 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
         leader="node",
         storage=StorageTask(root=str(root)),
     )
-    with lock_for_publishing(pending, root, Deadline(5.0)) as publication:
+    store, names = root.at(step_directory(1)), [file.name for file in own.files]
+    with lock_for_publishing(pending, store, Deadline(5.0)):
         for file in own.files:
             shutil.copy(tmp_path / "made" / file.name, step)
         if publisher == "another save":
@@ -151,10 +153,10 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
             for path in (tmp_path / "other").iterdir():
                 shutil.copy(path, step)
             with pytest.raises(sw.CheckpointExistsError, match="Checkpoint already exists"):
-                publication.publish(manifest)
+                commit_save(store, own.save_id, manifest, names, overwrite=False)
         else:
             (step / MANIFEST).write_bytes(manifest)
-            publication.publish(manifest)
+            commit_save(store, own.save_id, manifest, names, overwrite=False)
     expected = tmp_path / ("other" if publisher == "another save" else "made")
     assert {p.name for p in step.iterdir()} == {p.name for p in expected.iterdir()}
     sw.open(step).verify()

@@ -108,30 +108,3 @@ def pad(chunk: Buffer, alignment: int) -> Buffer:
     padded = aligned_buffer(padded_length)
     padded[: len(chunk)] = chunk
     return padded
-
-
-def is_intact(
-    store: Files,
-    entry: FileEntry,
-    throttle: Throttle,
-    before_chunk: Callable[[], object] = lambda: None,
-) -> bool:
-    """Read a whole data file, and return whether it is the file that was saved.
-
-    Args:
-        before_chunk: called before each chunk. If it raises, the read ends.
-
-    Raises:
-        OSError: the storage failed.
-    """
-    buffer = aligned_buffer(CHUNK)
-    try:
-        with closing(DataReader(store, StoredFile.of_entry(entry))) as reader:
-            for low in range(0, entry.checksums_at, CHUNK):
-                before_chunk()
-                high = min(low + CHUNK, entry.checksums_at)
-                time.sleep(throttle.seconds_for(high - low))
-                reader.read(low, high, buffer)
-    except CorruptionError:
-        return False
-    return True

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+from shardwise.engine.commit import commit_save
 from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
@@ -180,12 +181,13 @@ class _LeaderSave:
     def persist(self) -> int:
         """Have all nodes copy their files to storage, and publish the manifest there."""
         save_id = self.pending.save_id
-        with (
-            self.leader.stores.open(self.pending.storage.root) as root,
-            lock_for_publishing(self.pending, root) as publication,
-        ):
-            copied = 0 if publication.is_published else self._copy_files(publication.store)
-            publication.publish(self.place.read_manifest(save_id))
+        names = [name for name, _ in self.pending.files]
+        with self.leader.stores.open(self.pending.storage.root) as root:
+            store = root.at(step_directory(self.place.step))
+            with lock_for_publishing(self.pending, store) as is_published:
+                copied = 0 if is_published else self._copy_files(store)
+                manifest = self.place.read_manifest(save_id)
+                commit_save(store, save_id, manifest, names, overwrite=self.pending.overwrite)
         if self.pending.storage.is_needed:
             request = records.save_record(records.REMOVE_OLD, save_id)
             write_record(self.place.path / request, self.pending.storage)

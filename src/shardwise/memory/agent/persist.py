@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import commit_save, exists_error, lock_save, published_save_id
+from shardwise.engine.commit import exists_error, lock_save, published_save_id
 from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import (
@@ -17,7 +16,7 @@ from shardwise.errors import (
     StoreUnavailableError,
 )
 from shardwise.manifest.manifest import FileEntry, decode_manifest
-from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest
@@ -110,56 +109,28 @@ def copy_files_of_lost_nodes(
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """The directory of a checkpoint in storage, locked for one save.
-
-    Attributes:
-        store: the directory.
-        pending: the pending manifest of the save.
-        is_published: whether the manifest is there already. An earlier agent may have published it,
-            and ended before it wrote the outcome.
-    """
-
-    store: Store
-    pending: PendingManifest
-    is_published: bool
-
-    def publish(self, manifest: bytes) -> None:
-        """Publish the manifest, unless it is published.
-
-        Raises:
-            StoreUnavailableError: files of the checkpoint were removed meanwhile.
-            CheckpointExistsError: another checkpoint was published there meanwhile. The files of
-                this save are removed.
-        """
-        names = [name for name, _ in self.pending.files]
-        overwrite = self.pending.overwrite
-        if not self.is_published:
-            commit_save(self.store, self.pending.save_id, manifest, names, overwrite=overwrite)
-        elif overwrite:
-            remove_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
-
-
 @contextmanager
 def lock_for_publishing(
-    pending: PendingManifest, root: Store, deadline: Deadline | None = None
-) -> Iterator[Publication]:
+    pending: PendingManifest, store: Store, deadline: Deadline | None = None
+) -> Iterator[bool]:
     """Lock the directory of a step in storage while the block runs.
 
     Args:
-        root: the root of the save, opened.
+        store: the directory.
         deadline: the limit for waiting for the lock. By default, twice the expiry of locks, and one
             second. By then, the lock of a killed agent has expired, although servers round times to
             whole seconds. The further second is for a new Checkpointer, which briefly holds the
             lock while it looks for leftovers.
+
+    Yields:
+        Whether the save is published already. An earlier agent may have published it, and ended
+        before it wrote the outcome.
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
         StoreUnavailableError: another process holds the lock, or requests took so long that there
             was one attempt only.
     """
-    store = root.at(step_directory(pending.step))
     names = store.list()
     is_published = MANIFEST in names and published_save_id(store) == pending.save_id
     if not pending.overwrite and MANIFEST in names and not is_published:
@@ -175,4 +146,4 @@ def lock_for_publishing(
                 f"{store}: cannot lock {lock_file(pending.save_id)}, because another process holds "
                 "it: an agent that persists this save, or a Checkpointer that looks for leftovers"
             )
-        yield Publication(store, pending, is_published)
+        yield is_published
