@@ -40,7 +40,7 @@ def export(
 ) -> ConversionReport:
     """Write a checkpoint in another format. All ranks call this function and share the work.
 
-    The same call resumes an interrupted export. Written files are read back and compared.
+    Written files are read back and compared.
 
     Args:
         place: a checkpoint in any format, or the root of a run.
@@ -70,6 +70,6 @@ def export(
             with Round(ranks, "beginning an export") as beginning:
                 options.check()
                 store = open_place(place)
-                agree_on_place(beginning, store, how, options.resume_key)
+                agree_on_place(beginning, store, how, options.settings_text)
             source, layout = open_any(store, ranks, cleanup, how)
         return write_export(options, source, layout, ranks, recorder)

@@ -83,8 +83,7 @@ def export(
     --to native               shardwise's own format. Not needed for loading:
                               other formats are loaded in place.
 
-    SRC does not change. All files are read back after they are written, and compared. To resume an
-    interrupted export, run the same command again.
+    SRC does not change. All files are read back after they are written, and compared.
 
     \b
     To share the work among processes:
@@ -115,8 +114,7 @@ def _show_report(report: sw.ConversionReport) -> None:
     for line in report.left_out:
         console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
     files = fmt.count(report.files, "file")
-    resumed = f", {report.resumed} written by an earlier run" if report.resumed else ""
-    written = Text.assemble(("✓ ", "green"), f"{report.path}  {files}{resumed}")
+    written = Text.assemble(("✓ ", "green"), f"{report.path}  {files}")
     console.print(written, soft_wrap=True)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-import torch
 
 from shardwise.checkpoint import Checkpoint
 from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_root
@@ -39,8 +38,8 @@ class ExportOptions:
     max_file: int
 
     @property
-    def resume_key(self) -> str:
-        """The options as text. They must be equal on all ranks, and to resume an export."""
+    def settings_text(self) -> str:
+        """The options as text, which must be equal on all ranks."""
         target = open_store(self.target)
         return (
             f"{target}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
@@ -74,18 +73,17 @@ def write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    digest = hashlib.blake2b(encode_layout(layout), digest_size=16).hexdigest()
-    # Pickles of torch's classes depend on its version.
-    identity = f"{torch.__version__}: {source}: {digest}: {options.resume_key}"
     selected, tensors = _select_contents(options, layout)
-    save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
+    digest.update(f"{source}: {options.settings_text}".encode())
+    save_id = digest.hexdigest()
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file)
     files = TARGETS[options.to](contents)
     if options.verify:
         names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
         check_all_together(source, layout, names, recorder, group)
     checkpoint = Checkpoint(source, layout, verify=options.verify)
-    return write_files(files, checkpoint, open_store(options.target), identity, group, recorder)
+    return write_files(files, checkpoint, open_store(options.target), group, recorder)
 
 
 def _select_contents(

@@ -1,4 +1,4 @@
-"""Write the files of an export, read them back, and publish them. A stopped export is resumable.
+"""Write the files of an export, read them back, and publish them.
 
 A file is written in chunks, through two buffers: one chunk is read from the source while the chunk
 before it is written. Memory is bounded, whatever the size of the checkpoint.
@@ -10,7 +10,7 @@ import errno
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from operator import add
 
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint import Checkpoint
-from shardwise.convert.journal import Journal
 from shardwise.convert.plan import (
     BytesFromChecksums,
     ExportFiles,
@@ -31,15 +30,17 @@ from shardwise.convert.plan import (
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.errors import CorruptionError
+from shardwise.errors import CheckpointExistsError, CorruptionError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box, boxes_of_range
-from shardwise.store import Store, store_below
+from shardwise.store import Store, store_below, why_no_directory
 from shardwise.store.store import Buffer
 
 CHUNK = 32 << 20
 """The bytes that are read or written at a time. An export needs about six times as many."""
 ALIGNMENT = 4096
+UNFINISHED, LOCK = ".shardwise-convert", "lock"
+"""A directory in the target while an export runs, and a lock in it."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,7 +52,6 @@ class ConversionReport:
         path: the path of the target.
         files: the number of tensor files in the target, written by all ranks.
         bytes_written: the size of the files that this rank wrote.
-        resumed: the number of this rank's files that an interrupted run had already written.
         left_out: names that the source has and the target lacks, with reasons; one line each.
         seconds: the time of each stage (open, write, publish, and the part of verify that did not
             overlap with write), and `total`.
@@ -60,7 +60,6 @@ class ConversionReport:
     path: str
     files: int
     bytes_written: int
-    resumed: int
     left_out: tuple[str, ...]
     seconds: dict[str, float]
 
@@ -72,11 +71,10 @@ class ConversionReport:
 
     def __str__(self) -> str:
         files = format_count(self.files, "file")
-        resumed = f"; {self.resumed} written by an earlier run" if self.resumed else ""
         left = f"; left out: {len(self.left_out)}" if self.left_out else ""
         return (
             f"wrote {self.path}: {files}, of which this rank wrote "
-            f"{format_bytes(self.bytes_written)}, in {self.seconds['total']:.2f} s{resumed}{left}"
+            f"{format_bytes(self.bytes_written)}, in {self.seconds['total']:.2f} s{left}"
         )
 
 
@@ -84,7 +82,6 @@ def write_files(
     files: ExportFiles,
     source: Checkpoint,
     target: Store,
-    identity: str,
     group: Group,
     recorder: Recorder,
 ) -> ConversionReport:
@@ -95,39 +92,74 @@ def write_files(
     Args:
         files: the files to write.
         source: the checkpoint that has the tensors.
-        target: a place that is new, empty, or has files of the same export.
-        identity: identifies the source and the options; only the same export is resumed.
+        target: a place that is new or empty.
         group: the ranks.
         recorder: gets an event for each stage.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
         CorruptionError: the source is damaged, or a written file does not read back as written.
-        RankError: another rank failed. Complete files stay, and the next run resumes.
+        RankError: another rank failed.
     """
-    journal = Journal(target, identity)
     own_files = _divide_among_ranks(files.tensor_files, group.size)[group.rank]
 
     with ExitStack() as lock:
         with Round(group, "starting an export", first_only=True):
             if group.rank == 0:
-                lock.enter_context(journal.lock_target())
+                lock.enter_context(_lock(target))
         with Round(group, "exporting") as step:
-            resumed, own_sums = _write_own_files(own_files, source, target, journal, recorder)
+            own_sums = _write_own_files(own_files, source, target, recorder)
             sums = step.gather(own_sums, dict[str, list[int]])
         with Round(group, "publishing an export", first_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
                     _publish(files, {n: each for own in sums for n, each in own.items()}, target)
-                journal.remove()
     return ConversionReport(
         path=str(target),
         files=len(files.tensor_files),
         bytes_written=sum(file.size for file in own_files),
-        resumed=resumed,
         left_out=(*source.left_out, *files.left_out),
         seconds=recorder.seconds(),
     )
+
+
+@contextmanager
+def _lock(target: Store) -> Iterator[None]:
+    """Create the target, and lock it while the block runs.
+
+    Raises:
+        CheckpointExistsError: the target has files, its path is a file or below a file, or another
+            process is writing to it.
+    """
+    _refuse_unless_empty(target)
+    unfinished = target.at(UNFINISHED)
+    with unfinished.lock(LOCK) as locked:
+        if not locked:
+            raise CheckpointExistsError(
+                f"another process is writing to {target}: wait until it ends, or choose a new "
+                "directory"
+            )
+        _refuse_unless_empty(target)  # again, because another process may have changed the target
+        yield
+        unfinished.delete(LOCK)  # after an error it stays, as a mark
+    # NFS keeps the directory while the lock is held. Another process may be using it by now.
+    with suppress(OSError):
+        unfinished.delete("")
+
+
+def _refuse_unless_empty(target: Store) -> None:
+    obstacle = why_no_directory(target)
+    if obstacle:
+        raise CheckpointExistsError(
+            f"{target}: cannot be created, because {obstacle}. Choose a new directory"
+        )
+    found = target.list()
+    names = [name for name in found if name != UNFINISHED]
+    if names:
+        reason = f"is not empty (it has {names[0]}): choose a new directory"
+        if UNFINISHED in found:
+            reason = "has files of an export that is running or was interrupted: remove it"
+        raise CheckpointExistsError(f"{target} {reason}")
 
 
 def _publish(files: ExportFiles, sums: Mapping[str, RangeChecksums], target: Store) -> None:
@@ -151,36 +183,22 @@ def _write_own_files(
     files: Sequence[OutputFile],
     source: Checkpoint,
     target: Store,
-    journal: Journal,
     recorder: Recorder,
-) -> tuple[int, dict[str, list[int]]]:
-    """Write the files that are not complete yet, and read all files back.
-
-    A file is read back while the next one is written.
-
-    Returns:
-        The number of files that were complete, and the checksums of all files.
-    """
+) -> dict[str, list[int]]:
+    """Write files, and read each back while the next one is written; return their checksums."""
     with recorder.stage("plan", 2 * sum(file.size for file in files)):
         pass  # announces the total to progress bars
-    resumed = 0
     sums: dict[str, list[int]] = {}
     with ThreadPoolExecutor(1, "shardwise-convert-verify") as verifier:
         verifying = []
         for file in files:
-            recorded = journal.read_sums(file)
-            if recorded is None:
-                with recorder.stage("write", file.size):
-                    recorded = write_file(file, source, target)
-                    journal.record_sums(file, recorded)
-            else:
-                resumed += 1
-            sums[file.name] = list(recorded)
-            verifying.append(verifier.submit(_verify_file, file, recorded, target))
+            with recorder.stage("write", file.size):
+                sums[file.name] = list(write_file(file, source, target))
+            verifying.append(verifier.submit(_verify_file, file, sums[file.name], target))
         for file, verification in zip(files, verifying, strict=True):
             with recorder.stage("verify", file.size):
                 verification.result()
-    return resumed, sums
+    return sums
 
 
 def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChecksums:
@@ -205,7 +223,7 @@ def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChec
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        message = f"{error.strerror}: free some space, and run the same export again to resume it"
+        message = f"{error.strerror}: free some space, remove {target}, and export again"
         raise OSError(error.errno, message, str(folder.at(name))) from error
 
 
@@ -296,8 +314,8 @@ def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store) -> None:
             found.add(data)
     if found.finish() != list(sums):
         raise CorruptionError(
-            f"{folder.at(name)}: does not read back as written. Check the storage, remove the "
-            "file, and run the same export again"
+            f"{folder.at(name)}: does not read back as written. Check the storage, remove "
+            f"{target}, and export again"
         )
 
 
