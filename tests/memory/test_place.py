@@ -161,7 +161,7 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
     write_record(place.path / records.save_record("pending", ONE), damaged)
-    Leader("a").commit(Action("commit", place, ONE))
+    Leader("a").perform(Action("commit", place, ONE))
     ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "the pending manifest was altered" in ended.failure
@@ -183,7 +183,7 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
         )
         write_record(place.path / records.save_record("pending", ONE), led)
         with ThreadPoolExecutor(1) as pool:
-            committing = pool.submit(Leader("a").commit, Action("commit", place, ONE))
+            committing = pool.submit(Leader("a").perform, Action("commit", place, ONE))
             deadline = time.monotonic() + 1.5
             while not place.is_committed() and time.monotonic() < deadline:
                 time.sleep(0.01)

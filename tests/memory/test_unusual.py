@@ -93,7 +93,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             records.StageOutcome(save_id=pending.save_id, stage="commit"),
         )
         write_record(place.path / records.save_record("pending", pending.save_id), pending)
-        Leader(pending.leader).persist(decide.Action("persist", place, pending.save_id))
+        Leader(pending.leader).perform(decide.Action("persist", place, pending.save_id))
         done = read_outcome(place, "persist", pending.save_id)
         assert done is not None
         assert "step 1 was saved again meanwhile" in done.failure

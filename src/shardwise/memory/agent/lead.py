@@ -61,23 +61,11 @@ class Leader:
     tls: Tls | None = None
     stores: OpenedStores = field(default_factory=OpenedStores)
 
-    def commit(self, action: Action) -> None:
-        """Collect the entries of all files, and write the manifest to all nodes."""
-        self._perform(action, _LeaderSave.commit)
+    def perform(self, action: Action) -> None:
+        """Do the work of a stage (commit, protect or persist), and write its outcome to all nodes.
 
-    def protect(self, action: Action) -> None:
-        """Have all nodes make the requested copies or parity."""
-        self._perform(action, _LeaderSave.protect)
-
-    def persist(self, action: Action) -> None:
-        """Have all nodes copy their files to storage, and publish the manifest there.
-
-        After a rescue, this can be another node than the node of rank 0.
+        After a rescue, another node than the node of rank 0 can persist.
         """
-        self._perform(action, _LeaderSave.persist)
-
-    def _perform(self, action: Action, work: Callable[[_LeaderSave], int]) -> None:
-        """Do the work of a stage, and write its outcome to all nodes."""
         place, stage = action.place, action.kind
         try:
             pending = read_pending_manifest(action)
@@ -90,7 +78,9 @@ class Leader:
         wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             save = _LeaderSave(place, pending, nodes, self)
-            nbytes, failure = try_stage(place, stage, pending.save_id, lambda: work(save))
+            nbytes, failure = try_stage(
+                place, stage, pending.save_id, lambda: getattr(save, stage)()
+            )
             done = StageOutcome(
                 save_id=pending.save_id,
                 stage=stage,

@@ -111,10 +111,10 @@ def _make_performers(
     leader, follower = Leader(node, tls, stores), Follower(node, mapped_files, tls, stores)
     return {
         "seal": follower.seal,
-        "commit": leader.commit,
-        "protect": leader.protect,
+        "commit": leader.perform,
+        "protect": leader.perform,
         "protect_others": follower.protect_others,
-        "persist": leader.persist,
+        "persist": leader.perform,
         "copy": follower.copy,
         REMOVE_OLD: follower.remove_old,
         decide.RESCUE: follower.rescue,

@@ -163,7 +163,7 @@ class PendingSave:
         """
         watch = AgentWatch(self.agents, self.place, self.save_id)
         deadline = Deadline(timeout)
-        notice = _RetryNotice(self, stage)
+        notice = Deadline(RETRY_CHECK_PERIOD)
         check_nodes = None if self.watch is None else self.watch.begin_wait()
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             done = self.outcome(stage)
@@ -177,7 +177,11 @@ class PendingSave:
                     f"{self._describe_failure(stage)}: a newer snapshot replaced this one; use the "
                     "handle of the newer save"
                 )
-            notice.log_if_due()
+            if notice.has_passed():
+                why = self.why_retrying(stage)
+                if why:
+                    log.warning("step %d: %s has %s", self.place.step, stage, why)
+                notice = Deadline(RETRY_LOG_PERIOD if why else RETRY_CHECK_PERIOD)
             try:
                 watch.check(None if timeout is None else deadline.seconds_left())
             except StoreError as error:
@@ -195,24 +199,6 @@ class PendingSave:
             retry = read_record(path, records.Retry)
             return "" if retry is None else retry.describe(time.time())
         return ""
-
-
-class _RetryNotice:
-    """Logs why a stage takes long, while a caller waits for the stage."""
-
-    def __init__(self, save: PendingSave, stage: str) -> None:
-        self._save, self._stage = save, stage
-        self._next_check = time.monotonic() + RETRY_CHECK_PERIOD
-
-    def log_if_due(self) -> None:
-        """If the agent tries the stage again, log why, unless this was logged recently."""
-        now = time.monotonic()
-        if now < self._next_check:
-            return
-        self._next_check = now + RETRY_CHECK_PERIOD
-        if why := self._save.why_retrying(self._stage):
-            self._next_check = now + RETRY_LOG_PERIOD
-            log.warning("step %d: %s has %s", self._save.place.step, self._stage, why)
 
 
 class SaveHandle:
