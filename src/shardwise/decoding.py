@@ -1,4 +1,4 @@
-"""Types that msgspec decodes in threads."""
+"""What msgspec needs to decode types in threads, and raises for bytes that are damaged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TypeVar
 import msgspec
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that it cannot decode."""
 
 
 def prepare_decoding(struct: type[Struct]) -> type[Struct]:

@@ -118,14 +118,15 @@ def load_state(
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
                 planned = plan_reads(matched.leaves, saved, store, arena)
+                strategy = _choose_strategy(group, options.read_once)
             reads = RankReads(planned=planned, store=store, arena=arena, verify=options.verify)
-            fill = _choose_strategy(group, options.read_once).agree(reads, group, cleanup)
+            fill = strategy.agree(reads, group, cleanup)
         with Round(group, "loading"):
             with recorder.stage("read"):
                 moved = fill()
             with recorder.stage("restore"):
                 _restore_values(bindings, matched, saved, store, group, verify=options.verify)
-        for binding in bindings:
+        for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
     return LoadReport(
         path=str(store),

@@ -148,11 +148,12 @@ def open_any(
             (directory, manifest, encoded), tuple[str, bytes | None, bytes]
         )
     store = store.at(directory) if directory else store
-    files, layout = (
-        _check_foreign(store, own or encoded)
-        if manifest is None
-        else (store, open_manifest(store, manifest))
-    )
+    with Round(group, "checking a checkpoint"):
+        files, layout = (
+            _check_foreign(store, own or encoded)
+            if manifest is None
+            else (store, open_manifest(store, manifest))
+        )
     for name, file in layout.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else _remap(files, layout, options.spec)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
 from shardwise.engine.group import Group
@@ -363,7 +364,7 @@ def read_per_rank(
         reader = DataReader(store, files[rank], verify=verify)
         try:
             values = msgspec.json.decode(reader.read_objects() or b"{}")
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise FormatError(
                 f"{store}: {files[rank].name} has invalid per-rank values: {error}"
                 "; copy the file again from an intact source, or load another checkpoint"
@@ -391,7 +392,7 @@ def read_alone(
     Args:
         spans: the spans to read; disjoint.
         copier: copies the boxes of each span.
-        readers: the readers of all files of the spans, by the file's index in the manifest.
+        readers: the readers of all files of the spans, by the file's index in the layout.
         arena: the buffers to read through.
         threads: the number of threads.
 

@@ -284,8 +284,10 @@ def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:
     roots = [root for root in file_of if any(is_below(name, {root}) for name in names)]
     if not roots:
         return ""
-    files = ", ".join(dict.fromkeys(file_of[root] for root in roots))
-    return f"{files} is missing, which would contain {' and '.join(roots)}: copy it too. "
+    files = list(dict.fromkeys(file_of[root] for root in roots))
+    verb, them = ("is", "it") if len(files) == 1 else ("are", "them")
+    contents = " and ".join(roots)
+    return f"{', '.join(files)} {verb} missing, which would contain {contents}: copy {them} too. "
 
 
 def _describe_unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:

@@ -5,7 +5,8 @@ A save begins with these steps, which `engine/save.py` and snapshots in memory s
 1. `describe_save`: describe the state of this rank.
 2. Each rank sends an `Offer` to all ranks.
 3. `complete_plan`: if a structure is new, the first rank that has it sends it to all ranks. Then
-   every rank computes the plan. If all ranks have the plan in their caches, nothing is sent.
+   every rank computes the plan. If all ranks have the plan in their caches, they send only plain
+   values, if these differ.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SaveRequest:
         arena: the buffers to write through.
         options: the options of the save.
         place: the destination, for error messages. Default: the store.
-        written_to: the storage that needs room for the save now; None if there is none.
+        written_to: the storage to check for free space; None to skip the check.
     """
 
     state: LocalState
@@ -82,8 +83,8 @@ class PlannedSave:
         cached: whether the plan of an earlier save was reused.
         description: the fragments of this rank, without bytes.
         fragments: the same fragments, with their memory.
-        objects: on rank 0, the plain values that all ranks share; other ranks may have none.
-        held: bytes that are equal for ranks that hold the same boxes of the same tensors.
+        objects: the plain values that all ranks share.
+        held: a key, which is equal for ranks that hold the same boxes of the same tensors.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
@@ -163,7 +164,7 @@ class SharedValues(msgspec.Struct, array_like=True):
 
     Attributes:
         objects: plain values by name.
-        grouped: for each name, pairs of parameters and the value that they share.
+        grouped: for each name, pairs of the names of parameters and their common value.
     """
 
     objects: dict[str, JsonValue]
@@ -302,7 +303,7 @@ class Offer(msgspec.Struct, array_like=True):
         coordinates: the rank's coordinates in it.
         cached_plans: the fingerprints of the plans in the rank's cache.
         values_digest: the digest of the rank's plain values.
-        sample: the rank's message about the replicas that it compared at the last save.
+        sample: the rank's digests of the replicas that it compared at the last save.
         save_id: the id of the save, from rank 0.
     """
 
@@ -381,13 +382,13 @@ def _share(
         with_structures: whether to send structures. Plain values are sent only if they differ.
 
     Returns:
-        The structures, encoded; and the plain values that all ranks share, at least on rank 0.
+        The structures, encoded; and the plain values that all ranks share.
     """
     describers = _first_of_each([each.fingerprint for each in offers]) if with_structures else []
     senders = _first_of_each([each.values_digest for each in offers])
     own = described.values.encode()
     if not with_structures and len(senders) == 1:
-        return [], merge_values([own]) if group.rank == 0 else ()
+        return [], merge_values([own])
     with Round(group, "describing a save") as step:
         structure = described.encoded if group.rank in describers else b""
         values = own if group.rank in senders and len(senders) > 1 else b""

@@ -8,8 +8,8 @@ Example: each rank writes a file, and all ranks learn of all files.
 
 If `write_own_file` fails on rank 3, rank 3 raises that error, and all other ranks raise a
 `RankError` which names rank 3. So no rank waits for a failed rank. Code that may fail on a single
-rank therefore runs in the block of a round. Code whose result is equal on all ranks need not,
-because it fails on all ranks or on none.
+rank therefore runs in the block of a round. Code that computes the same from the same input on all
+ranks needs no round, because it fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ import msgspec
 from shardwise import errors
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
-from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, describe_error
+from shardwise.errors import (
+    LostRankError,
+    MismatchError,
+    RankError,
+    ShardwiseError,
+    SpecError,
+    describe_error,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,12 +50,14 @@ class _Reply(msgspec.Struct, array_like=True):
     """What rank 0 sends to all ranks.
 
     Attributes:
+        operation: the name of the operation on rank 0.
         data: the result, if all ranks succeeded.
         error_class: the name of the class of an error; None if all ranks succeeded.
         message, problems: the text of an error that rank 0 raised.
         failures: for each failed rank, its error.
     """
 
+    operation: str = ""
     data: bytes = b""
     error_class: str | None = None
     message: str = ""
@@ -66,7 +75,7 @@ class Round:
         group: the ranks. All of them begin the same rounds in the same order.
         operation: what the ranks do, for error messages; the same on all ranks.
         first_only: only rank 0 does something in the block that can fail. The other ranks send
-            nothing, and wait for rank 0. The block of rank 0 calls `share`, or nothing.
+            nothing, and wait for rank 0. All ranks call `share` at the end, or no rank does.
 
     Raises:
         Exception: the block failed on this rank.
@@ -93,7 +102,7 @@ class Round:
         traceback: TracebackType | None,
     ) -> None:
         if self._is_over or not (error is None or isinstance(error, Exception)):
-            return
+            return  # interrupted: the other ranks notice that this process ends
         if error is None:
             self._exchange(b"", lambda _: b"")
             return
@@ -159,7 +168,7 @@ class Round:
         self._is_over = True
         if self._group.size == 1:
             return reply([data])
-        answer, error = _Reply(), None
+        answer, error = _Reply(self._operation), None
         if self._first_only:
             if self._group.rank == 0:
                 answer.data = reply([data])
@@ -168,6 +177,8 @@ class Round:
         answer = self._broadcast(answer)
         if error is not None:
             raise error
+        if self._first_only:  # otherwise, rank 0 has compared the operations
+            _refuse_different_operations([answer.operation, self._operation])
         _raise_failure(answer, self._operation)
         return answer.data
 
@@ -177,7 +188,7 @@ class Round:
         if self._group.size == 1:
             return
         if self._first_only:
-            self._broadcast(_reply_of_error(error))
+            self._broadcast(self._reply_of(error))
         else:
             failed = _Message(self._operation, failure=describe_error(error))
             self._broadcast(self._gather(failed, lambda _: b"")[0])
@@ -194,18 +205,23 @@ class Round:
         messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
         failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
         if failures:
-            return _Reply(error_class="RankError", failures=failures), None
+            return _Reply(self._operation, error_class="RankError", failures=failures), None
         if not messages:
-            return _Reply(), None
+            return _Reply(self._operation), None
         try:
             _refuse_different_operations([each.operation for each in messages])
-            return _Reply(reply([each.data for each in messages])), None
+            return _Reply(self._operation, reply([each.data for each in messages])), None
         except Exception as error:  # the caller raises it, after the other ranks know
-            return _reply_of_error(error), error
+            return self._reply_of(error), error
 
     def _broadcast(self, reply: _Reply) -> _Reply:
         data = msgspec.msgpack.encode(reply) if self._group.rank == 0 else b""
         return msgspec.msgpack.decode(self._group.broadcast(data), type=_Reply)
+
+    def _reply_of(self, error: Exception) -> _Reply:
+        problems = error.problems if isinstance(error, MismatchError) else []
+        text = error.summary if isinstance(error, MismatchError) else str(error)
+        return _Reply(self._operation, b"", type(error).__name__, text, problems)
 
 
 def require_equal(values: Sequence[str], summary: str) -> None:
@@ -220,12 +236,6 @@ def require_equal(values: Sequence[str], summary: str) -> None:
     """
     if len(set(values)) > 1:
         raise MismatchError(summary, [f"rank {rank}: {each}" for rank, each in enumerate(values)])
-
-
-def _reply_of_error(error: Exception) -> _Reply:
-    problems = error.problems if isinstance(error, MismatchError) else []
-    text = error.summary if isinstance(error, MismatchError) else str(error)
-    return _Reply(error_class=type(error).__name__, message=text, problems=problems)
 
 
 def _refuse_different_operations(operations: Sequence[str]) -> None:
@@ -247,10 +257,8 @@ def _raise_failure(reply: _Reply, operation: str) -> None:
     error_class: Any = getattr(errors, reply.error_class, None)
     if error_class is MismatchError:
         raise MismatchError(reply.message, reply.problems)
-    if (
-        isinstance(error_class, type)
-        and issubclass(error_class, ShardwiseError)
-        and error_class is not RankError
-    ):
+    # The others need more than a text.
+    takes_text = isinstance(error_class, type) and issubclass(error_class, ShardwiseError)
+    if takes_text and not issubclass(error_class, (RankError, SpecError)):
         raise error_class(reply.message)
     raise RankError(operation, {0: f"{reply.error_class}: {reply.message}"})

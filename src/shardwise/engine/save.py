@@ -51,7 +51,8 @@ class SaveReport:
         files: the number of data files of the whole checkpoint.
         plan_cached: whether the plan of an earlier save was reused.
         bytes_communicated: the bytes that this rank sent to other ranks.
-        seconds: the duration of each stage (describe, plan, write, publish), and `total`.
+        seconds: the duration of each stage (describe, plan, check_replicas, compare_replicas,
+            write, publish), and `total`.
     """
 
     path: str
@@ -94,7 +95,7 @@ def save_all(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        watch: compares replicas at several saves, if it is not None.
+        watch: compares a part of the replicas at each save; None: no comparison.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
@@ -118,7 +119,7 @@ def save_all(
                 check_replicas(planned.description, planned.fragments, group)
         files = _write(planned, group, recorder)
         # If the publication fails or its outcome is unknown, the data files stay, because the
-        # manifest may exist. If it does not, the next save to this place removes the files.
+        # manifest may exist. If the manifest does not exist, the next save here removes the files.
         with Round(group, "publishing a save", first_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
@@ -140,7 +141,7 @@ def save_all(
 
 
 def check_replicas(description: Description, fragments: Sequence[Fragment], group: Group) -> None:
-    """Compare the checksums of the boxes that several ranks hold.
+    """Compare the boxes that several ranks hold. Every rank takes the checksums of all its boxes.
 
     Args:
         description: the tensors of this rank.
@@ -203,7 +204,8 @@ def lock_place(save: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
 def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileEntry]:
     """Write this rank's file, and wait until all ranks have written theirs.
 
-    If any rank fails, all ranks remove their files, because no manifest can exist yet.
+    If any rank fails, all ranks remove their files, because no manifest can exist yet. If a rank is
+    lost, the next save to this place removes them.
 
     Returns:
         The entries of the files of all ranks.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shardwise.decoding import DECODE_ERRORS
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.checksums import add_checksum, verify_checksum
 from shardwise.manifest.names import LONGEST_NAME
@@ -157,7 +158,7 @@ def decode_manifest(data: bytes) -> Manifest:
                 f"shardwise reads 'shardwise' version {VERSION}: a newer shardwise may be needed"
             )
         return _MANIFEST_DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
 
 

@@ -1,4 +1,4 @@
-"""The pieces of all tensors in columns, and their entries in a manifest.
+"""The entries of tensors and their pieces in a manifest.
 
 A manifest stores evenly spaced pieces of a tensor as a run: one entry for the first piece, and a
 `repeat` with the differences between one piece and the next.
@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from shardwise.decoding import DECODE_ERRORS
 from shardwise.errors import FormatError
 from shardwise.layout import row_major
 from shardwise.layout.columns import Bool, Int, Table, count_up, padded_rows
@@ -189,7 +190,7 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
     """
     try:
         tensors = _DECODER.decode(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
     entries = tuple(
         TensorEntry(each.name, each.dtype, each.shape, each.same_as) for each in tensors
@@ -291,7 +292,7 @@ def count_tensors(encoded: msgspec.Raw) -> int:
     """
     try:
         return len(msgspec.json.decode(encoded, type=list[msgspec.Raw]))
-    except (msgspec.DecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
 
 

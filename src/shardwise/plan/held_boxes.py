@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shardwise.errors import MismatchError
 from shardwise.layout import Box
-from shardwise.layout.columns import Int, padded_rows
+from shardwise.layout.columns import Int, pad_columns, padded_rows
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.structure import Structure, World, boxes_of_rule
 
@@ -228,9 +228,3 @@ def _merge_equal(
         tuple(sets),
         own,
     )
-
-
-def pad_columns(boxes: Int, dims: int, fill: int) -> Int:
-    """Return an array `(n, D)` padded on the right to `(n, dims)`."""
-    missing = dims - boxes.shape[1]
-    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=fill) if missing else boxes

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import LayoutError
+from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.data_file import HeaderEntries, encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import encode_tensors
+from shardwise.manifest.pieces import check_table_size, encode_tensors
 from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
 from shardwise.plan.structure import Description, Structure, World
 
@@ -106,10 +106,10 @@ class SavePlan:
     Attributes:
         world: the structures of all ranks.
         tensors: all tensors, without pieces.
-        tied: the tensors that are tied to others.
+        tied: the names that share the data of another tensor.
         boxes: the distinct boxes that ranks hold.
-        replicas: for each set of several ranks, the rows in `boxes` that exactly they hold; small
-            sets first.
+        replicas: for each set of several ranks, the rows of the boxes that all of them and no other
+            rank hold; small sets first.
         limits: the first row of each rank, and n, `(ranks + 1,)`.
         box: the row in `boxes` that contains each piece, `(n,)`.
         offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
@@ -198,8 +198,17 @@ def plan_save(world: World, rank: int = 0) -> SavePlan:
     tensor = boxes.tensor[box]
     order = np.lexsort([*reversed(offset.T), tensor, -itemsize[tensor], writer])
     limits = np.searchsorted(writer[order], np.arange(world.size + 1))
+    _refuse_too_many(offset)
     columns = limits, box[order], offset[order], shape[order]
     return SavePlan(world, tuple(tensors), tuple(tied), boxes, replicas, *columns)
+
+
+def _refuse_too_many(offset: Int) -> None:
+    """Refuse more pieces than a load accepts."""
+    try:
+        check_table_size(*offset.shape)
+    except FormatError as error:
+        raise LayoutError(str(error)) from error
 
 
 def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
@@ -223,6 +232,8 @@ def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
             for rank, offset, shape in parts
         )
         lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {shown}")
+    if len(wrong) > len(lines):
+        lines.append(f"  - and {format_count(len(wrong) - len(lines), 'more tensor')}")
     raise LayoutError(
         f"the shards of {format_count(len(wrong), 'tensor')} leave gaps, or overlap without being "
         "equal; some rank must hold each element, and ranks that hold the same element must hold "
@@ -249,7 +260,7 @@ def _assign_writers(
     itemsize: Int,
     world: int,
 ) -> tuple[Int, Int, Int, Int]:
-    """Choose which rank writes each box.
+    """Choose which rank writes each piece.
 
     Returns:
         The rank that writes each piece, the row of the box that contains the piece, and the offset
@@ -293,7 +304,12 @@ def _tied_entries(
         for name, same_as in structure.ties:
             target = entry_of[same_as]
             known = ties.get(name)
-            if name in entry_of or (known is not None and known.same_as != same_as):
+            if known is not None and known.same_as != same_as:
+                raise LayoutError(
+                    f"{name} is tied to {known.same_as} on some ranks and to {same_as} on others: "
+                    "tie it to the same tensor on all ranks"
+                )
+            if name in entry_of:
                 raise LayoutError(
                     f"{name} is tied to {same_as} on some ranks but not on others: "
                     "tie it on all ranks, or on none"
@@ -380,7 +396,7 @@ def divide_replicas(
     """Divide a sequence of replicas among their holders, and cut replicas at the boundaries.
 
     Each holder gets one contiguous part of the sequence, so that the loads become even.
-    Replicas are cut at multiples of about `grain` bytes, and smaller replicas are not cut. The
+    Cuts lie at multiples of about `grain` bytes. A replica smaller than that stays whole. The
     default grain is 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
 
     Args:

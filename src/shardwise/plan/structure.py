@@ -50,7 +50,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
         names, dtypes, shapes: the name, dtype (torch's name) and global shape of each tensor.
         rules: the distinct rules.
         rule_of: for each tensor, the index of its rule; -1 for a tensor whose boxes are listed.
-        listed: for each other tensor, its index, and the offset and shape of each box.
+        listed: the boxes of tensors without a rule: index of the tensor, offset and shape.
         ties: for each tied tensor, its name, and the name in `names` of the tensor with its data.
         per_rank: the names of the per-rank values.
     """

@@ -50,7 +50,7 @@ class _Offer(msgspec.Struct, array_like=True):
         address: the host and port at which it listens.
         wanted: the encoded byte ranges that its node wants; empty if the node reads alone, or if
             this rank is not the first of its node.
-        token: a secret for all connections, if this rank is rank 0.
+        token: a secret. That of rank 0 is used for all connections.
     """
 
     first: int
@@ -100,7 +100,8 @@ def agree_on_reading_once(
         node: the ranks of this node.
         cleanup: closes the connections.
         may_share: whether this node shares its reads.
-        read_once: whether to share reads; None: if this spares enough bytes.
+        read_once: whether to share reads, if this spares at least 5 % of them; None: if it spares
+            enough bytes, too.
 
     Returns:
         The reads of this node, and the connections of this rank; None if every node reads alone.
@@ -109,7 +110,6 @@ def agree_on_reading_once(
         RankError: a rank failed; with `read_once`, also if a rank cannot connect to another.
         LostRankError: a rank died, or did not answer in time.
     """
-
     least = 1 if read_once else WORTH_CONNECTING
     with Round(group, "planning shared reads") as step:
         address, listener = _listen(cleanup)
@@ -123,6 +123,12 @@ def agree_on_reading_once(
             offer, _Offer, lambda all_: _divide(all_, node.largest_read, least), list[_Division]
         )
     if not found:
+        if read_once and group.rank == 0:
+            log.warning(
+                "read_once=True: every node reads alone, because a node has all files, or sharing "
+                "would spare less than %.0f %% of the reads",
+                100 * WORTH_SHARING,
+            )
         return None
     (division,) = found
     reads, _ = division.divide(division.wanted(), division.ranks.index(node.ranks))

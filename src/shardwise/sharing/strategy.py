@@ -40,7 +40,8 @@ class ReadTogether:
 
     Args:
         read_once: whether nodes share reads; None: if they do not read from a disk of their own,
-            and if this spares enough bytes. The ranks of a node always share them.
+            and if this spares enough bytes. The ranks of a node share reads if this spares at
+            least 5 % of them.
     """
 
     def __init__(self, read_once: bool | None) -> None:
