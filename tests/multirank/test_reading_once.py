@@ -334,6 +334,16 @@ def refuse_connections() -> AbstractContextManager[object]:
     return patch("socket.create_connection", refusing)
 
 
+def plan_other_reads() -> AbstractContextManager[object]:
+    """This rank divides the reads of nodes in another way."""
+
+    def in_small_reads(*wanted: object, **options: object) -> object:
+        return patched.temp_original(*wanted, **{**options, "largest_read": BLOCK})
+
+    patched = patch("shardwise.sharing.agreement.share_between_nodes", in_small_reads)
+    return patched
+
+
 def load_with_fault(path: str, per_node: int, fault: tuple[int, Fault], prefix: str) -> None:
     load_parts(path, whole, per_node, fault=fault, prefix=prefix)
 
@@ -353,6 +363,15 @@ def test_what_other_nodes_pass_on_is_verified(
     assert all("passed them on" in each for each in found)
     assert all(isinstance(error, sw.RankError | sw.CorruptionError) for error in errors)
     gang.run(load_parts, saved, whole, world=3)
+
+
+def test_nodes_that_plan_other_reads_fill_nothing_wrongly(gang: Gang, saved: str) -> None:
+    outcomes = gang.run_outcomes(
+        load_with_fault, saved, 1, (2, plan_other_reads), "", world=3, **PATIENT
+    )
+    errors = [str(outcome.exception) for outcome in outcomes]
+    assert any("other reads than were planned" in each for each in errors), errors
+    assert all(isinstance(outcome.exception, sw.RankError) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
