@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, modules_in
+from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
@@ -220,19 +220,12 @@ def _master_leaves(master: Parameter) -> list[TensorLeaf]:
 
 
 def _is_engine(value: object) -> bool:
-    return any(
-        (cls.__module__, cls.__name__) == ("deepspeed.runtime.engine", "DeepSpeedEngine")
-        for cls in type(value).__mro__
-    )
+    return has_class(value, "deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
 def _is_optimizer(value: object) -> bool:
     """Return whether a value is one of DeepSpeed's optimizers, which wrap a torch optimizer."""
-    return any(
-        ancestor.__module__.startswith("deepspeed.runtime.")
-        and ancestor.__name__ == "DeepSpeedOptimizer"
-        for ancestor in type(value).__mro__
-    )
+    return has_class(value, "deepspeed.runtime", "DeepSpeedOptimizer")
 
 
 def _torch_optimizer_of(optimizer: Any) -> Optimizer | None:

@@ -21,14 +21,13 @@ from shardwise.adapters.megatron_optimizer import (
     BucketedState,
     MasterWeight,
     inner_optimizers,
-    is_megatron_optimizer,
     master_weights_of,
     match_buckets,
     optimizers_in_chain,
     rebuild_weights,
     refuse_unknown_optimizer,
 )
-from shardwise.adapters.modules import modules_in, unwrap_data_parallel
+from shardwise.adapters.modules import has_class, modules_in, unwrap_data_parallel
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
@@ -51,7 +50,7 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
         StateError: a module contains modules of Megatron-Core, but does not describe how they are
             divided, or a value has a feature that is not supported.
     """
-    if is_megatron_optimizer(value):
+    if has_class(value, "megatron.core.optimizer.optimizer", "MegatronOptimizer"):
         return MegatronOptimizerBinding(name, value, context)
     modules = modules_in(value)
     if modules and all(map(_is_model, modules)):
@@ -59,7 +58,7 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
     for module in modules:
         _refuse_module_with_divided_parts(name, module)
     scheduler: Any = value
-    if _has_class(scheduler, "optimizer_param_scheduler", "OptimizerParamScheduler"):
+    if has_class(scheduler, "megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"):
         return ObjectBinding(
             name,
             scheduler.state_dict,
@@ -71,7 +70,9 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
 
 def _is_model(module: nn.Module) -> bool:
     """Return whether a module is one of Megatron-Core, also if it is wrapped."""
-    return _has_class(unwrap_data_parallel(module), "transformer.module", "MegatronModule")
+    return has_class(
+        unwrap_data_parallel(module), "megatron.core.transformer.module", "MegatronModule"
+    )
 
 
 def _load_scheduler(scheduler: Any, state: object) -> None:
@@ -106,11 +107,6 @@ def _refuse_module_with_divided_parts(name: str, module: nn.Module) -> None:
             "does not describe how: put those modules into the state, or derive this one from "
             "MegatronModule"
         )
-
-
-def _has_class(value: object, module: str, name: str) -> bool:
-    wanted_class = f"megatron.core.{module}", name
-    return any((cls.__module__, cls.__name__) == wanted_class for cls in type(value).__mro__)
 
 
 class MegatronModelBinding(Binding):
@@ -341,7 +337,7 @@ def _unwrap(name: str, chunk: nn.Module) -> nn.Module:
     while type(module).__name__ in _WRAPPER_CLASSES and isinstance(module.module, nn.Module):
         module = module.module
     unsupported = ""
-    if _has_class(module, "distributed.data_parallel_base", "_BaseDataParallel"):
+    if has_class(module, "megatron.core.distributed.data_parallel_base", "_BaseDataParallel"):
         unsupported = f"{type(module).__name__}, which divides the weights,"
     elif any(type(each.data) is not torch.Tensor for each in module.parameters()):
         unsupported = "weights that are quantized or divided by FSDP"

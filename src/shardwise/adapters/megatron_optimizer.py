@@ -52,14 +52,6 @@ class MasterWeight:
     high: int
 
 
-def is_megatron_optimizer(value: object) -> bool:
-    """Return whether a value is one of Megatron-Core's optimizers, which wrap torch optimizers."""
-    return any(
-        (cls.__module__, cls.__name__) == ("megatron.core.optimizer.optimizer", "MegatronOptimizer")
-        for cls in type(value).__mro__
-    )
-
-
 def optimizers_in_chain(optimizer: Any) -> list[Any]:
     """Return the optimizers in a chain of optimizers, except those without parameters."""
     chained = getattr(optimizer, "chained_optimizers", None)

@@ -268,6 +268,14 @@ def _device_for_meta_tensors() -> torch.device:
     return torch.device("cpu") if default.type == "meta" else default
 
 
+def has_class(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class with this name, in a module or below, by names alone."""
+    return any(
+        cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
+        for cls in type(value).__mro__
+    )
+
+
 def unwrap_data_parallel(module: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel or DataParallel."""
     while isinstance(module, (DataParallel, DistributedDataParallel)):
