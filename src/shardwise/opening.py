@@ -152,7 +152,7 @@ def open_any(
         files, layout = (
             _check_foreign(store, own or encoded)
             if manifest is None
-            else (store, open_manifest(store, manifest))
+            else (store, open_manifest(store, manifest, checks_sizes=group.rank == 0))
         )
     for name, file in layout.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
@@ -229,12 +229,13 @@ def read_manifest(store: Store) -> bytes:
         raise FormatError(str(error)) from error
 
 
-def open_manifest(store: Store, data: bytes) -> Layout:
+def open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:
     """Decode and check the manifest of a shardwise checkpoint.
 
     Args:
         store: the files of the checkpoint.
         data: the content of the manifest.
+        checks_sizes: as for `layout_in`.
 
     Raises:
         FormatError: the manifest is invalid.
@@ -244,7 +245,7 @@ def open_manifest(store: Store, data: bytes) -> Layout:
         manifest = decode_manifest(data)
     except FormatError as error:
         raise FormatError(f"{store}: {error}") from error
-    return layout_in(store, manifest)
+    return layout_in(store, manifest, checks_sizes=checks_sizes)
 
 
 def _describe_missing(store: Store) -> str:

@@ -30,8 +30,14 @@ ROUNDING = 1 + 1e-6
 """Tolerance of comparisons in floating point, which are used where integers could overflow."""
 
 
-def layout_in(store: Store, manifest: Manifest) -> Layout:
+def layout_in(store: Store, manifest: Manifest, *, checks_sizes: bool = True) -> Layout:
     """Return the layout of a checkpoint in a store, after the checks of `layout_of_manifest`.
+
+    Args:
+        store: the files of the checkpoint.
+        manifest: its manifest, decoded.
+        checks_sizes: whether to check the sizes of files if there are very many pieces. One rank
+            of a load is enough.
 
     Raises:
         FormatError: the manifest is invalid.
@@ -50,7 +56,7 @@ def layout_in(store: Store, manifest: Manifest) -> Layout:
             ) from None
 
     try:
-        return layout_of_manifest(manifest, size_of)
+        return layout_of_manifest(manifest, size_of if checks_sizes else None)
     except FormatError as error:
         raise FormatError(f"{store}: {error}; load another checkpoint") from error
 
