@@ -170,15 +170,15 @@ def gone(operation: str) -> None:
     raise OSError("the network is gone")
 
 
-def test_an_interrupted_export_goes_on(root: str) -> None:
+def test_an_interrupted_export_is_refused(root: str) -> None:
     source, target = below(root, "step-00000200"), below(root, "exported")
     target_store = FaultyStore(open_store(target), Fault(2, gone, verbs=("commit",)))
     with pytest.raises(OSError, match="the network is gone"):
         sw.export(source, target_store, max_file=600, only=["model.*"])
-    with pytest.raises(sw.CheckpointExistsError, match="another unfinished export"):
-        sw.export(source, target, max_file=700, only=["model.*"])
-    report = sw.export(source, target, max_file=600, only=["model.*"])
-    assert report.resumed == 2
+    with pytest.raises(sw.CheckpointExistsError, match="was interrupted: remove it"):
+        sw.export(source, target, max_file=600, only=["model.*"])
+    target = below(root, "again")
+    sw.export(source, target, max_file=600, only=["model.*"])
     assert not [name for name in open_store(target).list() if name.startswith(".")]
     wanted, found = sw.open(source).tensors(), sw.open(target).tensors()
     assert all(torch.equal(found[name][...], wanted[name][...]) for name in found)
