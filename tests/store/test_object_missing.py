@@ -18,9 +18,9 @@ from tests.store.test_object_faults import (  # noqa: F401 - place and proxy are
     Place,
     place,
     proxy,
-    store_with_own_clock,
 )
 from tests.tools.fault_proxy import FaultKind, HttpFault
+from tests.tools.watched_stores import store_with_own_clock
 
 
 def read_through(store: Store, key: str) -> bytes:
@@ -40,7 +40,7 @@ NOT_FOUND = HttpFault(FaultKind.ANSWER, status=404, methods=("GET", "HEAD"), cou
 
 @pytest.mark.parametrize("action", READS)
 def test_what_was_just_written_is_looked_for_again(place: Place, action: str) -> None:  # noqa: F811
-    store, now = store_with_own_clock(place)
+    store, now = store_with_own_clock(place.faulty(1, timeout=30))
     store.publish("key", b"content", replace=False)
     place.proxy.inject(NOT_FOUND)
     assert READS[action](store)
@@ -50,7 +50,7 @@ def test_what_was_just_written_is_looked_for_again(place: Place, action: str) ->
 
 
 def test_what_was_just_written_is_missing_after_ten_seconds(place: Place) -> None:  # noqa: F811
-    store, now = store_with_own_clock(place, retry=60)
+    store, now = store_with_own_clock(place.faulty(1, timeout=30), retry=60)
     store.publish("key", b"content", replace=True)
     open_store(place.direct(1)).delete("key")
     with pytest.raises(FileNotFoundError):
@@ -61,7 +61,7 @@ def test_what_was_just_written_is_missing_after_ten_seconds(place: Place) -> Non
 
 
 def test_only_what_was_just_written_is_looked_for_again(place: Place) -> None:  # noqa: F811
-    store, now = store_with_own_clock(place)
+    store, now = store_with_own_clock(place.faulty(1, timeout=30))
     store.publish("key", b"content", replace=True)
     with pytest.raises(FileNotFoundError):
         store.read("other", limit=100)
@@ -80,7 +80,7 @@ def test_only_what_was_just_written_is_looked_for_again(place: Place) -> None:  
 
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_put_that_the_server_does_not_find_is_repeated(place: Place, replaces: bool) -> None:  # noqa: F811
-    store, now = store_with_own_clock(place)
+    store, now = store_with_own_clock(place.faulty(1, timeout=30))
     missing = replace(NOT_FOUND, methods=("PUT",), path="/key")
     place.proxy.inject(missing)
     store.publish("key", b"content", replace=replaces)
@@ -97,7 +97,7 @@ def test_a_put_that_the_server_does_not_find_is_repeated(place: Place, replaces:
 )
 def test_an_upload_that_the_server_does_not_find(place: Place, method: str, path: str) -> None:  # noqa: F811
     """The request that begins it is repeated; later, the bytes are gone, and agents save again."""
-    store, size = store_with_own_clock(place)[0], 6 << 20
+    store, size = store_with_own_clock(place.faulty(1, timeout=30))[0], 6 << 20
     content = torch.arange(size, dtype=torch.int32).to(torch.uint8).numpy()
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""A local store that counts how often each block of each file is read."""
+"""Stores whose reads, copies or time a test knows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from shardwise.ports.store import Buffer, ReadableFile
 from shardwise.store import LocalStore
+from shardwise.store.object_store import ObjectStore
+from shardwise.store.retry import Retry, RetryingStore
 
 BLOCK = 64 * 1024
 
@@ -91,3 +93,13 @@ class _Copies:
 
     def close(self) -> None:
         pass
+
+
+def store_with_own_clock(url: str, retry: int = 10) -> tuple[RetryingStore, list[float]]:
+    """Return an object store, and its time, which only pauses between attempts change."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    return RetryingStore(ObjectStore(url), Retry(retry, 10.0, lambda: now[0], sleep)), now
