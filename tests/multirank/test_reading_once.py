@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -86,6 +86,15 @@ def on_nodes(per_node: int) -> AbstractContextManager[object]:
     return patch("shardwise.sharing.node_ranks.node_name", lambda: name)
 
 
+def open_files() -> dict[str, str]:
+    """What each file descriptor of this process refers to; the listing has one, too."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
 def load_parts(
     path: str,
     part: Part,
@@ -100,9 +109,9 @@ def load_parts(
     box, state = state_of(part)
     meter = Meter(f"{path}.meter", rate)
     before = meter.bytes_read()
-    threads = set(threading.enumerate())
-    files = len(os.listdir("/proc/self/fd"))
     dist.barrier()
+    threads = set(threading.enumerate())
+    files = open_files()
     with ExitStack() as stack:
         stack.enter_context(on_nodes(per_node))
         if fault is not None and dist.get_rank() == fault[0]:
@@ -119,7 +128,7 @@ def load_parts(
         assert torch.equal(_fragment(state, i), reference(i)[box.slices()])
     dist.barrier()
     assert set(threading.enumerate()) <= threads
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert len(open_files()) <= len(files), (files, open_files())
     return report.bytes_read, meter.bytes_read() - before, report.bytes_received
 
 
