@@ -67,9 +67,9 @@ def export(
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):
-            with Round(ranks, "beginning an export") as beginning:
+            with Round(ranks, "beginning an export") as all_ranks:
                 options.check()
                 store = open_place(place)
-                agree_on_place(beginning, store, how, options.settings_text)
+                agree_on_place(all_ranks, store, how, options.settings_text)
             source, layout = open_any(store, ranks, cleanup, how)
         return write_export(options, source, layout, ranks, recorder)

@@ -106,11 +106,11 @@ def load_state(
     """
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-            with Round(group, "beginning a load") as step:
+            with Round(group, "beginning a load") as all_ranks:
                 options.check()
                 bindings = bind_state(state, allow_pickle=options.allow_pickle)
                 place = get_store()
-                agree_on_place(step, place, open_options, options.settings_text)
+                agree_on_place(all_ranks, place, open_options, options.settings_text)
             store, layout = open_any(place, group, cleanup, open_options)
         with recorder.stage("match"):
             saved, matched, unexpected = _match(layout, bindings, state, options, group)
@@ -185,9 +185,11 @@ def _match(
     if resizing is not None:
         layout = resizing.apply(layout, SavedNames(layout, rename), selection)
     saved = SavedNames(layout, rename)
-    with Round(group, "matching names") as step:
+    with Round(group, "matching names") as all_ranks:
         matched = _match_state(bindings, saved, selection, cast=options.cast)
-        unexpected = agree_on_match(step, matched, saved, selection, state, strict=options.strict)
+        unexpected = agree_on_match(
+            all_ranks, matched, saved, selection, state, strict=options.strict
+        )
     return saved, matched, unexpected
 
 
@@ -292,8 +294,8 @@ def name_parameters(
     if not positional:
         return layout
 
-    with Round(group, "naming parameters") as step:
-        known = step.reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
+    with Round(group, "naming parameters") as all_ranks:
+        known = all_ranks.reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
     for optimizer in positional:
         if optimizer in known:
             layout = _name_parameters(layout, optimizer, known[optimizer])

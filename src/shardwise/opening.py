@@ -88,11 +88,13 @@ class OpenOptions:
 DEFAULT_OPTIONS = OpenOptions()
 
 
-def agree_on_place(step: Round, store: Store, options: OpenOptions, settings: str = "") -> None:
+def agree_on_place(
+    all_ranks: Round, store: Store, options: OpenOptions, settings: str = ""
+) -> None:
     """Check that all ranks open the same checkpoint in the same way; the end of a round.
 
     Args:
-        step: the round.
+        all_ranks: the round.
         store: the place, as this rank knows it.
         options: the options for reading the checkpoint.
         settings: further settings, as text, which must be equal on all ranks.
@@ -102,7 +104,7 @@ def agree_on_place(step: Round, store: Store, options: OpenOptions, settings: st
         MismatchError: ranks pass different arguments.
     """
     terms = f"{store}, step={parse_choice(options.step)!r} {settings}"
-    step.reduce(terms, str, _require_equal_terms, type(None))
+    all_ranks.reduce(terms, str, _require_equal_terms, type(None))
 
 
 def _require_equal_terms(terms: list[str]) -> None:
@@ -135,7 +137,7 @@ def open_any(
         ShardwiseError: as for `shardwise.open`.
     """
     own, directory, manifest, encoded = None, "", None, b""
-    with Round(group, "opening a checkpoint", first_only=True) as step:
+    with Round(group, "opening a checkpoint", first_only=True) as all_ranks:
         if group.rank == 0:
             directory = _choose_step_directory(store, parse_choice(options.step))
             place = store.at(directory) if directory else store
@@ -144,7 +146,7 @@ def open_any(
             if manifest is None:
                 own = _read_foreign(place, options)
                 encoded = _encode_foreign(own) if group.size > 1 else b""
-        directory, manifest, encoded = step.share(
+        directory, manifest, encoded = all_ranks.share(
             (directory, manifest, encoded), tuple[str, bytes | None, bytes]
         )
     store = store.at(directory) if directory else store

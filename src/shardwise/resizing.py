@@ -71,9 +71,9 @@ class Resizing:
             MismatchError: a pattern matches no tensor.
         """
 
-        with Round(group, "finding tensors to resize") as step:
+        with Round(group, "finding tensors to resize") as all_ranks:
             _check_patterns(resize)
-            found = step.gather(_find_targets(resize, bindings), _Found)
+            found = all_ranks.gather(_find_targets(resize, bindings), _Found)
         targets: dict[str, ResizeTarget] = {}
         optimizers: dict[str, None] = {}
         for each, names in found:

@@ -13,8 +13,8 @@ WORLD = 3
 
 def test_each_rank_gets_the_messages_of_all() -> None:
     def run(group: ThreadGroup) -> list[tuple[int, str]]:
-        with Round(group, "meeting") as step:
-            return step.gather((group.rank, "x" * 3000), tuple[int, str])
+        with Round(group, "meeting") as all_ranks:
+            return all_ranks.gather((group.rank, "x" * 3000), tuple[int, str])
 
     expected = [(rank, "x" * 3000) for rank in range(WORLD)]
     assert run_ranks(WORLD, run) == [expected] * WORLD
@@ -23,8 +23,8 @@ def test_each_rank_gets_the_messages_of_all() -> None:
 
 def test_what_rank_0_makes_of_all_messages_is_the_result_on_all() -> None:
     def run(group: ThreadGroup) -> int:
-        with Round(group, "adding") as step:
-            return step.reduce(group.rank + 1, int, sum, int)
+        with Round(group, "adding") as all_ranks:
+            return all_ranks.reduce(group.rank + 1, int, sum, int)
 
     assert run_ranks(WORLD, run) == [6] * WORLD
     assert run_ranks(1, run) == [1]
@@ -32,8 +32,8 @@ def test_what_rank_0_makes_of_all_messages_is_the_result_on_all() -> None:
 
 def test_the_value_of_rank_0_is_shared() -> None:
     def run(group: ThreadGroup) -> str:
-        with Round(group, "choosing", first_only=True) as step:
-            return step.share(f"by {group.rank}", str)
+        with Round(group, "choosing", first_only=True) as all_ranks:
+            return all_ranks.share(f"by {group.rank}", str)
 
     assert run_ranks(WORLD, run) == ["by 0"] * WORLD
 
@@ -46,11 +46,11 @@ def fail(group: Group) -> None:
 @pytest.mark.parametrize("ends_with_message", [False, True])
 def test_a_failure_reaches_all_ranks(failing: set[int], ends_with_message: bool) -> None:
     def run(group: ThreadGroup) -> None:
-        with Round(group, "meeting") as step:
+        with Round(group, "meeting") as all_ranks:
             if group.rank in failing:
                 fail(group)
             if ends_with_message:
-                step.gather(group.rank, int)
+                all_ranks.gather(group.rank, int)
 
     for rank, error in enumerate(run_ranks_and_catch(WORLD, run)):
         if rank in failing:
@@ -76,8 +76,8 @@ def test_a_failure_of_the_function_that_combines_is_the_same_error_on_all() -> N
         raise MismatchError("ranks differ:", [f"rank {each}" for each in ranks])
 
     def run(group: ThreadGroup) -> int:
-        with Round(group, "comparing") as step:
-            return step.reduce(group.rank, int, refuse, int)
+        with Round(group, "comparing") as all_ranks:
+            return all_ranks.reduce(group.rank, int, refuse, int)
 
     for error in run_ranks_and_catch(WORLD, run):
         assert isinstance(error, MismatchError)
@@ -111,8 +111,8 @@ def test_a_rank_that_is_gone_does_not_hide_why_this_one_failed() -> None:
 @pytest.mark.parametrize("world", [1, WORLD])
 def test_code_after_the_message_fails_on_its_own(world: int) -> None:
     def run(group: ThreadGroup) -> None:
-        with Round(group, "meeting") as step:
-            step.gather(group.rank, int)
+        with Round(group, "meeting") as all_ranks:
+            all_ranks.gather(group.rank, int)
             if group.rank == 0:
                 fail(group)
 

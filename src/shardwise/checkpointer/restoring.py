@@ -150,17 +150,17 @@ class Restoring:
         """
 
         with self._recorder.stage("asking"):
-            with Round(self._group, "choosing a step") as asking:
+            with Round(self._group, "choosing a step") as all_ranks:
                 choice = resolve_choice(step, best)
-                choices = asking.gather(f"step={choice!r}", str)
+                choices = all_ranks.gather(f"step={choice!r}", str)
             require_equal(choices, "ranks asked to restore different steps:")
-            with Round(self._group, "listing steps", first_only=True) as asking:
+            with Round(self._group, "listing steps", first_only=True) as all_ranks:
                 stored_steps = list[int]()
                 if self._group.rank == 0 and isinstance(choice, Best):
                     stored_steps = [choose_step(self._tiers, choice)]
                 elif self._group.rank == 0:
                     stored_steps = committed_steps(self._tiers)
-                stored_steps = asking.share(stored_steps, list[int])
+                stored_steps = all_ranks.share(stored_steps, list[int])
         if choice == "newest":
             return self._restore_newest(stored_steps, load)
         selected = stored_steps[0] if isinstance(choice, Best) else operator.index(choice)
@@ -264,8 +264,8 @@ class Restoring:
 
     def _is_any_other_save(self, root: Store, mirror: Store) -> bool:
         """Return whether root and mirror have different saves of a step. All ranks call this."""
-        with Round(self._group, "looking for an earlier save", first_only=True) as step:
-            return step.share(self._group.rank == 0 and have_other_saves(root, mirror), bool)
+        with Round(self._group, "looking for an earlier save", first_only=True) as all_ranks:
+            return all_ranks.share(self._group.rank == 0 and have_other_saves(root, mirror), bool)
 
     def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
         """Load a checkpoint on all ranks.
@@ -280,13 +280,13 @@ class Restoring:
         except Exception as error:  # raised again after the round
             failure = error
 
-        with Round(self._group, "restoring") as step:
+        with Round(self._group, "restoring") as all_ranks:
             damage = other = ""
             if isinstance(failure, _DAMAGE_ERRORS):
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
                 other = describe_error(failure)
-            ranks = step.gather((damage, other), tuple[str, str])
+            ranks = all_ranks.gather((damage, other), tuple[str, str])
         others = {rank: other for rank, (_, other) in enumerate(ranks) if other}
         damage = "" if others else next((damage for damage, _ in ranks if damage), "")
         if failure is not None and not damage:

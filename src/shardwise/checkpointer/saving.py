@@ -174,8 +174,8 @@ class Saving:
         removes_old = self._settings.keep.has_rules or self._settings.mirror is not None
         if self._saver.persist(call.step, removes_old=removes_old):
             return
-        with Round(self._group, "saving the last step") as step:
-            has_stepped = any(step.gather(self._has_stepped, bool))
+        with Round(self._group, "saving the last step") as all_ranks:
+            has_stepped = any(all_ranks.gather(self._has_stepped, bool))
         if has_stepped:
             if self._group.rank == 0:
                 log.warning(
@@ -206,13 +206,13 @@ class Saving:
         except (ShardwiseError, OSError) as error:  # raised or logged after the round
             failure = error
 
-        with Round(self._group, "judging a save") as step:
+        with Round(self._group, "judging a save") as all_ranks:
             own = ""
             if failure is not None and not isinstance(failure, RankError):
                 if not _is_storage_failure(failure):
                     raise failure
                 own = f"{type(failure).__name__}: {failure}"
-            reason = max(step.gather(own, str))
+            reason = max(all_ranks.gather(own, str))
         if failure is not None and not reason:
             raise failure
         if reason:

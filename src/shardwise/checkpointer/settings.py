@@ -236,16 +236,16 @@ def prepare_root_and_check_memory(
     """
     root, in_memory = settings.root, settings.memory is not None
 
-    with Round(group, "comparing options") as step:
+    with Round(group, "comparing options") as all_ranks:
         signal_options = {"save_on_signals": "[]"}
         if signals is not None:
             signal_options = {
                 "save_on_signals": str(signals.numbers),
                 "after_signal": repr(signals.after_signal),
             }
-        options = step.gather({**settings.shared_options(), **signal_options}, dict[str, str])
+        options = all_ranks.gather({**settings.shared_options(), **signal_options}, dict[str, str])
     _refuse_unequal(options)
-    with Round(group, "opening a root", first_only=True) as step:
+    with Round(group, "opening a root", first_only=True) as all_ranks:
         found = False, list[int]()
         if group.rank == 0:
             try:
@@ -253,7 +253,7 @@ def prepare_root_and_check_memory(
                 found = in_memory and is_writable(root), committed_steps(root)
             except StoreUnavailableError as error:
                 raise _with_snapshot_in_memory(error, root, settings.memory) from error
-        can_use_memory, steps = step.share(found, tuple[bool, list[int]])
+        can_use_memory, steps = all_ranks.share(found, tuple[bool, list[int]])
     if in_memory and not can_use_memory and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "

@@ -44,14 +44,14 @@ def start(
         return None, None
     loaded = _call_with_note(start_from, state) if callable(start_from) else load(start_from)
 
-    with Round(group, "starting from another run") as step:
+    with Round(group, "starting from another run") as all_ranks:
         if not isinstance(loaded, LoadReport):
             raise StateError(
                 f"start_from returned {loaded!r}: expected the report of sw.load; end the function "
                 "with `return sw.load(path, state)`"
             )
         has_optimizers = any(True for _ in torch_optimizers_in(state))
-        any_keeps_step = any(step.gather(bool(loaded.optimizers) or not has_optimizers, bool))
+        any_keeps_step = any(all_ranks.gather(bool(loaded.optimizers) or not has_optimizers, bool))
     origins = all_origins({START: loaded.bytes_read})
     report = RestoreReport(loaded.step, START, loaded, (), origins)
     return report, loaded.step if any_keeps_step else None

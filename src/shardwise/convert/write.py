@@ -107,9 +107,9 @@ def write_files(
         with Round(group, "starting an export", first_only=True):
             if group.rank == 0:
                 lock.enter_context(_lock(target))
-        with Round(group, "exporting") as step:
+        with Round(group, "exporting") as all_ranks:
             own_sums = _write_own_files(own_files, source, target, recorder)
-            sums = step.gather(own_sums, dict[str, list[int]])
+            sums = all_ranks.gather(own_sums, dict[str, list[int]])
         with Round(group, "publishing an export", first_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):

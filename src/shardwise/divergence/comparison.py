@@ -291,8 +291,8 @@ class ReplicaComparison:
         """
         if group.size == 1 or self._policy.ignores_all:
             return
-        with Round(group, "comparing replicas") as step:
-            messages = step.gather(self.encode_message(), bytes)
+        with Round(group, "comparing replicas") as all_ranks:
+            messages = all_ranks.gather(self.encode_message(), bytes)
         self.conclude(messages, group, recorder)
 
     def forget(self) -> None:
@@ -303,9 +303,9 @@ class ReplicaComparison:
         self, sample: ReplicaSample | None, differing: Mapping[int, int], group: Group
     ) -> tuple[Divergence, ...]:
         """Return which boxes differ, and on which ranks."""
-        with Round(group, "locating replicas that differ") as step:
+        with Round(group, "locating replicas that differ") as all_ranks:
             details = [] if sample is None else [self._describe(sample, differing, group.rank)]
-            return step.reduce(
+            return all_ranks.reduce(
                 details,
                 list[SampleDetails],
                 lambda messages: find_divergences(messages, differing),

@@ -139,7 +139,7 @@ def _describe_mismatch(
 
 
 def agree_on_match(
-    step: Round,
+    all_ranks: Round,
     found: Matched,
     saved: SavedNames,
     selection: Selection,
@@ -150,7 +150,7 @@ def agree_on_match(
     """Combine what matches on each rank, before any target is written; the end of a round.
 
     Args:
-        step: the round.
+        all_ranks: the round.
         found: what matches on this rank.
         saved: the contents of the checkpoint.
         selection: the names that are loaded. Other names are never unexpected.
@@ -178,7 +178,7 @@ def agree_on_match(
         found.unused_patterns,
         found.counts,
     )
-    unexpected = step.reduce(
+    unexpected = all_ranks.reduce(
         message,
         _MatchMessage,
         lambda messages: _combine(messages, saved, names, keys, strict=strict),

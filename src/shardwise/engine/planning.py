@@ -389,10 +389,10 @@ def _share(
     own = described.values.encode()
     if not with_structures and len(senders) == 1:
         return [], merge_values([own])
-    with Round(group, "describing a save") as step:
+    with Round(group, "describing a save") as all_ranks:
         structure = described.encoded if group.rank in describers else b""
         values = own if group.rank in senders and len(senders) > 1 else b""
-        sent = step.gather((structure, values), tuple[bytes, bytes])
+        sent = all_ranks.gather((structure, values), tuple[bytes, bytes])
     objects = merge_values([values for _, values in sent] if len(senders) > 1 else [own])
     return [structure for structure, _ in sent if structure], objects
 

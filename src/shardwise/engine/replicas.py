@@ -93,7 +93,7 @@ def check_all_together(
     if not len(layout.replicas):
         return  # on all ranks
 
-    with Round(group, "comparing replicas") as step:
+    with Round(group, "comparing replicas") as all_ranks:
         saved = SavedNames(layout)
         _, own = find_differences(
             store,
@@ -103,7 +103,7 @@ def check_all_together(
             tensors={saved.stored_index(name) for name in names},
             share=(group.rank, group.size),
         )
-        differences = step.gather(own, list[str])
+        differences = all_ranks.gather(own, list[str])
     refuse_differences(str(store), [line for lines in differences for line in lines])
 
 

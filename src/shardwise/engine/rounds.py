@@ -2,9 +2,9 @@
 
 Example: each rank writes a file, and all ranks learn of all files.
 
-    with Round(group, "writing a save") as step:
+    with Round(group, "writing a save") as all_ranks:
         entry = write_own_file()                     # may fail on some ranks
-        entries = step.gather(entry, FileEntry)      # the entries of all ranks, on all ranks
+        entries = all_ranks.gather(entry, FileEntry)      # the entries of all ranks, on all ranks
 
 If `write_own_file` fails on rank 3, rank 3 raises that error, and all other ranks raise a
 `RankError` which names rank 3. So no rank waits for a failed rank. Code that may fail on a single

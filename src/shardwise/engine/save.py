@@ -101,10 +101,10 @@ def save_all(
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
     sent_before = group.bytes_sent
-    with Round(group, "agreeing on a save") as step:
+    with Round(group, "agreeing on a save") as all_ranks:
         with recorder.stage("describe"):
             described = describe_save(prepare())
-        offers = step.gather(described.offer(plan_cache, group, watch), Offer)
+        offers = all_ranks.gather(described.offer(plan_cache, group, watch), Offer)
     if watch is not None:
         watch.conclude([each.sample for each in offers], group, recorder)
     planned = complete_plan(described, offers, group, plan_cache, recorder, watch)
@@ -151,13 +151,13 @@ def check_replicas(description: Description, fragments: Sequence[Fragment], grou
     Raises:
         MismatchError: boxes differ; the same error on all ranks, which lists all such boxes.
     """
-    with Round(group, "comparing replicas") as step:
+    with Round(group, "comparing replicas") as all_ranks:
         names = description.structure.names
         rows: list[_Row] = [
             (names[tensor], fragment.box.offset, fragment.box.shape, _checksum(fragment.data))
             for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
         ]
-        step.reduce(rows, list[_Row], _compare_checksums, type(None))
+        all_ranks.reduce(rows, list[_Row], _compare_checksums, type(None))
 
 
 def _checksum(data: torch.Tensor) -> int:
@@ -212,7 +212,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
     """
     store = planned.save.store
     try:
-        with Round(group, "writing a save") as step:
+        with Round(group, "writing a save") as all_ranks:
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.take_from_state()
@@ -222,7 +222,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
                 if source is not None:
                     checksum = write_data_file(store, planned.key, source, planned.save.arena)
                     entry = planned.entry(source, checksum)
-            entries = step.gather([] if entry is None else [entry], list[FileEntry])
+            entries = all_ranks.gather([] if entry is None else [entry], list[FileEntry])
     except LostRankError:
         raise
     except Exception:

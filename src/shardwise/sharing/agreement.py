@@ -111,7 +111,7 @@ def agree_on_reading_once(
         LostRankError: a rank died, or did not answer in time.
     """
     least = 1 if read_once else WORTH_CONNECTING
-    with Round(group, "planning shared reads") as step:
+    with Round(group, "planning shared reads") as all_ranks:
         address, listener = _listen(cleanup)
         wanted = b""
         if may_share and node.index == 0:
@@ -119,7 +119,7 @@ def agree_on_reading_once(
             if len(wanted) > LARGEST_LISTS * len(node) // group.size:
                 wanted = b""
         offer = _Offer(node.ranks[0], address, wanted, secrets.token_bytes(TOKEN_SIZE))
-        found = step.reduce(
+        found = all_ranks.reduce(
             offer, _Offer, lambda all_: _divide(all_, node.largest_read, least), list[_Division]
         )
     if not found:
@@ -132,7 +132,7 @@ def agree_on_reading_once(
         return None
     (division,) = found
     reads, _ = division.divide(division.wanted(), division.ranks.index(node.ranks))
-    with Round(group, "connecting") as step:
+    with Round(group, "connecting") as all_ranks:
         links, failure = None, ""
         try:
             links = _connect(node, reads, division, listener, cleanup)
@@ -140,7 +140,7 @@ def agree_on_reading_once(
             if read_once:
                 raise
             failure = str(error)
-        failures = [each for each in step.gather(failure, str) if each]
+        failures = [each for each in all_ranks.gather(failure, str) if each]
     if failures and group.rank == 0:
         log.warning("every node reads alone, because %s", failures[0])
     return None if failures or links is None else (reads, links)

@@ -78,14 +78,14 @@ def find_node_ranks(group: Group, wants: Wants, cleanup: ExitStack) -> NodeRanks
         ShardwiseError: as for `Round`.
     """
 
-    with Round(group, "finding the ranks of a node") as step:
+    with Round(group, "finding the ranks of a node") as all_ranks:
         fds = [os.memfd_create(f"shardwise-{each}", os.MFD_CLOEXEC) for each in ("wants", "buffer")]
         for fd in fds:
             cleanup.callback(os.close, fd)
         with open(fds[0], "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(wants))
         me = _Member(group.rank, node_name(), os.getpid(), *fds)
-        members = step.gather(me, _Member)
+        members = all_ranks.gather(me, _Member)
     return NodeRanks([each for each in members if each.node == me.node], group, cleanup)
 
 
