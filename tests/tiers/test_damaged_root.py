@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.names import MANIFEST, step_directory
 from tests.tiers.test_mirror import (
     DAMAGES,
     damage_file,
@@ -42,7 +41,7 @@ def test_a_damaged_file_is_read_from_the_mirror(
     if (of, how) == ("manifest", "missing"):
         pytest.skip("then the checkpoint was removed")
     save(root, 1, 2, mirror=mirror)
-    damaged = data_file(root, 2) if of == "data" else root / step_directory(2) / MANIFEST
+    damaged = data_file(root, 2) if of == "data" else root / "step-00000002" / "manifest.json"
     damage_file(damaged, how)
     before = files_of(root, 2)
     with sw.Checkpointer(root, mirror=mirror, memory=None, save_at_end=False) as checkpointer:
@@ -60,7 +59,7 @@ def test_an_intact_root_gives_all_bytes(root: Path, mirror: Path) -> None:
         origins = restore(checkpointer, 1)
         assert origins.pop("root") >= 4 * 400_000
         assert not any(origins.values())
-        for path in (root / step_directory(1)).iterdir():
+        for path in (root / "step-00000001").iterdir():
             path.unlink()
         origins = restore(checkpointer, 1)
         assert origins.pop("mirror") >= 4 * 400_000
