@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 import msgspec
@@ -322,7 +322,6 @@ def complete_plan(
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    watch: ReplicaWatch | None = None,
 ) -> PlannedSave:
     """Send structures and plain values as far as other ranks lack them, and plan the save.
 
@@ -334,7 +333,6 @@ def complete_plan(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        watch: compares the replicas of this save.
 
     Raises:
         MismatchError: ranks do not save the same checkpoint; or plain values, or dtypes or shapes
@@ -354,13 +352,9 @@ def complete_plan(
                 world = _unite(structures, offers, described)
                 plan = RankPlan.of(world, group.rank, described.description)
             plan_cache.put(key, group.rank, plan)
-    save_id, sample = offers[0].save_id, None
-    if watch is not None:
-        step = described.request.options.step or 0
-        sample = watch.begin(save_id, step, plan, described.description, described.fragments)
     return PlannedSave(
         save=described.request,
-        save_id=save_id,
+        save_id=offers[0].save_id,
         rank=group.rank,
         world_size=group.size,
         plan=plan,
@@ -369,8 +363,16 @@ def complete_plan(
         fragments=described.fragments,
         objects=objects,
         held=msgspec.msgpack.encode((described.fingerprint, described.description.coordinates)),
-        sample=sample,
     )
+
+
+def begin_sample(planned: PlannedSave, watch: ReplicaWatch) -> PlannedSave:
+    """Choose the replicas to compare at a save, once nothing can refuse the save any more."""
+    step = planned.save.options.step or 0
+    sample = watch.begin(
+        planned.save_id, step, planned.plan, planned.description, planned.fragments
+    )
+    return replace(planned, sample=sample)
 
 
 def _share(

@@ -16,6 +16,7 @@ from shardwise.engine.planning import (
     Offer,
     PlannedSave,
     SaveRequest,
+    begin_sample,
     complete_plan,
     describe_save,
 )
@@ -107,7 +108,7 @@ def save_all(
         offers = all_ranks.gather(described.offer(plan_cache, group, watch), Offer)
     if watch is not None:
         watch.conclude([each.sample for each in offers], group, recorder)
-    planned = complete_plan(described, offers, group, plan_cache, recorder, watch)
+    planned = complete_plan(described, offers, group, plan_cache, recorder)
     save = planned.save
     with ExitStack() as lock:
         with Round(group, "locking the place of a save", first_only=True):
@@ -117,6 +118,8 @@ def save_all(
         if save.options.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned.description, planned.fragments, group)
+        if watch is not None:
+            planned = begin_sample(planned, watch)
         files = _write(planned, group, recorder)
         # If the publication fails or its outcome is unknown, the data files stay, because the
         # manifest may exist. If the manifest does not exist, the next save here removes the files.

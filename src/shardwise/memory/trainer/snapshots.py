@@ -15,6 +15,7 @@ from shardwise.engine.planning import (
     Offer,
     PlannedSave,
     SaveRequest,
+    begin_sample,
     complete_plan,
     describe_save,
 )
@@ -170,15 +171,15 @@ class Snapshots:
         if self._options.when_full == "skip" and not all(slot for _, slot, _ in messages):
             self.skipped += 1
             return None
-        planned = complete_plan(
-            described, offers, self._group, plan_cache, recorder, self._comparison
-        )
-        with Round(self._group, "looking for an earlier save", first_only=True):
-            if self._group.rank == 0 and durable:
-                refuse_existing(planned.save, self._steps_to_look_for)
-                planned.refuse_if_full()
+        planned = complete_plan(described, offers, self._group, plan_cache, recorder)
+        if durable:
+            with Round(self._group, "looking for an earlier save", first_only=True):
+                if self._group.rank == 0:
+                    refuse_existing(planned.save, self._steps_to_look_for)
+                    planned.refuse_if_full()
         if planned.save.options.check_replicas:
             check_replicas(planned.description, planned.fragments, self._group)
+        planned = begin_sample(planned, self._comparison)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
 
     def _describe(
