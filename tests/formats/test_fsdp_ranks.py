@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
-from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
 from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
 from tests.breadth import examples
+from tests.formats.altering import open_with_altered_pickle
 from tests.formats.comparing import assert_same
 from tests.multirank.models import Block, Model
 from tests.tools.gang import Gang
@@ -306,20 +302,8 @@ def test_optimizer_without_a_certain_layout_is_left_out(saved: Path, tmp_path: P
 )
 @given(st.integers(0, 2**31), st.integers(0, 255), st.integers(1, 3))
 def test_altered_pickles_are_read_or_refused(saved: Path, at: int, byte: int, count: int) -> None:
-    path = place_of(saved, "tensors") / "model_world_size_4_rank_0.pt"
-    with zipfile.ZipFile(path) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        pickle = bytearray(archive.read(name))
-    for i in range(count):
-        pickle[(at + 977 * i) % len(pickle)] = byte
-    storage = Storage(0, 0, 2**20, "float32")
-    with contextlib.suppress(sw.FormatError):
-        unpickle(
-            bytes(pickle),
-            "it",
-            also_allowed={**TORCH_NAMES, **RANK_TENSOR_NAMES},
-            persistent_load=lambda _: storage,
-        )
+    name = "model_world_size_4_rank_0.pt"
+    open_with_altered_pickle(place_of(saved, "tensors"), name, at, byte, count)
 
 
 LAYER = {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.errors import FormatError
-from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import DTENSOR_NAMES, TORCH_NAMES, Storage
 from tests.breadth import OLD_TORCH, examples
+from tests.formats.altering import open_with_altered_pickle
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train
 from tests.tools.gang import Gang
@@ -216,16 +212,4 @@ def test_files_of_two_saves_are_no_checkpoint(saved: Path, tmp_path: Path) -> No
 )
 @given(st.integers(0, 2**31), st.integers(0, 255), st.integers(1, 3))
 def test_altered_pickles_are_read_or_refused(saved: Path, at: int, byte: int, count: int) -> None:
-    with zipfile.ZipFile(saved / "placed" / "part_0.pt") as archive:
-        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        pickle = bytearray(archive.read(name))
-    for i in range(count):
-        pickle[(at + 977 * i) % len(pickle)] = byte
-    storage = Storage(0, 0, 2**20, "float32")
-    with contextlib.suppress(FormatError):
-        unpickle(
-            bytes(pickle),
-            "it",
-            also_allowed={**TORCH_NAMES, **DTENSOR_NAMES},
-            persistent_load=lambda _: storage,
-        )
+    open_with_altered_pickle(saved / "placed", "part_0.pt", at, byte, count)
