@@ -109,7 +109,8 @@ def test_the_page_of_what_is_supported_names_tests_that_exist() -> None:
 def test_the_architecture_page_names_files_and_functions_that_exist() -> None:
     """The first column of each walk is `file: function`, below the file of the row above."""
     source = ROOT / "src" / "shardwise"
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").replace("`tests/", "")
+    pages = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "parts").glob("*.md")]
+    page = "".join(each.read_text(encoding="utf-8") for each in pages).replace("`tests/", "")
     named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`((?:, `[\w.]+`)*)", page)
     assert len(named) >= 60
     for file, function, more in named:
