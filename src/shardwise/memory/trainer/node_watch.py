@@ -50,9 +50,9 @@ class NodeWatch:
             return
         is_first = membership.node_of.index(own_node) == group.rank
 
-        with Round(group, "watching nodes") as step:
+        with Round(group, "watching nodes") as all_ranks:
             address = self._listen(own_node) if is_first else None
-            addresses = step.gather(address, Address | None)
+            addresses = all_ranks.gather(address, Address | None)
         others = {
             node: address
             for node, address in zip(membership.node_of, addresses, strict=True)

@@ -76,17 +76,17 @@ def _find_assembly(
     """Agree on the snapshot, and return where its files are."""
     run, here = snapshots.run, snapshots.node
     complete_saves = _find_complete_saves(snapshots, group) if damaged_step is None else set()
-    with Round(group, "listing snapshots") as listing:
+    with Round(group, "listing snapshots") as all_ranks:
         own = None
         if snapshots.is_first_of_node:
             _wait_for_commits(run, complete_saves)
             own = list_own_files(run, here)
-        nodes = [each for each in listing.gather(own, NodeFiles | None) if each is not None]
-    with Round(group, "looking for snapshots", first_only=True) as looking:
+        nodes = [each for each in all_ranks.gather(own, NodeFiles | None) if each is not None]
+    with Round(group, "looking for snapshots", first_only=True) as all_ranks:
         found = NO_SNAPSHOT
         if group.rank == 0:
             found = _search_nodes(snapshots, nodes, step, damaged_step, nodes_read)
-        return looking.share(found, Assembly)
+        return all_ranks.share(found, Assembly)
 
 
 def _search_nodes(
@@ -136,7 +136,7 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
 
     staged_files: list[str] = []
     files_of_saves: list[tuple[str, list[str]]] = []
-    with Round(group, "asking what was staged") as step:
+    with Round(group, "asking what was staged") as all_ranks:
         for number in snapshots.run.steps() if snapshots.is_first_of_node else ():
             place = SnapshotDirectory(snapshots.run, number)
             with suppress(StoreError):  # a record is damaged, so the save will not be committed
@@ -146,7 +146,7 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
                     for pending in place.pending_manifests()
                 ]
         own = staged_files, files_of_saves
-        lists = step.gather(own, tuple[list[str], list[tuple[str, list[str]]]])
+        lists = all_ranks.gather(own, tuple[list[str], list[tuple[str, list[str]]]])
     staged = {name for names, _ in lists for name in names}
     return {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
 

@@ -161,10 +161,10 @@ class Rings:
         if not self._are_needed():
             return planned.source(), None
 
-        with Round(self._group, "forming rings") as step:
+        with Round(self._group, "forming rings") as all_ranks:
             source = planned.source()
             entry = None if source is None else planned.entry(source)
-            held = step.gather((planned.held, entry), tuple[bytes, FileEntry | None])
+            held = all_ranks.gather((planned.held, entry), tuple[bytes, FileEntry | None])
         options, node_of = self._options, self._membership.node_of
         domain_of = {info.node: info.domain for info in self._membership.nodes}
         rings = form_rings(

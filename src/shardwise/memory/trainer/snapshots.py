@@ -160,11 +160,11 @@ class Snapshots:
         self.fence()
         bytes_sent_before = self._group.bytes_sent
 
-        with Round(self._group, "agreeing on a save") as step:
+        with Round(self._group, "agreeing on a save") as all_ranks:
             info = self._check_before_save()
             has_slot, described = self._describe(make_save(), recorder, durable=durable)
             offer = described.offer(plan_cache, self._group, self._comparison)
-            messages = step.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
+            messages = all_ranks.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
         offers = [offer for offer, _, _ in messages]
         self._comparison.conclude([each.sample for each in offers], self._group, recorder)
         self.membership.nodes = list({info.node: info for _, _, info in messages}.values())
@@ -214,9 +214,9 @@ class Snapshots:
         """
         group = self._group
 
-        with Round(group, "describing a save") as step:
+        with Round(group, "describing a save") as all_ranks:
             described = describe_save(replace(make_save(), written_to=None))
-            offers = step.gather(described.offer(plan_cache, group), Offer)
+            offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
         planned = complete_plan(described, offers, group, plan_cache, recorder)
         source, ring = self._rings.join(planned)
         compared = self._comparison.most_bytes(planned.plan, planned.description)
@@ -248,10 +248,10 @@ class Snapshots:
         with Round(self._group, "discarding newer snapshots"):
             self._discard(step)
         lineage = self.membership.lineage
-        with Round(self._group, "recording a resumption", first_only=True) as recording:
+        with Round(self._group, "recording a resumption", first_only=True) as all_ranks:
             if self._group.rank == 0:
                 lineage = resume_from(self.root, self.run.name, step)
-            self.membership.lineage = recording.share(lineage, Lineage)
+            self.membership.lineage = all_ranks.share(lineage, Lineage)
 
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
@@ -283,7 +283,7 @@ class Snapshots:
 
     def _finish(self) -> None:
         """Wait until all saves have ended. All ranks call this together."""
-        with Round(self._group, "waiting for saves") as waiting:
+        with Round(self._group, "waiting for saves") as all_ranks:
             self.fence()
             self._raise_failures()
             self._pending.wait_until_ended()
@@ -293,7 +293,7 @@ class Snapshots:
                 bool(self.run.steps()),
                 self._pending.is_last_durable(),
             )
-            states = waiting.gather(own, tuple[bool, bool, bool])
+            states = all_ranks.gather(own, tuple[bool, bool, bool])
         is_replaced, has_steps, is_durable = zip(*states, strict=True)
         if not any(is_replaced) and (all(is_durable) or not any(has_steps)):
             self._delete_all()
@@ -329,9 +329,9 @@ class Snapshots:
             Whether the last snapshot is of this step.
         """
         leads = self._group.rank == 0
-        with Round(self._group, "looking for the last snapshot") as looking:
+        with Round(self._group, "looking for the last snapshot") as all_ranks:
             self.fence()
-            are_last = looking.gather(self._pending.is_last_of_step(step), bool)
+            are_last = all_ranks.gather(self._pending.is_last_of_step(step), bool)
         if not all(are_last):
             return False
         with Round(self._group, "persisting the last snapshot"):
