@@ -6,7 +6,10 @@ page faults of a new mapping take longer than computing the checksums.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +17,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from shardwise.deadline import Deadline
 from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
+from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 CHUNK = 4 << 20
+MOST_PROCESSES = 8
+LEAST_BYTES_OF_PROCESS = 256 << 20
+CHILD_TIMEOUT = 60.0  # seconds
+PR_SET_PDEATHSIG = 1
+log = logging.getLogger("shardwise.agent")
+_libc = ctypes.CDLL(None)
 
 
 def map_file(path: Path, size: int, *, writable: bool = False) -> Buffer:
@@ -111,16 +121,70 @@ def _open_checked(path: Path, size: int, *, writable: bool) -> int:
     return fd
 
 
-def seal(data: Buffer, entry: FileEntry) -> FileEntry:
+def seal(data: Buffer, entry: FileEntry, processes: int | None = None) -> FileEntry:
     """Write the checksums of a staged file to its end; return its entry, with `checksums_crc32`.
 
+    Forked processes compute the checksums of large files: with such small blocks, several threads
+    would often wait for each other.
+
     Args:
-        data: the file, mapped.
+        data: the file, mapped; shared with forked processes.
         entry: the entry of the file.
+        processes: the number of processes, this one included. None: half of the processors, at
+            most 8, and no more than the file has blocks of 256 MiB.
     """
     end = entry.checksums_at
-    for low in range(0, end, CHUNK):
-        sums = block_checksums(data[low : min(low + CHUNK, end)]).astype("<u4")
-        at = end + low // BLOCK * sums.itemsize
-        data[at : at + sums.nbytes] = sums.view(np.uint8)
+    if processes is None:
+        processors = len(os.sched_getaffinity(0))
+        processes = max(1, min(MOST_PROCESSES, processors // 2, end // LEAST_BYTES_OF_PROCESS))
+    share = -(-block_count(end) // processes) * BLOCK
+    ranges = [(low, min(low + share, end)) for low in range(0, end, max(share, 1))]
+    children = {each: _fork(data, end, *each) for each in ranges[1:]}
+    for each in ranges[:1]:
+        _write_checksums(data, end, *each)
+    for each, child in children.items():
+        if not _has_succeeded(child):
+            _write_checksums(data, end, *each)
     return msgspec.structs.replace(entry, checksums_crc32=crc32(data[end:].tobytes()))
+
+
+def _write_checksums(data: Buffer, end: int, low: int, high: int) -> None:
+    """Write the checksums of bytes `low:high` into the table at `end`."""
+    for start in range(low, high, CHUNK):
+        sums = block_checksums(data[start : min(start + CHUNK, high)]).astype("<u4")
+        at = end + start // BLOCK * sums.itemsize
+        data[at : at + sums.nbytes] = sums.view(np.uint8)
+
+
+def _fork(data: Buffer, end: int, low: int, high: int) -> int:
+    """Write the checksums of a range in a forked process; return its id, or 0 if there is none."""
+    parent = os.getpid()
+    try:
+        child = os.fork()
+    except OSError as error:
+        log.warning("one process fewer computes checksums: %s", error)
+        return 0
+    if child:
+        return child
+    code = 1
+    try:
+        # This process holds the locks of the agent, and must not keep them longer than the agent.
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            _write_checksums(data, end, low, high)
+            code = 0
+    finally:
+        os._exit(code)
+
+
+def _has_succeeded(child: int) -> bool:
+    """Wait for a forked process, and return whether it has succeeded. One that hangs is killed."""
+    if not child:
+        return False
+    for _ in Deadline(CHILD_TIMEOUT).attempts(pause=0.001, longest_pause=0.01):
+        process, status = os.waitpid(child, os.WNOHANG)
+        if process:
+            return status == 0
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
