@@ -143,7 +143,7 @@ def load_state(
 
 
 def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
-    """Return how the ranks read: the first strategy of a plug-in that wants to, or shardwise's."""
+    """Return the first strategy that a plug-in returns, or else shardwise's own."""
     if group.size == 1:
         return ReadAlone()
     for entry in find_plugins(READ_STRATEGIES).values():

@@ -91,7 +91,7 @@ DEFAULT_OPTIONS = OpenOptions()
 def agree_on_place(
     all_ranks: Round, store: Store, options: OpenOptions, settings: str = ""
 ) -> None:
-    """Check that all ranks open the same checkpoint in the same way; the end of a round.
+    """Check that all ranks open the same checkpoint in the same way. Call it last in a round.
 
     Args:
         all_ranks: the round.
@@ -126,8 +126,7 @@ def open_any(
     Args:
         store: the place, the same on all ranks; see `agree_on_place`.
         group: the ranks.
-        cleanup: holds the checkpoint, on rank 0 for all ranks: it is not removed until `cleanup`
-            closes.
+        cleanup: on rank 0, keeps the checkpoint from being removed until it closes.
         options: the options for reading the checkpoint.
 
     Returns:
@@ -166,7 +165,7 @@ def _remap(files: Files, layout: Layout, spec: Specification) -> Layout:
     from shardwise.formats.remap import remap
 
     if spec.files is not None:
-        return layout  # the layout is what the specification says of the files
+        return layout  # the specification was applied when the files were read
     return remap(str(files), layout, spec.rules, spec.sizes)
 
 

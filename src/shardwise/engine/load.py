@@ -165,7 +165,8 @@ def plan_reads(
 def largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
     """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
 
-    Each read from another node is a request, so these reads are as long as the arena allows.
+    A file that another node serves costs one request for each read, so its reads are as long as a
+    buffer.
     """
     mapped = store.traits.mapped
     sizes = [
@@ -177,7 +178,7 @@ def largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
 
 
 def _leaves_to_read(leaves: Sequence[TensorLeaf], saved: SavedNames) -> list[TensorLeaf]:
-    """Return the leaves to fill, and leaves that compare further names of the same memory.
+    """Return the leaves to fill, and leaves that only compare: further names of the same memory.
 
     If one memory has several names, the first name fills the memory. Another name is read too if
     the checkpoint stores a different tensor under that name.
@@ -442,7 +443,7 @@ def read_span(
 
     Args:
         buffer: memory for the bytes.
-        in_place: return bytes that are in memory already, instead of copying them to `buffer`.
+        in_place: if the bytes are in memory already, return them without a copy.
 
     Raises:
         CorruptionError: bytes differ from the saved bytes. The error names the tensors.

@@ -147,7 +147,7 @@ def agree_on_match(
     *,
     strict: bool,
 ) -> tuple[str, ...]:
-    """Combine what matches on each rank, before any target is written; the end of a round.
+    """Combine what matches on each rank, before any target is written. Call it last in a round.
 
     Args:
         all_ranks: the round.

@@ -48,8 +48,8 @@ class StoredFile:
         name: the name of a data file, or the path below the directory of a foreign checkpoint,
             with `/`.
         size: the size in bytes.
-        content: the bytes, if no file stores them as an array. For example, a step count in a
-            pickle becomes a tensor, and `content` has its bytes.
+        content: the bytes themselves, if they lie in no file as an array. For example, a step count
+            in a pickle becomes a tensor, and `content` has its bytes.
         entry: the file's entry in a manifest of shardwise, with the place of its checksums; None
             for a file of another format.
     """
@@ -66,7 +66,7 @@ class StoredFile:
 
     @property
     def data_range(self) -> tuple[int, int]:
-        """The bytes that pieces may have."""
+        """The range of bytes in which pieces may lie."""
         return (0, self.size) if self.entry is None else (self.entry.data_at, self.entry.objects_at)
 
     @property

@@ -296,5 +296,5 @@ def count_tensors(encoded: msgspec.Raw) -> int:
         raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
 
 
-# Made at the import; see `_MANIFEST_DECODER`.
+# Made at the import, because its first use in threads can crash; see `decoding.py`.
 _DECODER = msgspec.json.Decoder(tuple[TensorWithPieces, ...])

@@ -41,8 +41,7 @@ def layout_in(store: Store, manifest: Manifest, *, checks_sizes: bool = True) ->
 
     Raises:
         FormatError: the manifest is invalid.
-        CorruptionError: the manifest claims so many pieces that file sizes are checked first, and
-            a file is missing.
+        CorruptionError: a file is missing. This is checked only if there are very many pieces.
     """
 
     def size_of(name: str) -> int:

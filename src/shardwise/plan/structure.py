@@ -68,7 +68,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
 def find_rules(
     tensors: Sequence[tuple[tuple[int, ...], Sharding | None, Sequence[Box]]],
 ) -> tuple[tuple[Rule, ...], tuple[int, ...], Coordinates]:
-    """Find the rules that result in the boxes of this rank.
+    """Find, for each tensor, the rule that yields the boxes of this rank.
 
     Args:
         tensors: for each tensor, its shape, its sharding if there is one, and the boxes that this

@@ -32,7 +32,7 @@ from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, 
 WORTH_SHARING = 0.05
 """Nodes share their reads if this spares at least this fraction of the bytes to read."""
 WORTH_CONNECTING = 64 << 20
-"""Unless the user has chosen: and if it spares at least so many bytes."""
+"""By default, at least so many bytes must be spared, too."""
 LARGEST_LISTS = 1 << 30
 """The limit on the sum of the sizes of all lists of byte ranges that rank 0 receives, in bytes."""
 CONNECT_SECONDS = 30.0

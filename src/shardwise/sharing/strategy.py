@@ -69,7 +69,7 @@ class ReadTogether:
         node = find_node_ranks(group, wants, cleanup)
         between = None
         if self._read_once is not False and len(node) < group.size:
-            # A node reads alone what it has: snapshots, of which it has most, or its own disk.
+            # A node does not share what it has itself: most files of a snapshot, or its own disk.
             is_local = self._read_once is None and store.traits.is_node_local
             may_share = store.traits.mapped is None and not is_local
             between = agree_on_reading_once(

@@ -144,6 +144,7 @@ def lock_for_publishing(
         if not is_held:
             raise StoreUnavailableError(
                 f"{store}: cannot lock {lock_file(pending.save_id)}, because another process holds "
-                "it: an agent that persists this save, or a Checkpointer that looks for leftovers"
+                "it: an agent that persists this save, or a Checkpointer that looks for leftovers. "
+                "The agent tries again; if this lasts, look for another agent with this root"
             )
         yield is_published
