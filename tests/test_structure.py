@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=31470,
+    statements=31490,
     modules_of_api=86,
-    statements_of_api=7200,
+    statements_of_api=7210,
     record_types=303,
-    names_across_packages=402,  # the ports are used from everywhere
+    names_across_packages=403,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=93,
 )

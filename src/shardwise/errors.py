@@ -182,5 +182,14 @@ def add_note(error: Exception, note: str) -> None:
 
 def describe_error(error: BaseException) -> str:
     """Return the type, message and notes of an error: `KeyError: 'x' (loader: raised by …)`."""
-    notes = "; ".join(getattr(error, "__notes__", []))
-    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+    notes = "; ".join(map(text_of, getattr(error, "__notes__", [])))
+    return f"{type(error).__name__}: {text_of(error)}" + (f" ({notes})" if notes else "")
+
+
+def text_of(value: object) -> str:
+    """Return `str(value)` as text that UTF-8 can encode, whatever the value is."""
+    try:
+        text = str(value)
+    except Exception as failure:  # the class of a user
+        return f"(without a text, because its __str__ raised {type(failure).__name__})"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

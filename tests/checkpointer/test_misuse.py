@@ -163,6 +163,19 @@ def test_ranks_with_different_options_are_refused(gang: Gang, tmp_path: Path) ->
     assert not (tmp_path / "root").exists()
 
 
+def begin_alone(path: str) -> None:
+    """Only rank 0 says where to start."""
+    start_from = None if dist.get_rank() else f"{path}/source"
+    sw.Checkpointer(f"{path}/root", start_from=start_from, memory=None)
+
+
+def test_ranks_start_from_the_same(gang: Gang, tmp_path: Path) -> None:
+    sw.save(tmp_path / "source", {"x": torch.ones(3)})
+    for outcome in gang.run_outcomes(begin_alone, str(tmp_path), world=2):
+        assert isinstance(outcome.exception, sw.MismatchError)
+        assert outcome.exception.problems == ["start_from: rank 0 has given, rank 1 has None"]
+
+
 def save_when_it_likes(path: str, shm: str) -> list[str]:
     """On one rank alone, the step is due, or forced."""
     rank = dist.get_rank()

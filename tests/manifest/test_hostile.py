@@ -115,6 +115,7 @@ HOSTILE: dict[str, Alter] = {
     "same file twice": lambda d: change("files", 1, "name", to=d["files"][0]["name"])(d),
     "same rank twice": same_rank,
     "rank outside the world": change("files", 0, "rank", to=99),
+    "negative step": change("step", to=-1),
     "no world": change("world_size", to=0),
     "absurd world": change("world_size", to=2**40),
     "absurd file size": change("files", 0, "size", to=2**61),

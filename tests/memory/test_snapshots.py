@@ -260,6 +260,29 @@ def test_what_fails_in_the_background_is_told_on_all_ranks(
         assert all("persist" in each for each in said)
 
 
+def fail_while_copying(root: str, shm: str) -> str:
+    """On rank 1, the copy fails; what the end of the run says."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    cp = sw.Checkpointer(root, memory=memory_of(shm, 1))
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(staging, "copy_range", fail)
+        cp.save(1, rows(1))
+        with pytest.raises((sw.ShardwiseError, RuntimeError)) as caught:
+            cp.close()
+    return str(caught.value)
+
+
+def test_a_copy_that_fails_on_one_rank_ends_the_run_on_all(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    for said in gang.run(fail_while_copying, str(tmp_path / "root"), str(shm), world=2):
+        assert "the copy failed" in said
+
+
 def die_while_copying(root: str, shm: str) -> None:
     """Two saves go well; in the third one rank is killed in the middle of its copy."""
     cp = sw.Checkpointer(root, memory=memory_of(shm, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise import LostRankError, MismatchError, RankError, StateError
+from shardwise import LostRankError, MismatchError, RankError, ShardwiseError, StateError
 from shardwise.ports.read_strategy import Group, Round
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 
@@ -40,6 +40,41 @@ def test_the_value_of_rank_0_is_shared() -> None:
 
 def fail(group: Group) -> None:
     raise StateError(f"bad on rank {group.rank}")
+
+
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("first_only", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (RuntimeError("file \udcff"), "file \\udcff"),
+        (WithoutTextError(), "its __str__ raised ValueError"),
+        (MismatchError("differs \udcff:", ["rank 0: \udcfe"]), "differs \\udcff:"),
+    ],
+)
+def test_a_failure_whose_text_cannot_be_sent_reaches_all_ranks(
+    failure: Exception, text: str, failing: int, first_only: bool
+) -> None:
+    failing = 0 if first_only else failing
+
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "meeting", first_only=first_only) as all_ranks:
+            if group.rank == failing:
+                raise failure
+            if first_only:
+                all_ranks.share(0, int)
+
+    for rank, error in enumerate(run_ranks_and_catch(WORLD, run)):
+        if rank == failing:
+            assert error is failure
+        else:
+            assert isinstance(error, ShardwiseError)
+            assert text in str(error)
 
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}, {0, 1, 2}])

@@ -243,7 +243,9 @@ def prepare_root_and_check_memory(
                 "save_on_signals": str(signals.numbers),
                 "after_signal": repr(signals.after_signal),
             }
-        options = all_ranks.gather({**settings.shared_options(), **signal_options}, dict[str, str])
+        own = {**settings.shared_options(), **signal_options}
+        own["start_from"] = "given" if has_start else "None"
+        options = all_ranks.gather(own, dict[str, str])
     _refuse_unequal(options)
     with Round(group, "opening a root", first_only=True) as all_ranks:
         found = False, list[int]()

@@ -30,6 +30,7 @@ from shardwise.errors import (
     ShardwiseError,
     SpecError,
     describe_error,
+    text_of,
 )
 
 T = TypeVar("T")
@@ -219,9 +220,11 @@ class Round:
         return msgspec.msgpack.decode(self._group.broadcast(data), type=_Reply)
 
     def _reply_of(self, error: Exception) -> _Reply:
-        problems = error.problems if isinstance(error, MismatchError) else []
-        text = error.summary if isinstance(error, MismatchError) else str(error)
-        return _Reply(self._operation, b"", type(error).__name__, text, problems)
+        name = type(error).__name__
+        if isinstance(error, MismatchError):
+            problems = [text_of(each) for each in error.problems]
+            return _Reply(self._operation, b"", name, text_of(error.summary), problems)
+        return _Reply(self._operation, b"", name, text_of(error))
 
 
 def require_equal(values: Sequence[str], summary: str) -> None:

@@ -87,7 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     format: str = "shardwise"
     version: int = VERSION
     save_id: str
-    step: int | None
+    step: Count | None
     created: str
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     metrics: dict[str, float | None] = {}

@@ -176,7 +176,7 @@ class NodeRanks:
             LostRankError: a process has ended.
         """
         for member in self._members:
-            if not Path(f"/proc/{member.process}").exists():
+            if not _is_running(member.process):
                 raise LostRankError(OPERATION, {member.rank: "its process has ended"})
 
     def _read_wants(self, member: _Member) -> Wants:
@@ -204,3 +204,12 @@ def _read_digest(fd: int) -> bytes | None:
     """Return the digest at the start of a buffer; None while the pages are being allocated."""
     digest = os.pread(fd, DIGEST_SIZE, 0)
     return digest if any(digest) else None
+
+
+def _is_running(process: int) -> bool:
+    """Return whether a process exists, and is no zombie, whose parent has not noticed its end."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return state[0] not in (b"Z", b"X")

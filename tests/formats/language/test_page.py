@@ -86,7 +86,7 @@ def test_the_error_on_the_page_is_the_one_that_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my.spec").write_text("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n")
+    Path("my.spec").write_text("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n", encoding="utf-8")
     with pytest.raises(ValueError, match="expected an axis") as error:
         sw.spec("my.spec")
     assert f"```\n{error.value}\n```" in PAGE
@@ -101,7 +101,7 @@ def test_the_problems_on_the_page_are_those_that_are_told(
         (1,): {"odd": numbered(5, 2)},
     }
     monkeypatch.chdir(tmp_path)
-    Path("my.spec").write_text(text)
+    Path("my.spec").write_text(text, encoding="utf-8")
     folder = Path("checkpoints/step_100")
     folder.mkdir(parents=True)
     spec = sw.spec("my.spec", files=write(folder, {"tp": 2}, ranks))

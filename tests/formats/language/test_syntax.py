@@ -92,7 +92,7 @@ def test_what_makes_no_sense_is_pointed_at(text: str, message: str) -> None:
 
 def test_errors_show_the_line_and_a_caret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my.spec").write_text("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n")
+    Path("my.spec").write_text("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n", encoding="utf-8")
     with pytest.raises(sw.SpecError) as error:
         sw.spec("my.spec")
     assert str(error.value) == (

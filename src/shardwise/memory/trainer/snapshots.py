@@ -283,9 +283,10 @@ class Snapshots:
 
     def _finish(self) -> None:
         """Wait until all saves have ended. All ranks call this together."""
-        with Round(self._group, "waiting for saves") as all_ranks:
+        with Round(self._group, "ending snapshots"):
             self.fence()
-            self._raise_failures()
+            self._raise_failures()  # now: others would wait for a snapshot that lacks a part
+        with Round(self._group, "waiting for saves") as all_ranks:
             self._pending.wait_until_ended()
             self._pending.wait_for_retention()
             own = (
