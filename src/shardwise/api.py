@@ -193,7 +193,7 @@ def open(  # noqa: A001 - shardwise.open
         spec: a specification of how to assemble the tensors; see `shardwise.spec`.
         skip_unknown: skip pickled values of unknown classes, and list them in `left_out`.
             Otherwise, such values are an error.
-        format: the format to read, if the directory has several; for example `"dcp"` or `"hf"`.
+        format: the foreign format to read, if the directory has several; for example `"dcp"`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.

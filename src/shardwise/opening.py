@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.engine.group import Group
@@ -33,6 +34,7 @@ from shardwise.manifest.names import (
 )
 from shardwise.manifest.validate import layout_in
 from shardwise.retention import Choice, choose_step, parse_choice
+from shardwise.state.tensors import is_instance
 from shardwise.store import (
     Files,
     Store,
@@ -46,20 +48,11 @@ from shardwise.store import (
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from shardwise.state.tensors import is_instance
-
-if TYPE_CHECKING:
-    from shardwise.formats.specification import Specification
-
 MOST_STEPS_EXAMINED = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
-
 
 _SPECIFICATION = ("shardwise.formats.specification", "Specification")
 
@@ -142,6 +135,11 @@ def open_any(
             place = store.at(directory) if directory else store
             cleanup.enter_context(lock_for_reading(place, MANIFEST))
             manifest = _find_manifest(place)
+            if manifest is not None and options.format is not None:
+                raise StateError(
+                    f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
+                    "another format: leave out format="
+                )
             if manifest is None:
                 own = _read_foreign(place, options)
                 encoded = _encode_foreign(own) if group.size > 1 else b""

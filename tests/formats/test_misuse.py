@@ -181,6 +181,12 @@ def test_of_several_formats_one_is_to_be_chosen(foreign: Path) -> None:
         sw.open(foreign, format="gguf")
 
 
+def test_a_foreign_format_is_not_read_from_a_checkpoint_of_shardwise(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"w": torch.ones(2)})
+    with pytest.raises(sw.StateError, match=r"is a shardwise checkpoint.*leave out format="):
+        sw.open(tmp_path, format="dcp")
+
+
 def test_a_file_is_no_place_to_convert_into(foreign: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     for target in ("taken", "taken/below", "taken/below/it"):
