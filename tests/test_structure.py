@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=31490,
+    statements=31520,
     modules_of_api=86,
     statements_of_api=7210,
     record_types=303,

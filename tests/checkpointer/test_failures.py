@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpointer.restoring import _describe_first_nodes
+from shardwise.manifest.names import step_directory
 from shardwise.store import LocalStore
 from tests.memory.test_snapshots import shm
 from tests.tools.gang import Gang
@@ -46,6 +47,26 @@ def fill_up(directory: Path) -> Path:
     path = directory / "filler"
     path.write_bytes(bytes(found.f_bavail * found.f_frsize - MB // 2))
     return path
+
+
+def test_a_checkpoint_that_is_committed_during_a_restore_is_restored(
+    tmp_path: Path, shm: Path
+) -> None:
+    """An agent may persist the last snapshot of a lost training while another one starts."""
+    root, memory = tmp_path / "root", sw.Memory(dir=str(shm), snapshot_every=0, slots=1)
+    with sw.Checkpointer(root, memory=memory) as cp:
+        cp.save(1, {"t": torch.full((9,), 1.0)})
+
+    def persist(event: sw.Event) -> None:
+        if event.stage == "reading" and not (root / step_directory(2)).exists():
+            sw.save(root / step_directory(2), {"t": torch.full((9,), 2.0)}, step=2)
+
+    found = torch.zeros(9)
+    with sw.Checkpointer(root, memory=memory, on_event=persist) as cp:
+        assert cp.restore({"t": found}) == 2
+        assert cp.last_restore is not None
+        assert cp.last_restore.step == 2
+    assert torch.equal(found, torch.full((9,), 2.0))
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -12,18 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import FileEntry, decode_manifest
+from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
-from shardwise.memory.agent.lead import LONGEST_OUTAGE, try_stage
+from shardwise.memory.agent.lead import LONGEST_OUTAGE, Leader, try_stage
 from shardwise.memory.agent.process import release_free_memory
 from shardwise.memory.decide import Action, Periods
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
+from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.memory.observe import Observer
-from shardwise.memory.records import Retry, StagedFile
+from shardwise.memory.records import PendingManifest, Retry, StagedFile, StageOutcome, StorageTask
+from shardwise.store import LocalStore
 from tests.soak.steadiness import anonymous
 
 SAVE = "0" * 16
@@ -152,6 +157,46 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Snapsho
     write_record(path, Retry(save_id=SAVE, stage="persist", failure="", since=long_ago, attempts=9))
     assert try_stage(place, "persist", SAVE, no_answer) == (0, "StoreUnavailableError: no answer")
     assert not path.exists()
+
+
+@pytest.mark.parametrize("resumed_from", [None, 3, 2])
+def test_no_snapshot_is_persisted_of_a_step_that_the_run_has_left(
+    tmp_path: Path, resumed_from: int | None
+) -> None:
+    """The run is resumed while the agent copies files; the snapshot is not abandoned yet."""
+    sw.save(tmp_path / "made", {"t": torch.arange(9)}, step=3)
+    manifest = (tmp_path / "made" / MANIFEST).read_bytes()
+    made, root = decode_manifest(manifest), tmp_path / "root"
+    stored = root / step_directory(3)
+    stored.mkdir(parents=True)
+    run = Home(tmp_path / "home").run(read_or_create_lineage(LocalStore(root)).run)
+    place = SnapshotDirectory(run, 3)
+    place.path.mkdir(parents=True)
+    (place.path / MANIFEST).write_bytes(manifest)
+    for file in made.files:
+        shutil.copy(tmp_path / "made" / file.name, stored)
+    pending = PendingManifest(
+        save_id=made.save_id,
+        step=3,
+        manifest="",
+        files=[(file.name, "node") for file in made.files],
+        nodes=[],
+        leader="node",
+        storage=StorageTask(root=str(root)),
+    )
+    write_record(place.path / records.save_record("pending", made.save_id), pending)
+    for stage, whose in (("commit", "all"), ("persist", "done")):
+        outcome = StageOutcome(save_id=made.save_id, stage=stage, node="node")
+        write_record(place.path / records.save_record(stage, made.save_id, whose), outcome)
+    if resumed_from is not None:
+        resume_from(LocalStore(root), run.name, resumed_from)
+    Leader("node").perform(Action("persist", place, made.save_id))
+    found = read_record(
+        place.path / records.save_record("persist", made.save_id, "all"), StageOutcome
+    )
+    assert found is not None
+    assert (stored / MANIFEST).exists() == (resumed_from != 2)
+    assert ("was resumed from an older step" in found.failure) == (resumed_from == 2)
 
 
 @pytest.mark.parametrize("hit", ["00000000deadbeef", "ffffffffdeadbeef"])

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -34,6 +34,7 @@ from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
+from shardwise.engine.load import LoadReport
 from shardwise.engine.options import check_integer
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 STAGING_ONLY = Memory(snapshot_every=0, slots=1)
 """Saves in the background without snapshots: memory holds each save until it is persisted."""
+MOST_RESTORES = 3
+"""`restore` loads again if a newer checkpoint was committed meanwhile. This limits the attempts."""
 
 log = logging.getLogger("shardwise")
 
@@ -393,15 +396,8 @@ class Checkpointer:
         )  # fmt: skip
         self._saving.begin_restore()
         recorder = Recorder(self._settings.on_event)
-        restoring = Restoring(self._settings, self._group, self._saver, self._damaged, recorder)
-        report = restoring.restore(step, self._settings.keep.best, load)
-        restored_step = start_step = report.step if report else None
-        if report is None:
-            place = self._start_from
-            report, start_step = starting.start(place, self._root, state, load, self._group)
-        self._saving.end_restore()
+        report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
-            self._saver.resume_from(restored_step)
             self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
         if self.last_restore is not None:
@@ -432,6 +428,34 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         return f"<Checkpointer of {self._root}>"
+
+    def _load_and_resume(
+        self,
+        step: Choice | Literal["best"],
+        state: State,
+        load: Callable[[api.Place], LoadReport],
+        recorder: Recorder,
+    ) -> tuple[RestoreReport | None, int | None]:
+        """Load a checkpoint, and record that the run is resumed from its step.
+
+        Returns:
+            The report, and the step to continue from; None for each if there is none.
+        """
+        restoring = Restoring(self._settings, self._group, self._saver, self._damaged, recorder)
+        has_agents = self._settings.memory is not None
+        for _ in range(MOST_RESTORES):
+            report = restoring.restore(step, self._settings.keep.best, load)
+            restored_step = start_step = report.step if report else None
+            if report is None:
+                place = self._start_from
+                report, start_step = starting.start(place, self._root, state, load, self._group)
+            self._saving.end_restore()
+            with recorder.stage("rebuilding"):
+                self._saver.resume_from(restored_step)
+            # From now on, agents persist no newer step. One may have done so during the load.
+            if step != "newest" or not has_agents or not restoring.finds_later_step(restored_step):
+                break
+        return report, start_step
 
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:

@@ -130,6 +130,7 @@ class Restoring:
         self._saver = saver
         self._damaged = damaged
         self._recorder = recorder
+        self._listed_steps = list[int]()
 
     def restore(self, step: object, best: Best | None, load: Load) -> RestoreReport | None:
         """Load the newest intact checkpoint, or the selected one.
@@ -161,10 +162,26 @@ class Restoring:
                 elif self._group.rank == 0:
                     stored_steps = committed_steps(self._tiers)
                 stored_steps = all_ranks.share(stored_steps, list[int])
+        self._listed_steps = stored_steps
         if choice == "newest":
             return self._restore_newest(stored_steps, load)
         selected = stored_steps[0] if isinstance(choice, Best) else operator.index(choice)
         return self._restore_step(selected, stored_steps, load)
+
+    def finds_later_step(self, step: int | None) -> bool:
+        """Return whether a newer checkpoint was committed while `restore` loaded the newest.
+
+        An agent may have persisted a snapshot of the lost training meanwhile.
+
+        Args:
+            step: the restored step; None if there was none.
+        """
+        with Round(self._group, "looking for later steps", first_only=True) as all_ranks:
+            found = False
+            if self._group.rank == 0:
+                later = set(committed_steps(self._tiers)).difference(self._listed_steps)
+                found = max(later, default=-1) > (-1 if step is None else step)
+            return all_ranks.share(found, bool)
 
     def _restore_newest(self, stored_steps: list[int], load: Load) -> RestoreReport | None:
         report, found = self._load_first_intact(stored_steps, None, load)

@@ -28,6 +28,7 @@ from shardwise.memory.agent.protect import plan_protection
 from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
+from shardwise.memory.lineage import read_lineage
 from shardwise.memory.options import Tls
 from shardwise.memory.records import (
     AgentInfo,
@@ -177,11 +178,30 @@ class _LeaderSave:
             with lock_for_publishing(self.pending, store) as is_published:
                 copied = 0 if is_published else self._copy_files(store)
                 manifest = self.place.read_manifest(save_id)
+                if not is_published:
+                    self._refuse_superseded(root)
                 commit_save(store, save_id, manifest, names, overwrite=self.pending.overwrite)
         if self.pending.storage.is_needed:
             request = records.save_record(records.REMOVE_OLD, save_id)
             write_record(self.place.path / request, self.pending.storage)
         return copied
+
+    def _refuse_superseded(self, root: Store) -> None:
+        """Raise if the run was resumed from an older step while this snapshot was persisted."""
+        step = self.place.step
+        try:
+            lineage = read_lineage(root)
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            log.warning("cannot tell whether step %d is superseded: %s", step, error)
+            return
+        is_same_run = lineage is not None and lineage.run == self.place.run.name
+        if lineage is not None and is_same_run and lineage.supersedes(step, self.pending.epoch):
+            raise StoreError(
+                f"step {step} is not persisted to {root}: meanwhile, run {lineage.run} was resumed "
+                "from an older step; it will save this step again"
+            )
 
     def _copy_files(self, store: Store) -> int:
         """Have each node copy its files to storage, then copy the files that are still missing."""
