@@ -14,7 +14,7 @@ import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import plan_save
-from shardwise.plan.structure import AxisSplit, Structure, World
+from shardwise.plan.structure import AxisSplit, Description, Structure, World
 
 SIMULATED = (64, 1024, 16384)
 
@@ -68,10 +68,14 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
         names, ("float32",) * tensors, (shape,) * tensors, (rule,), (0,) * tensors
     )
     world = World((structure,), np.zeros(ranks, np.int64), tuple((i,) for i in range(ranks)))
+    offset = np.zeros((tensors, 2), np.int64)
+    part = np.tile(np.array([shape[0] // ranks, shape[1]], np.int64), (tensors, 1))
+    description = Description(structure, (0,), np.arange(tensors), offset, part)
     start = time.perf_counter()
-    manifest = plan_save(world).encode_tensors()
+    plan = plan_save(world, 0, description)
+    encoded = plan.encoded_tensors
     seconds = time.perf_counter() - start
-    return {"ranks": ranks, "seconds": round_digits(seconds), "manifest, bytes": len(manifest)}
+    return {"ranks": ranks, "seconds": round_digits(seconds), "manifest, bytes": len(encoded)}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -17,21 +15,20 @@ import torch
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import SaveRequest, refuse_if_full
+from shardwise.engine.planning import SaveRequest, make_manifest, refuse_if_full
 from shardwise.engine.save import lock_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import (
-    VERSION,
     FileEntry,
     Manifest,
     ObjectEntry,
     TensorEntry,
     encode_manifest,
 )
-from shardwise.manifest.names import check_name, data_file, new_save_id
+from shardwise.manifest.names import check_name, new_save_id
 from shardwise.manifest.pieces import encode_tensors_with
 from shardwise.manifest.validate import layout_of_manifest
 from shardwise.opening import refuse_as_destination
@@ -160,23 +157,21 @@ class PartialSave:
         ]
         file = None
         if fragments:
-            metadata = {"shardwise": str(VERSION), "save_id": self.save_id, "rank": str(rank)}
             header = encode_header_entries(table.describe_pieces(description))
-            source = FileSource.of(table, fragments, lay_out_file(header, 0, metadata))
-            file = self._write_file(source, rank)
+            # The name has an id of its own: without `begin`, a process does not know the save's id.
+            laid_out = lay_out_file(self.save_id, rank, header)
+            file = self._write_file(FileSource.of(table, fragments, laid_out))
         path = str(self._request.store)
         return SavedPart(path, rank, file, tuple(entries), tuple(boxes), encoded)
 
-    def _write_file(self, source: FileSource, rank: int) -> FileEntry:
-        # The name has an id of its own: processes without `begin` do not know that of the save.
-        store, key = self._request.store, data_file(rank, self.save_id)
+    def _write_file(self, source: FileSource) -> FileEntry:
+        store = self._request.store
         try:
-            crc32 = write_data_file(store, key, source, self._request.arena)
+            return write_data_file(store, source, self._request.arena)
         except BaseException:
             with suppress(OSError):
-                store.delete(key)
+                store.delete(source.entry.name)
             raise
-        return source.layout.entry(key, rank, crc32)
 
     def commit(
         self,
@@ -235,18 +230,10 @@ class PartialSave:
         ]
         for name in (*(each.name for each in named), *objects):
             check_name(name)
-        options = self._request.options
-        metrics = options.metrics.items()
-        manifest = Manifest(
-            save_id=self.save_id,
-            step=options.step,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self._world_size,
-            metrics={name: value if math.isfinite(value) else None for name, value in metrics},
-            files=tuple(files),
-            objects=tuple(ObjectEntry(name, value) for name, value in objects.items()),
-            tensors=encode_tensors_with(named, rows),
-        )
+        entries = tuple(ObjectEntry(name, value) for name, value in objects.items())
+        tensor_list = encode_tensors_with(named, rows)
+        options, world = self._request.options, self._world_size
+        manifest = make_manifest(self.save_id, options, world, files, (entries, ()), tensor_list)
         try:
             layout_of_manifest(manifest)
         except FormatError as error:

@@ -17,7 +17,7 @@ from shardwise.divergence.replica_sets import saves_per_round
 from shardwise.events import Recorder
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan.save import RankPlan
+from shardwise.plan.save import plan_save
 from shardwise.state.leaves import Fragment
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
@@ -58,11 +58,11 @@ def compare_for_a_round(case: World, flip: Flip | None) -> list[tuple[tuple[Dive
         if flip is not None and flip[0] == group.rank:
             data = fragments[flip[1]].data.view(-1).view(torch.uint8)
             data[flip[2]] ^= 1 << flip[3]
-        rank_plan = RankPlan.of(world_of_ranks, group.rank, description)
+        plan = plan_save(world_of_ranks, group.rank, description)
         comparison = ReplicaComparison(DivergencePolicy((("*", "warn"),)))
         for step in range(saves_per_round(world)):
             save_id = f"{0xFFFFFFFE:x}{step:08x}"
-            sample = comparison.begin(save_id, step, rank_plan, description, fragments)
+            sample = comparison.begin(save_id, step, plan, fragments)
             if sample is not None:
                 sample.take_from_state()
             comparison.compare_last(group, Recorder())

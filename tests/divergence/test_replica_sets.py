@@ -58,7 +58,7 @@ def test_the_ranges_of_a_round_cover_each_byte_once(nbytes: int, holders: int, f
 
 
 def sets_of(descriptions: list[Description]) -> list[tuple[ReplicaSet, ...]]:
-    return [replica_sets_of(plan, rank) for rank, plan in enumerate(plans_of(descriptions))]
+    return [replica_sets_of(plan) for plan in plans_of(descriptions)]
 
 
 def compared_boxes(

@@ -37,12 +37,12 @@ def pieces(draw: st.DrawFn) -> list[Piece]:
 def test_any_safetensors_reader_opens_it(
     listed: Sequence[Piece], objects_bytes: int, note: str
 ) -> None:
-    file = lay_out_file(encode_header_entries(listed), objects_bytes, {"note": note})
-    header = json.loads(file.header[8:])
-    assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
-    assert file.data_at == len(file.header)
+    start, file = lay_out_file(note, 3, encode_header_entries(listed), objects_bytes)
+    header = json.loads(start[8:])
+    assert int.from_bytes(start[:8], "little") == len(start) - 8
+    assert file.data_at == len(start)
     assert file.data_at % ALIGNMENT == 0
-    assert header["__metadata__"] == {"note": note}
+    assert header["__metadata__"] == {"shardwise": "1", "save_id": note, "rank": "3"}
     sizes = [box.size * DTYPES[dtype].itemsize for _, dtype, _, box in listed]
     assert file.objects_at == file.data_at + sum(sizes)
     assert file.checksums_at == file.objects_at + objects_bytes
@@ -55,7 +55,7 @@ def test_any_safetensors_reader_opens_it(
     assert (OBJECTS_KEY in header) == bool(objects_bytes)
     assert entries[-1][0] == CHECKSUMS_KEY
     if not any(entry["dtype"].startswith(("F8", "BF")) for _, entry in entries):
-        read = safetensors.load(file.header + bytes(file.size - file.data_at))
+        read = safetensors.load(start + bytes(file.size - file.data_at))
         stored = [read[key] for key, _ in entries[: len(listed)]]
         assert [array.nbytes for array in stored] == sizes
 
@@ -64,22 +64,23 @@ def test_parts_of_one_tensor_have_keys_of_their_own() -> None:
     shape = (4, 2)
     halves = [("w", "float32", shape, Box((i, 0), (2, 2))) for i in (0, 2)]
     taken = ("w[0:2,0:2]", "float32", (1,), Box((0,), (1,)))
-    header = json.loads(lay_out_file(encode_header_entries([taken, *halves]), 0, {}).header[8:])
+    start, _ = lay_out_file("id", 0, encode_header_entries([taken, *halves]))
+    header = json.loads(start[8:])
     assert list(header)[1:4] == ["w[0:2,0:2]", "w[0:2,0:2]'", "w[2:4,0:2]"]
 
 
 def test_a_name_that_needs_escapes_is_no_matter() -> None:
     whole = Box.whole((1,))
     names = ['"quoted"\\', "Größe", "\u2028", "a" * 4000]
-    file = lay_out_file(
-        encode_header_entries((name, "uint8", (1,), whole) for name in names), 0, {}
-    )
-    assert list(json.loads(file.header[8:]))[1:5] == names
+    listed = encode_header_entries((name, "uint8", (1,), whole) for name in names)
+    start, file = lay_out_file("id", 0, listed)
+    assert list(json.loads(start[8:]))[1:5] == names
     assert math.gcd(file.data_at, ALIGNMENT) == ALIGNMENT
 
 
 def test_a_tensor_takes_no_place_of_the_metadata() -> None:
     listed = encode_header_entries([("__metadata__", "uint8", (1,), Box.whole((1,)))])
-    header = json.loads(lay_out_file(listed, 0, {"a": "b"}).header[8:])
+    start, _ = lay_out_file("id", 0, listed)
+    header = json.loads(start[8:])
     assert list(header) == ["__metadata__", "__metadata__'", CHECKSUMS_KEY]
-    assert header["__metadata__"] == {"a": "b"}
+    assert header["__metadata__"]["save_id"] == "id"

@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
 from shardwise.engine.write_file import FileSource
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.data_file import FileLayout, encode_header_entries, lay_out_file
+from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
@@ -155,8 +157,8 @@ def content_of(*memories: Memory) -> FileSource:
         SIZE * np.arange(n + 1), list(range(n)), [(0,)] * n, [(SIZE,)] * n, [True] * n
     )
     devices = frozenset(each.device for each in memories if each.device is not None)
-    layout = lay_out_file(encode_header_entries(entries), 0, {})
-    return FileSource(layout, pieces, b"", memories.__getitem__, devices)
+    file = lay_out_file("0" * 16, 0, encode_header_entries(entries))
+    return FileSource(*file, pieces, b"", memories.__getitem__, devices)
 
 
 class Trial:
@@ -177,14 +179,15 @@ class Trial:
     ) -> CopyProgress:
         """Begin a part that holds this."""
         nothing: Any = None
+        save_id = f"{step:016x}"
+        if content is not None:
+            entry = msgspec.structs.replace(content.entry, name=data_file(0, save_id))
+            content = replace(content, entry=entry)
         planned = PlannedSave(
-            save_id=f"{step:016x}",
-            rank=0,
-            world_size=1,
-            save=nothing,
+            save_id=save_id,
+            request=nothing,
             plan=nothing,
             cached=False,
-            description=nothing,
             fragments=(),
             objects=(),
             sample=sample,
@@ -205,7 +208,7 @@ class Trial:
         found = list(self.run.step_path(step).glob("*.safetensors"))
         if not found:
             return None
-        data = found[0].read_bytes()[content.layout.data_at : content.layout.objects_at]
+        data = found[0].read_bytes()[content.entry.data_at : content.entry.objects_at]
         tensors = [data[at : at + SIZE] for at in range(0, len(data), SIZE)]
         assert all(len(set(each)) == 1 for each in tensors), "a mixture of versions"
         return [each[0] for each in tensors]
@@ -256,8 +259,8 @@ def sample_of(*memories: Memory) -> ReplicaSample:
     pieces = content_of(*memories).pieces
     end = int(pieces.start[-1])
     devices = frozenset(each.device for each in memories if each.device is not None)
-    layout = FileLayout(b"", 0, end, end, end)
-    source = FileSource(layout, pieces, b"", memories.__getitem__, devices)
+    entry = FileEntry("", 0, end, 0, end, end, 0)
+    source = FileSource(b"", entry, pieces, b"", memories.__getitem__, devices)
     sampled = SampledSet(number=7, holders=2, first=0, last=len(memories))
     nothing: Any = None
     return ReplicaSample("0" * 16, 1, 0, source, [sampled], nothing)
@@ -334,7 +337,7 @@ def test_threads_have_their_own_streams_back(trial: Trial) -> None:
     streams.begin([CARD, OTHER])
     memory = SimulatedMemory(accelerator, OTHER, np.ones(SIZE, np.uint8))
     content = content_of(memory)  # type: ignore[arg-type]
-    low, high = content.layout.data_at, content.layout.objects_at
+    low, high = content.entry.data_at, content.entry.objects_at
     streams.make_fill(content, wait=False)(low, high, np.zeros(SIZE, np.uint8))
     assert accelerator.current_stream(CARD) is accelerator.training[CARD]
     assert accelerator.current_stream(OTHER) is accelerator.training[OTHER]

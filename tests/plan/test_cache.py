@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.save import RankPlan
+from shardwise.plan.save import plan_save
 from shardwise.plan.structure import Description, Structure, World
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
@@ -192,7 +192,7 @@ def test_the_least_recently_used_plan_makes_room() -> None:
     structure = Structure((), (), (), (), ())
     none = np.zeros((0, 0), np.int64)
     description = Description(structure, (), np.zeros(0, np.int64), none, none)
-    plan = RankPlan.of(World((structure,), np.zeros(1, np.int64), ((),)), 0, description)
+    plan = plan_save(World((structure,), np.zeros(1, np.int64), ((),)), 0, description)
     cache = PlanCache(capacity=2)
     cache.put(b"a", 0, plan)
     cache.put(b"b", 0, plan)

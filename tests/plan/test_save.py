@@ -70,7 +70,7 @@ def world_of(descriptions: Sequence[Description]) -> World:
 def plans_of(descriptions: Sequence[Description]) -> list[SavePlan]:
     """The plan as each rank computes it."""
     world = world_of(descriptions)
-    return [plan_save(world, rank) for rank in range(len(descriptions))]
+    return [plan_save(world, rank, each) for rank, each in enumerate(descriptions)]
 
 
 def plan_of(descriptions: Sequence[Description]) -> SavePlan:
@@ -79,11 +79,11 @@ def plan_of(descriptions: Sequence[Description]) -> SavePlan:
 
 
 def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
-    return decode_tensors(plan.encode_tensors())[0]
+    return decode_tensors(plan.encoded_tensors)[0]
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
-    return expand_runs(decode_tensors(plan.encode_tensors())[1], np.zeros(1 << 16, np.int64))
+    return expand_runs(decode_tensors(plan.encoded_tensors)[1], np.zeros(1 << 16, np.int64))
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
@@ -112,7 +112,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     plans = plans_of(descriptions)
     times = {tensor.name: np.zeros(tensor.shape, int) for tensor in listed}
     for rank, description in enumerate(descriptions):
-        pieces = plans[rank].pieces_of(rank, description)
+        pieces = plans[rank].pieces
         for fragment, (name, _, shape, box), whole in zip(
             pieces.fragment, pieces.describe_pieces(description), pieces.whole, strict=True
         ):
@@ -154,7 +154,7 @@ def test_the_manifest_says_where_each_piece_lies(
     expected = set()
     dims = pieces.offset.shape[1]
     for rank, description in enumerate(descriptions):
-        table = plans[rank].pieces_of(rank, description)
+        table = plans[rank].pieces
         listed_pieces = table.describe_pieces(description)
         for start, (name, dtype, _, box) in zip(table.start.tolist(), listed_pieces, strict=False):
             padding = dims - len(box.shape)
@@ -244,7 +244,7 @@ def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
 @pytest.mark.parametrize("hold", [replicated, hybrid, mixture])
 def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
     first, second = (plan_of([described(hold(rank)) for rank in range(8)]) for _ in range(2))
-    assert first.encode_tensors() == second.encode_tensors()
+    assert first.encoded_tensors == second.encoded_tensors
     assert (first.limits == second.limits).all()
 
 
@@ -284,15 +284,13 @@ def test_rules_and_lists_of_boxes_have_the_same_plan() -> None:
     listed = [regular(rank, by_rule=False) for rank in range(6)]
     assert len({msgspec.msgpack.encode(each.structure) for each in ruled}) == 1
     for rank, (one, other) in enumerate(zip(plans_of(ruled), plans_of(listed), strict=True)):
-        assert one.encode_tensors() == other.encode_tensors()
-        pieces, others = (
-            plan.pieces_of(rank, each) for plan, each in ((one, ruled[rank]), (other, listed[rank]))
-        )
+        assert one.encoded_tensors == other.encoded_tensors
+        pieces, others = one.pieces, other.pieces
         assert list(pieces.describe_pieces(ruled[rank])) == list(
             others.describe_pieces(listed[rank])
         )
         assert pieces.fragment == others.fragment
-        for a, b in zip(replica_sets_of(one, rank), replica_sets_of(other, rank), strict=True):
+        for a, b in zip(replica_sets_of(one), replica_sets_of(other), strict=True):
             assert (a.number, a.holders) == (b.number, b.holders)
             assert (a.fragment == b.fragment).all()
             assert (a.start == b.start).all()
@@ -302,9 +300,8 @@ def test_ranks_of_a_rule_need_not_be_neighbours() -> None:
     """The same shards on ranks in another order: coordinates decide, not ranks."""
     order = [4, 2, 0, 5, 1, 3]
     described_ranks = [regular(rank, by_rule=True) for rank in order]
-    for rank, plan in enumerate(plans_of(described_ranks)):
-        pieces = plan.pieces_of(rank, described_ranks[rank])
-        assert all(fragment >= 0 for fragment in pieces.fragment)
+    for plan in plans_of(described_ranks):
+        assert all(fragment >= 0 for fragment in plan.pieces.fragment)
 
 
 def test_regular_shardings_are_folded_into_rules() -> None:
@@ -317,7 +314,7 @@ def test_regular_shardings_are_folded_into_rules() -> None:
             for rank in range(256)
         ]
     )
-    assert decode_tensors(plan.encode_tensors())[1].tensor.tolist() == [0, 1]
+    assert decode_tensors(plan.encoded_tensors)[1].tensor.tolist() == [0, 1]
     assert len(pieces_of(plan)) == 512
 
 

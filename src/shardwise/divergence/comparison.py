@@ -42,7 +42,7 @@ from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.manifest.checksums import crc32
-from shardwise.plan.save import RankPlan
+from shardwise.plan.save import SavePlan
 from shardwise.plan.structure import Description
 from shardwise.state.leaves import Fragment
 from shardwise.store.store import Buffer
@@ -101,7 +101,7 @@ class ReplicaSample:
         description: Description,
     ) -> None:
         self.save_id, self.step, self.position = save_id, step, position
-        self.nbytes, self.devices = source.layout.size, source.devices
+        self.nbytes, self.devices = source.entry.size, source.devices
         self.sets = tuple(sets)
         self._source: FileSource | None = source
         self._pieces = source.pieces
@@ -185,7 +185,7 @@ class ReplicaComparison:
     def __init__(self, policy: DivergencePolicy) -> None:
         self.found: tuple[Divergence, ...] = ()
         self._policy = policy
-        self._plan: RankPlan | None = None
+        self._plan: SavePlan | None = None
         self._sets: tuple[ReplicaSet, ...] = ()
         self._position: int | None = None
         self._comparisons = 0
@@ -197,8 +197,7 @@ class ReplicaComparison:
         self,
         save_id: str,
         step: int,
-        plan: RankPlan,
-        description: Description,
+        plan: SavePlan,
         fragments: Sequence[Fragment],
     ) -> ReplicaSample | None:
         """Choose what to compare at a save; return None if this rank has nothing to compare.
@@ -206,39 +205,39 @@ class ReplicaComparison:
         Args:
             save_id, step: the save.
             plan: the plan of the save.
-            description, fragments: the fragments of this rank.
+            fragments: the fragments in the plan's description, with their memory.
         """
-        self._use_plan(plan, description)
+        self._use_plan(plan)
         # A run that restarts often begins at another part each time, so that none is left out.
         self._position = int(save_id[:8], 16) if self._position is None else self._position + 1
         self._comparisons += 1
         if not self._sets:
             return None
-        pieces, limits = choose_pieces(self._sets, description, self._position)
+        pieces, limits = choose_pieces(self._sets, plan.description, self._position)
         source = FileSource.of(pieces, fragments)
         sampled = [
             SampledSet(each.number, each.holders, first, last)
             for each, (first, last) in zip(self._sets, pairwise(limits), strict=True)
         ]
-        self._sample = ReplicaSample(save_id, step, self._position, source, sampled, description)
+        self._sample = ReplicaSample(
+            save_id, step, self._position, source, sampled, plan.description
+        )
         return self._sample
 
-    def most_bytes(self, plan: RankPlan, description: Description) -> int:
+    def most_bytes(self, plan: SavePlan) -> int:
         """Return the largest number of bytes that this rank compares at a save with this plan."""
-        self._use_plan(plan, description)
+        self._use_plan(plan)
         return sum(map(most_bytes_compared, self._sets))
 
-    def _use_plan(self, plan: RankPlan, description: Description) -> None:
+    def _use_plan(self, plan: SavePlan) -> None:
         """Compare the sets of replicas of a plan from now on."""
         if self._plan is plan:
             return
+        description = plan.description
         ignored = [
             self._policy.reaction_to(name) == "ignore" for name in description.structure.names
         ]
-        sets = [
-            leave_out_tensors(each, ignored, description)
-            for each in replica_sets_of(plan.plan, plan.rank)
-        ]
+        sets = [leave_out_tensors(each, ignored, description) for each in replica_sets_of(plan)]
         self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
         self._position, self._equal_at = None, {}
 

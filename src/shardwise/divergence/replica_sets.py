@@ -56,16 +56,11 @@ class ReplicaSet:
         return int(self.start[-1])
 
 
-def replica_sets_of(plan: SavePlan, rank: int) -> tuple[ReplicaSet, ...]:
-    """Return the sets of replicas that this rank holds.
-
-    Args:
-        plan: the plan of a save, as this rank has computed it.
-        rank: this rank.
-    """
+def replica_sets_of(plan: SavePlan) -> tuple[ReplicaSet, ...]:
+    """Return the sets of replicas that a rank holds, from its plan of a save."""
     found = []
     for number, (holders, rows) in enumerate(plan.replicas):
-        if rank not in holders:
+        if plan.rank not in holders:
             continue
         # Wider types come first, so that every offset in the sequence is aligned to its own type.
         itemsize = plan.itemsize[plan.boxes.tensor[rows]]

@@ -4,16 +4,16 @@ A save begins with these steps, which `engine/save.py` and snapshots in memory s
 
 1. `describe_save`: describe the state of this rank.
 2. Each rank sends an `Offer` to all ranks.
-3. `complete_plan`: if a structure is new, the first rank that has it sends it to all ranks. Then
-   every rank computes the plan. If all ranks have the plan in their caches, they send only plain
-   values, if these differ.
+3. `DescribedSave.plan`: if a structure is new, the first rank that has it sends it to all ranks.
+   Then every rank computes the plan. If all ranks have the plan in their caches, they send only
+   plain values, if these differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
+from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
@@ -31,10 +32,10 @@ from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.data_file import lay_out_file
-from shardwise.manifest.manifest import VERSION, FileEntry, Manifest, ObjectEntry, encode_manifest
-from shardwise.manifest.names import data_file, new_save_id
+from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, encode_manifest
+from shardwise.manifest.names import MANIFEST, new_save_id
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.save import RankPlan
+from shardwise.plan.save import SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, differing_names
@@ -69,84 +70,69 @@ class SaveRequest:
         terms += " with overwrite=True" if options.overwrite else ""
         return terms + (" with check_replicas=True" if options.check_replicas else "")
 
+    def refuse_existing(self, steps: Collection[int] | None = None) -> None:
+        """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
+
+        Args:
+            steps: look only for checkpoints of these steps; None for all.
+
+        Raises:
+            CheckpointExistsError: the place has a checkpoint.
+        """
+        if self.options.overwrite or (steps is not None and self.options.step not in steps):
+            return
+        if MANIFEST in self.store.list():
+            raise exists_error(self.store)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave:
     """One rank's part of a save, after all ranks agreed on its plan.
 
     Attributes:
-        save: this rank's request.
+        request: this rank's request.
         save_id: the id of the save, which is part of the names of its files.
-        rank: this rank.
-        world_size: the number of ranks.
-        plan: the pieces that this rank writes.
+        plan: the plan, with the description of this rank.
         cached: whether the plan of an earlier save was reused.
-        description: the fragments of this rank, without bytes.
-        fragments: the same fragments, with their memory.
+        fragments: the fragments in the description, with their memory.
         objects: the plain values that all ranks share.
         held: a key, which is equal for ranks that hold the same boxes of the same tensors.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
-    save: SaveRequest
+    request: SaveRequest
     save_id: str
-    rank: int
-    world_size: int
-    plan: RankPlan
+    plan: SavePlan
     cached: bool
-    description: Description
     fragments: tuple[Fragment, ...]
     objects: tuple[ObjectEntry, ...]
     held: bytes = b""
     sample: ReplicaSample | None = None
 
-    @property
-    def key(self) -> str:
-        """The name of this rank's data file."""
-        return data_file(self.rank, self.save_id)
-
     def source(self) -> FileSource | None:
         """Return the source of this rank's file; None if the rank writes no file."""
-        per_rank = self.save.state.per_rank
-        if not (len(self.plan.pieces) or per_rank):
+        plan, per_rank = self.plan, self.request.state.per_rank
+        if not (len(plan.pieces) or per_rank):
             return None
         objects = msgspec.json.encode(per_rank) if per_rank else b""
-        metadata = {"shardwise": str(VERSION), "save_id": self.save_id, "rank": str(self.rank)}
-        layout = lay_out_file(self.plan.header, len(objects), metadata)
-        return FileSource.of(self.plan.pieces, self.fragments, layout, objects)
+        file = lay_out_file(self.save_id, plan.rank, plan.header_entries, len(objects))
+        return FileSource.of(plan.pieces, self.fragments, file, objects)
 
     def source_of_peer(self, rank: int) -> FileSource:
         """Return the source of the data section of a rank that holds the same boxes as this one.
 
         The bytes are read from this rank's replicas.
         """
-        return FileSource.of(self.plan.plan.pieces_of(rank, self.description), self.fragments)
-
-    def entry(self, source: FileSource, checksums_crc32: int = 0) -> FileEntry:
-        """Return the entry of this rank's file in the manifest.
-
-        Args:
-            source: the source of the file.
-            checksums_crc32: the CRC-32 of the file's checksums, if they are known.
-        """
-        return source.layout.entry(self.key, self.rank, checksums_crc32)
+        return FileSource.of(self.plan.pieces_of(rank), self.fragments)
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
-        """Return the encoded manifest with these files. Only rank 0 can call this."""
-        plan, options = self.plan.plan, self.save.options
-        metrics = options.metrics.items()
-        manifest = Manifest(
-            save_id=self.save_id,
-            step=options.step,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self.world_size,
-            metrics={name: value if math.isfinite(value) else None for name, value in metrics},
-            per_rank=plan.world.per_rank,
-            files=tuple(files),
-            objects=self.objects,
-            tensors=self.plan.tensors,
-        )
-        return encode_manifest(manifest)
+        """Return the encoded manifest with these files. Only rank 0 calls this."""
+        plan = self.plan
+        values = self.objects, plan.world.per_rank
+        tensors = plan.encoded_tensors
+        options = self.request.options
+        made = make_manifest(self.save_id, options, plan.world.size, files, values, tensors)
+        return encode_manifest(made)
 
     def refuse_if_full(self) -> None:
         """Refuse a save that does not fit into the free space of its storage.
@@ -154,35 +140,49 @@ class PlannedSave:
         Raises:
             StoreError: the storage has less free space than the tensors need.
         """
-        if self.save.written_to is not None:
-            refuse_if_full(self.save.written_to, self.plan.plan.bytes_stored)
+        if self.request.written_to is not None:
+            refuse_if_full(self.request.written_to, self.plan.bytes_stored)
+
+    def with_sample(self, watch: ReplicaWatch) -> PlannedSave:
+        """Choose the replicas to compare, once nothing can refuse the save any more."""
+        step = self.request.options.step or 0
+        return replace(self, sample=watch.begin(self.save_id, step, self.plan, self.fragments))
 
 
-@prepare_decoding
-class SharedValues(msgspec.Struct, array_like=True):
-    """The shared values of one rank.
+def make_manifest(
+    save_id: str,
+    options: SaveOptions,
+    world_size: int,
+    files: Sequence[FileEntry],
+    values: tuple[tuple[ObjectEntry, ...], tuple[str, ...]],
+    tensors: msgspec.Raw,
+) -> Manifest:
+    """Return the manifest of a save.
 
-    Attributes:
-        objects: plain values by name.
-        grouped: for each name, pairs of the names of parameters and their common value.
+    Args:
+        save_id, options: the save.
+        world_size: the number of ranks.
+        files: the data files.
+        values: the plain values that all ranks share, and the names of the per-rank values.
+        tensors: the list of tensors, encoded; see `manifest/pieces.py`.
     """
+    metrics = options.metrics.items()
+    return Manifest(
+        save_id=save_id,
+        step=options.step,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        world_size=world_size,
+        metrics={name: value if math.isfinite(value) else None for name, value in metrics},
+        per_rank=values[1],
+        files=tuple(files),
+        objects=values[0],
+        tensors=tensors,
+    )
 
-    objects: dict[str, JsonValue]
-    grouped: dict[str, list[tuple[tuple[str, ...], JsonValue]]]
 
-    @classmethod
-    def of(cls, state: LocalState) -> SharedValues:
-        """Return the shared values of a local state."""
-        return cls(state.objects, state.grouped)
-
-    def encode(self) -> bytes:
-        """Return the values as bytes, for rank 0."""
-        return msgspec.json.encode(self)
-
-    def digest(self) -> bytes:
-        """Return a digest, which is equal for equal values."""
-        encoded = msgspec.json.encode(self, order="sorted")
-        return hashlib.blake2b(encoded, digest_size=16).digest()
+SharedValues = tuple[dict[str, JsonValue], dict[str, list[tuple[tuple[str, ...], JsonValue]]]]
+"""The plain values of one rank by name; and for each name of grouped values, pairs of the names of
+parameters and their common value."""
 
 
 def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
@@ -202,14 +202,14 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
     for rank, data in enumerate(encoded):
         if not data:
             continue
-        values = msgspec.json.decode(data, type=SharedValues)
-        for name, value in values.objects.items():
+        own_objects, own_groups = _VALUES_DECODER.decode(data)
+        for name, value in own_objects.items():
             if name not in objects:
                 objects[name], rank_of[name] = value, rank
             elif objects[name] != value:
                 names = ", ".join(differing_names(objects[name], value, name)[:5])
                 problems.append(f"{names}: rank {rank_of[name]} and rank {rank} differ")
-        for name, groups in values.grouped.items():
+        for name, groups in own_groups.items():
             known = value_of_member.setdefault(name, {})
             for members, value in groups:
                 different = [each for each in members if known.setdefault(each, value) != value]
@@ -239,60 +239,6 @@ def _group_by_value(value_of_member: dict[str, JsonValue]) -> JsonValue:
     return [{"members": members, "value": value} for members, value in groups.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedSave:
-    """A request of this rank, and the description of its tensors.
-
-    Attributes:
-        request: the request.
-        description: the fragments of this rank, without bytes.
-        fragments: the same fragments, with their memory.
-        encoded: the encoded structure.
-        fingerprint: a digest of the structure.
-        values: the plain values that all ranks share.
-    """
-
-    request: SaveRequest
-    description: Description
-    fragments: tuple[Fragment, ...]
-    encoded: bytes
-    fingerprint: bytes
-    values: SharedValues
-
-    def offer(
-        self, plan_cache: PlanCache, group: Group, watch: ReplicaWatch | None = None
-    ) -> Offer:
-        """Return this rank's message about the save to the other ranks.
-
-        Args:
-            plan_cache: plans of earlier saves.
-            group: the ranks.
-            watch: has compared replicas at the last save.
-        """
-        return Offer(
-            self.request.terms,
-            self.fingerprint,
-            self.description.coordinates,
-            plan_cache.fingerprints(group.rank),
-            self.values.digest(),
-            b"" if watch is None else watch.encode_message(),
-            new_save_id() if group.rank == 0 else "",
-        )
-
-
-def describe_save(request: SaveRequest) -> DescribedSave:
-    """Describe the tensors of a request.
-
-    Raises:
-        StateError: as for `describe_tensors`.
-    """
-    state = request.state
-    description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
-    encoded = msgspec.msgpack.encode(description.structure)
-    values = SharedValues.of(state)
-    return DescribedSave(request, description, fragments, encoded, _digest(encoded), values)
-
-
 @prepare_decoding
 class Offer(msgspec.Struct, array_like=True):
     """What each rank tells the other ranks before a save.
@@ -316,63 +262,100 @@ class Offer(msgspec.Struct, array_like=True):
     save_id: str
 
 
-def complete_plan(
-    described: DescribedSave,
-    offers: Sequence[Offer],
-    group: Group,
-    plan_cache: PlanCache,
-    recorder: Recorder,
-) -> PlannedSave:
-    """Send structures and plain values as far as other ranks lack them, and plan the save.
+@dataclass(frozen=True, slots=True)
+class DescribedSave:
+    """A request of this rank, and the description of its tensors.
 
-    All ranks call this function together. Each computes the same plan.
+    Attributes:
+        request: the request.
+        description: the fragments of this rank, without bytes.
+        fragments: the same fragments, with their memory.
+        structure: the encoded structure of the description.
+    """
 
-    Args:
-        described: the save.
-        offers: the offers of all ranks.
-        group: the ranks.
-        plan_cache: plans of earlier saves, which this save reads and updates.
-        recorder: gets an event for each stage.
+    request: SaveRequest
+    description: Description
+    fragments: tuple[Fragment, ...]
+    structure: bytes
+
+    @property
+    def values(self) -> SharedValues:
+        """The plain values of this rank that all ranks share."""
+        return self.request.state.objects, self.request.state.grouped
+
+    def offer(
+        self, plan_cache: PlanCache, group: Group, watch: ReplicaWatch | None = None
+    ) -> Offer:
+        """Return this rank's message about the save to the other ranks.
+
+        Args:
+            plan_cache: plans of earlier saves.
+            group: the ranks.
+            watch: has compared replicas at the last save.
+        """
+        return Offer(
+            self.request.terms,
+            _digest(self.structure),
+            self.description.coordinates,
+            plan_cache.fingerprints(group.rank),
+            _digest(msgspec.json.encode(self.values, order="sorted")),
+            b"" if watch is None else watch.encode_message(),
+            new_save_id() if group.rank == 0 else "",
+        )
+
+    def plan(
+        self, offers: Sequence[Offer], group: Group, plan_cache: PlanCache, recorder: Recorder
+    ) -> PlannedSave:
+        """Send structures and plain values as far as other ranks lack them, and plan the save.
+
+        All ranks call this together. Each computes the same plan.
+
+        Args:
+            offers: the offers of all ranks.
+            group: the ranks.
+            plan_cache: plans of earlier saves, which this save reads and updates.
+            recorder: gets an event for each stage.
+
+        Raises:
+            MismatchError: ranks do not save the same checkpoint; or plain values, or dtypes or
+                shapes of tensors, differ between ranks.
+            LayoutError: as for `plan.save.plan_save`.
+        """
+        terms = [each.terms for each in offers]
+        require_equal(terms, "ranks do not save the same checkpoint in the same way:")
+        key = _digest(msgspec.msgpack.encode([(e.fingerprint, e.coordinates) for e in offers]))
+        is_cached = all(key in each.cached_plans for each in offers)
+        with recorder.stage("plan"):
+            plan = plan_cache.get(key, group.rank) if is_cached else None
+            plan_cache.count(is_hit=plan is not None)
+            structures, objects = _share(self, offers, group, with_structures=plan is None)
+            if plan is None:
+                with Round(group, "planning a save"):
+                    world = _unite(structures, offers, self)
+                    plan = plan_save(world, group.rank, self.description)
+                plan_cache.put(key, group.rank, plan)
+        own = offers[group.rank]
+        return PlannedSave(
+            request=self.request,
+            save_id=offers[0].save_id,
+            plan=plan,
+            cached=is_cached,
+            fragments=self.fragments,
+            objects=objects,
+            held=msgspec.msgpack.encode((own.fingerprint, own.coordinates)),
+        )
+
+
+def describe_save(request: SaveRequest) -> DescribedSave:
+    """Describe the tensors of a request.
 
     Raises:
-        MismatchError: ranks do not save the same checkpoint; or plain values, or dtypes or shapes
-            of tensors, differ between ranks.
-        LayoutError: as for `plan.save.plan_save`.
+        StateError: as for `describe_tensors`.
     """
-    terms = [each.terms for each in offers]
-    require_equal(terms, "ranks do not save the same checkpoint in the same way:")
-    key = _digest(msgspec.msgpack.encode([(e.fingerprint, e.coordinates) for e in offers]))
-    is_cached = all(key in each.cached_plans for each in offers)
-    with recorder.stage("plan"):
-        plan = plan_cache.get(key, group.rank) if is_cached else None
-        plan_cache.count(is_hit=plan is not None)
-        structures, objects = _share(described, offers, group, with_structures=plan is None)
-        if plan is None:
-            with Round(group, "planning a save"):
-                world = _unite(structures, offers, described)
-                plan = RankPlan.of(world, group.rank, described.description)
-            plan_cache.put(key, group.rank, plan)
-    return PlannedSave(
-        save=described.request,
-        save_id=offers[0].save_id,
-        rank=group.rank,
-        world_size=group.size,
-        plan=plan,
-        cached=is_cached,
-        description=described.description,
-        fragments=described.fragments,
-        objects=objects,
-        held=msgspec.msgpack.encode((described.fingerprint, described.description.coordinates)),
-    )
-
-
-def begin_sample(planned: PlannedSave, watch: ReplicaWatch) -> PlannedSave:
-    """Choose the replicas to compare at a save, once nothing can refuse the save any more."""
-    step = planned.save.options.step or 0
-    sample = watch.begin(
-        planned.save_id, step, planned.plan, planned.description, planned.fragments
-    )
-    return replace(planned, sample=sample)
+    state = request.state
+    description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
+    structure = msgspec.msgpack.encode(description.structure)
+    return DescribedSave(request, description, fragments, structure)
 
 
 def _share(
@@ -388,11 +371,11 @@ def _share(
     """
     describers = _first_of_each([each.fingerprint for each in offers]) if with_structures else []
     senders = _first_of_each([each.values_digest for each in offers])
-    own = described.values.encode()
+    own = msgspec.json.encode(described.values)
     if not with_structures and len(senders) == 1:
         return [], merge_values([own])
     with Round(group, "describing a save") as all_ranks:
-        structure = described.encoded if group.rank in describers else b""
+        structure = described.structure if group.rank in describers else b""
         values = own if group.rank in senders and len(senders) > 1 else b""
         sent = all_ranks.gather((structure, values), tuple[bytes, bytes])
     objects = merge_values([values for _, values in sent] if len(senders) > 1 else [own])
@@ -411,7 +394,7 @@ def _unite(structures: Sequence[bytes], offers: Sequence[Offer], own: DescribedS
     index_of: dict[bytes, int] = {}
     for data in structures:
         index_of[_digest(data)] = len(decoded)
-        is_own = data == own.encoded
+        is_own = data == own.structure
         decoded.append(
             own.description.structure if is_own else msgspec.msgpack.decode(data, type=Structure)
         )
@@ -441,3 +424,7 @@ def _first_of_each(values: Sequence[bytes]) -> list[int]:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+# Made at the import, because its first use in threads can crash; see `decoding.py`.
+_VALUES_DECODER = msgspec.json.Decoder(SharedValues)

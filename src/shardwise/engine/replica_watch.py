@@ -10,8 +10,7 @@ import torch
 from shardwise.engine.group import Group
 from shardwise.engine.write_file import FileSource
 from shardwise.events import Recorder
-from shardwise.plan.save import RankPlan
-from shardwise.plan.structure import Description
+from shardwise.plan.save import SavePlan
 from shardwise.state.leaves import Fragment
 from shardwise.store.store import Buffer
 
@@ -75,8 +74,7 @@ class ReplicaWatch(Protocol):
         self,
         save_id: str,
         step: int,
-        plan: RankPlan,
-        description: Description,
+        plan: SavePlan,
         fragments: Sequence[Fragment],
     ) -> ReplicaSample | None:
         """Choose what to compare at a save; return None if this rank has nothing to compare."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from shardwise.engine.commit import commit_save, exists_error, lock_save
+from shardwise.engine.commit import commit_save, lock_save
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers
-from shardwise.engine.planning import (
-    Offer,
-    PlannedSave,
-    SaveRequest,
-    begin_sample,
-    complete_plan,
-    describe_save,
-)
+from shardwise.engine.planning import Offer, PlannedSave, SaveRequest, describe_save
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
@@ -28,10 +21,8 @@ from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import MANIFEST
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.structure import Description
-from shardwise.state.leaves import Fragment, host_array
+from shardwise.state.leaves import host_array
 from shardwise.store import Store, abort_uploads
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
@@ -108,31 +99,30 @@ def save_all(
         offers = all_ranks.gather(described.offer(plan_cache, group, watch), Offer)
     if watch is not None:
         watch.conclude([each.sample for each in offers], group, recorder)
-    planned = complete_plan(described, offers, group, plan_cache, recorder)
-    save = planned.save
+    planned = described.plan(offers, group, plan_cache, recorder)
+    request, plan = planned.request, planned.plan
     with ExitStack() as lock:
         with Round(group, "locking the place of a save", first_only=True):
             if group.rank == 0:
                 planned.refuse_if_full()
-                lock_place(save, planned.save_id, lock)
-        if save.options.check_replicas:
+                lock_place(request, planned.save_id, lock)
+        if request.options.check_replicas:
             with recorder.stage("check_replicas"):
-                check_replicas(planned.description, planned.fragments, group)
+                check_replicas(planned, group)
         if watch is not None:
-            planned = begin_sample(planned, watch)
+            planned = planned.with_sample(watch)
         files = _write(planned, group, recorder)
         # If the publication fails or its outcome is unknown, the data files stay, because the
         # manifest may exist. If the manifest does not exist, the next save here removes the files.
         with Round(group, "publishing a save", first_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
-                    names, replaces = [each.name for each in files], save.options.overwrite
+                    names, replaces = [each.name for each in files], request.options.overwrite
                     manifest = planned.manifest(files)
-                    commit_save(save.store, planned.save_id, manifest, names, overwrite=replaces)
-    plan = planned.plan.plan
+                    commit_save(request.store, planned.save_id, manifest, names, overwrite=replaces)
     return SaveReport(
-        path=str(save.store),
-        step=save.options.step,
+        path=str(request.store),
+        step=request.options.step,
         bytes_total=plan.bytes_stored,
         bytes_written=sum(each.size for each in files if each.rank == group.rank),
         bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
@@ -143,19 +133,15 @@ def save_all(
     )
 
 
-def check_replicas(description: Description, fragments: Sequence[Fragment], group: Group) -> None:
+def check_replicas(planned: PlannedSave, group: Group) -> None:
     """Compare the boxes that several ranks hold. Every rank takes the checksums of all its boxes.
-
-    Args:
-        description: the tensors of this rank.
-        fragments: the memory of the fragments in the description, in the same order.
-        group: the ranks of the save.
 
     Raises:
         MismatchError: boxes differ; the same error on all ranks, which lists all such boxes.
     """
     with Round(group, "comparing replicas") as all_ranks:
-        names = description.structure.names
+        description = planned.plan.description
+        names, fragments = description.structure.names, planned.fragments
         rows: list[_Row] = [
             (names[tensor], fragment.box.offset, fragment.box.shape, _checksum(fragment.data))
             for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
@@ -185,15 +171,15 @@ def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
         )
 
 
-def lock_place(save: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
+def lock_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
     """Lock the place of a save until `cleanup` closes.
 
     Raises:
         CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
         StoreError, OSError: the place cannot be locked.
     """
-    store = save.store
-    refuse_existing(save)
+    store = request.store
+    request.refuse_existing()
     remove_leftovers(store)
     abort_uploads(store)
     cleanup.callback(_remove_if_empty, store)
@@ -213,7 +199,8 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
     Returns:
         The entries of the files of all ranks.
     """
-    store = planned.save.store
+    store = planned.request.store
+    source = None
     try:
         with Round(group, "writing a save") as all_ranks:
             if planned.sample is not None:
@@ -221,33 +208,18 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
                     planned.sample.take_from_state()
             with recorder.stage("write"):
                 source = planned.source()
-                entry = None
+                own = []
                 if source is not None:
-                    checksum = write_data_file(store, planned.key, source, planned.save.arena)
-                    entry = planned.entry(source, checksum)
-            entries = all_ranks.gather([] if entry is None else [entry], list[FileEntry])
+                    own = [write_data_file(store, source, planned.request.arena)]
+            entries = all_ranks.gather(own, list[FileEntry])
     except LostRankError:
         raise
     except Exception:
-        with suppress(OSError):
-            store.delete(planned.key)
+        if source is not None:
+            with suppress(OSError):
+                store.delete(source.entry.name)
         raise
     return [each for entry in entries for each in entry]
-
-
-def refuse_existing(save: SaveRequest, steps: Collection[int] | None = None) -> None:
-    """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
-
-    Args:
-        steps: look only for checkpoints of these steps; None for all.
-
-    Raises:
-        CheckpointExistsError: the place has a checkpoint.
-    """
-    if steps is not None and save.options.step not in steps:
-        return
-    if not save.options.overwrite and MANIFEST in save.store.list():
-        raise exists_error(save.store)
 
 
 def _remove_if_empty(store: Store) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,7 +15,7 @@ from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.tensors import Memory, memory_of, wait_for_current_streams
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
-from shardwise.manifest.data_file import FileLayout
+from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.save import PieceTable
 from shardwise.state.leaves import Fragment
 from shardwise.store import Store, WritableFile
@@ -31,14 +32,16 @@ class FileSource:
     `fill` copies any range of the content from tensors in memory.
 
     Attributes:
-        layout: the layout of the file.
+        header: the bytes before the pieces.
+        entry: the name of the file and the offsets of its parts.
         pieces: the pieces in the file.
         objects: the encoded per-rank values.
         memory_of_fragment: returns the memory of a fragment, given the fragment's index.
         devices: the accelerators that hold some of the fragments.
     """
 
-    layout: FileLayout
+    header: bytes
+    entry: FileEntry
     pieces: PieceTable
     objects: bytes
     memory_of_fragment: Callable[[int], Memory]
@@ -49,7 +52,7 @@ class FileSource:
         cls,
         pieces: PieceTable,
         fragments: Sequence[Fragment],
-        layout: FileLayout | None = None,
+        file: tuple[bytes, FileEntry] | None = None,
         objects: bytes = b"",
     ) -> FileSource:
         """Return the source of a file with these pieces.
@@ -57,15 +60,15 @@ class FileSource:
         Args:
             pieces: the pieces in the file.
             fragments: the fragments that `pieces` refers to.
-            layout: the layout of the file. Default: the data section alone.
+            file: the result of `lay_out_file`. Default: the pieces alone, without a file.
             objects: the encoded per-rank values.
         """
-        if layout is None:
+        if file is None:
             end = int(pieces.start[-1])
-            layout = FileLayout(b"", 0, end, end, end)
+            file = b"", FileEntry("", 0, end, 0, end, end, 0)
         devices = {fragments[i].data.device for i in pieces.fragment}
         return cls(
-            layout,
+            *file,
             pieces,
             objects,
             lambda i: memory_of(fragments[i].data),
@@ -80,10 +83,10 @@ class FileSource:
             out: a buffer of `high - low` bytes.
             wait: as for `Memory.read`.
         """
-        layout = self.layout
-        _copy_bytes(layout.header, 0, low, high, out)
-        _copy_bytes(self.objects, layout.objects_at, low, high, out)
-        self._fill_pieces(low - layout.data_at, high - layout.data_at, out, wait)
+        entry = self.entry
+        _copy_bytes(self.header, 0, low, high, out)
+        _copy_bytes(self.objects, entry.objects_at, low, high, out)
+        self._fill_pieces(low - entry.data_at, high - entry.data_at, out, wait)
 
     def _fill_pieces(self, low: int, high: int, out: Buffer, wait: bool) -> None:
         """Copy the bytes `low:high` of the data section, as far as they lie in it."""
@@ -118,7 +121,7 @@ class FileSource:
             position += size
 
 
-def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) -> int:
+def write_data_file(store: Store, source: FileSource, arena: Arena) -> FileEntry:
     """Write a data file and make it durable.
 
     Each byte is copied once, into a buffer. Its checksum is computed from the buffer, because
@@ -126,27 +129,26 @@ def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) ->
 
     Args:
         store: the place of the file.
-        key: the name of the file.
         source: the content of the file.
         arena: the buffers to write through.
 
     Returns:
-        The CRC-32 of the file's table of checksums.
+        The file's entry in the manifest, with the CRC-32 of its checksums.
 
     Raises:
         StoreError, OSError: the file cannot be created or written.
     """
     wait_for_current_streams(source.devices)
-    layout = source.layout
-    checksums = np.zeros(block_count(layout.checksums_at), "<u4")
+    entry = source.entry
+    checksums = np.zeros(block_count(entry.checksums_at), "<u4")
     # The last, unaligned bytes before the checksums are written together with the checksums.
     alignment = store.traits.alignment
-    aligned = layout.checksums_at // alignment * alignment
-    tail = aligned_buffer(-(-(layout.size - aligned) // alignment) * alignment)
-    file = store.create(key, layout.size)
+    aligned = entry.checksums_at // alignment * alignment
+    tail = aligned_buffer(-(-(entry.size - aligned) // alignment) * alignment)
+    file = store.create(entry.name, entry.size)
     try:
         with ThreadPoolExecutor(arena.threads, "shardwise-write") as pool:
-            chunks = range(0, layout.checksums_at, arena.buffer_size)
+            chunks = range(0, entry.checksums_at, arena.buffer_size)
             target = _Target(file, alignment, arena, checksums, tail)
             writes = [pool.submit(_write_chunk, source, low, target) for low in chunks]
             try:
@@ -156,13 +158,13 @@ def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) ->
                 pool.shutdown(cancel_futures=True)
                 raise
         encoded = checksums.view(np.uint8)
-        position = layout.checksums_at - aligned
+        position = entry.checksums_at - aligned
         tail[position : position + len(encoded)] = encoded
         file.write_at(aligned, tail)
         file.commit()
     finally:
         file.close()
-    return crc32(encoded)
+    return msgspec.structs.replace(entry, checksums_crc32=crc32(encoded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class _Target:
 
 
 def _write_chunk(source: FileSource, low: int, target: _Target) -> None:
-    high = min(low + target.arena.buffer_size, source.layout.checksums_at)
+    high = min(low + target.arena.buffer_size, source.entry.checksums_at)
     with target.arena.buffer() as buffer:
         for start in range(low, high, COPY_CHUNK_BYTES):
             stop = min(start + COPY_CHUNK_BYTES, high)

@@ -3,72 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from shardwise.layout import Box
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
+from shardwise.manifest.manifest import VERSION, FileEntry
+from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY, data_file
 
 ALIGNMENT = 4096
 METADATA = "__metadata__"
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
-    """The layout of a data file, whose parts follow each other without gaps.
-
-    The pieces are in `[data_at, objects_at)`, and the plain values of the rank in
-    `[objects_at, checksums_at)`. The checksums of all bytes before them are in
-    `[checksums_at, size)`.
-
-    Attributes:
-        header: the content of the header, `[0, data_at)`.
-        data_at, objects_at, checksums_at: offsets of the parts, in bytes.
-        size: the size of the file, in bytes.
-    """
-
-    header: bytes
-    data_at: int
-    objects_at: int
-    checksums_at: int
-    size: int
-
-    def entry(self, name: str, rank: int, checksums_crc32: int = 0) -> FileEntry:
-        """Return the file's entry in a manifest.
-
-        Args:
-            name: the name of the file.
-            rank: the rank that writes the file.
-            checksums_crc32: the CRC-32 of the file's checksums, if they are known.
-        """
-        parts = self.data_at, self.objects_at, self.checksums_at
-        return FileEntry(name, rank, self.size, *parts, checksums_crc32)
-
-
-@dataclass(frozen=True, slots=True)
-class HeaderEntries:
-    """The header's entries for pieces.
-
-    Attributes:
-        encoded: the entries as JSON, without the braces around them.
-        data_bytes: the size of all pieces together, in bytes.
-    """
-
-    encoded: bytes
-    data_bytes: int
-
-
 def encode_header_entries(
     pieces: Iterable[tuple[str, str, tuple[int, ...], Box]],
-) -> HeaderEntries:
+) -> tuple[bytes, int]:
     """Encode the header's entries for pieces that are stored one after another.
 
     Args:
         pieces: the name, dtype and global shape of each piece's tensor, and the piece's box.
+
+    Returns:
+        The entries as JSON, without the braces around them; and the size of all pieces in bytes.
     """
     entries: dict[str, object] = {}
     start = 0
@@ -80,21 +37,28 @@ def encode_header_entries(
         offsets = [start, start + nbytes]
         entries[key] = {"dtype": dtype_code, "shape": stored_shape, "data_offsets": offsets}
         start += nbytes
-    return HeaderEntries(_encode_without_braces(entries), start)
+    return _encode_without_braces(entries), start
 
 
 def lay_out_file(
-    entries: HeaderEntries, objects_bytes: int, metadata: dict[str, str]
-) -> FileLayout:
-    """Return the layout of a data file.
+    save_id: str, rank: int, pieces: tuple[bytes, int], objects_bytes: int = 0
+) -> tuple[bytes, FileEntry]:
+    """Return the header of a rank's data file, and the file's entry in a manifest.
 
     Args:
-        entries: the header's entries for the pieces.
+        save_id: the id of the save.
+        rank: the rank that writes the file.
+        pieces: the result of `encode_header_entries`.
         objects_bytes: the size of the encoded plain values of the rank, in bytes.
-        metadata: the metadata of the safetensors header.
+
+    Returns:
+        The bytes up to the first piece; and the entry, in which the CRC-32 of the checksums is 0
+        until they are known.
     """
-    objects_start, objects_stop = entries.data_bytes, entries.data_bytes + objects_bytes
-    parts = [_encode_without_braces({METADATA: metadata}), entries.encoded]
+    metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
+    entries, objects_start = pieces
+    objects_stop = objects_start + objects_bytes
+    parts = [_encode_without_braces({METADATA: metadata}), entries]
     if objects_bytes:
         objects_entry = _raw_bytes_entry(objects_start, objects_stop)
         parts.append(_encode_without_braces({OBJECTS_KEY: objects_entry}))
@@ -102,13 +66,17 @@ def lay_out_file(
     checksums_stop = objects_stop + 4 * block_count(data_at + objects_stop)
     encoded = _join_entries([*parts, _checksums_entry(objects_stop, checksums_stop)])
     padding = data_at - 8 - len(encoded)
-    return FileLayout(
-        header=(len(encoded) + padding).to_bytes(8, "little") + encoded + b" " * padding,
+    header = (len(encoded) + padding).to_bytes(8, "little") + encoded + b" " * padding
+    entry = FileEntry(
+        name=data_file(rank, save_id),
+        rank=rank,
+        size=data_at + checksums_stop,
         data_at=data_at,
         objects_at=data_at + objects_start,
         checksums_at=data_at + objects_stop,
-        size=data_at + checksums_stop,
+        checksums_crc32=0,
     )
+    return header, entry
 
 
 def _aligned_header_size(parts: list[bytes], data_bytes: int) -> int:

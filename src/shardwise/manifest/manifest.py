@@ -46,7 +46,11 @@ class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A data file; see `FileLayout` for its parts.
+    """A data file, whose parts follow each other without gaps.
+
+    The header is in `[0, data_at)`, the pieces are in `[data_at, objects_at)`, and the plain values
+    of the rank in `[objects_at, checksums_at)`. The checksums of all bytes before them are in
+    `[checksums_at, size)`.
 
     Attributes:
         name: the name of the file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from shardwise.plan.save import RankPlan
+from shardwise.plan.save import SavePlan
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class PlanCache:
     capacity: int = 4
     hits: int = 0
     misses: int = 0
-    _plans: OrderedDict[tuple[bytes, int], RankPlan] = field(default_factory=OrderedDict)
+    _plans: OrderedDict[tuple[bytes, int], SavePlan] = field(default_factory=OrderedDict)
 
     def fingerprints(self, rank: int) -> list[bytes]:
         """Return the fingerprints of all plans of a rank in the cache."""
@@ -37,14 +37,14 @@ class PlanCache:
         self.hits += is_hit
         self.misses += not is_hit
 
-    def get(self, fingerprint: bytes, rank: int) -> RankPlan | None:
+    def get(self, fingerprint: bytes, rank: int) -> SavePlan | None:
         """Return a rank's part of the plan of a fingerprint; None if it is not in the cache."""
         plan = self._plans.get((fingerprint, rank))
         if plan is not None:
             self._plans.move_to_end((fingerprint, rank))
         return plan
 
-    def put(self, fingerprint: bytes, rank: int, plan: RankPlan) -> None:
+    def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
         """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
         self._plans[fingerprint, rank] = plan
         while len(self._plans) > self.capacity:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
 from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
 from shardwise.layout.columns import Int, padded_rows
-from shardwise.manifest.data_file import HeaderEntries, encode_header_entries
+from shardwise.manifest.data_file import encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import check_table_size, encode_tensors
@@ -97,14 +98,16 @@ def _without_padding(columns: Int, ndims: list[int]) -> list[tuple[int, ...]]:
     return [tuple(row[:n]) for row, n in zip(columns.tolist(), ndims, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The n pieces that all ranks write, in columns.
+    """The n pieces that all ranks write, in columns, as computed by one rank.
 
     Rank r writes the rows `limits[r]:limits[r + 1]` to its file, in this order.
 
     Attributes:
         world: the structures of all ranks.
+        rank: the rank that computed the plan.
+        description: the structure and the fragments of this rank.
         tensors: all tensors, without pieces.
         tied: the names that share the data of another tensor.
         boxes: the distinct boxes that ranks hold.
@@ -116,6 +119,8 @@ class SavePlan:
     """
 
     world: World
+    rank: int
+    description: Description
     tensors: tuple[TensorEntry, ...]
     tied: tuple[TensorEntry, ...]
     boxes: HeldBoxes
@@ -125,63 +130,70 @@ class SavePlan:
     offset: Int
     shape: Int
 
-    @property
+    @cached_property
     def itemsize(self) -> Int:
         """The size of an element of each tensor, in bytes."""
-        return np.array([DTYPES[tensor.dtype].itemsize for tensor in self.tensors], np.int64)
+        return _itemsize(self.tensors)
 
-    def pieces_of(self, rank: int, description: Description) -> PieceTable:
-        """Return the pieces that a rank writes.
+    @cached_property
+    def pieces(self) -> PieceTable:
+        """The pieces that this rank writes."""
+        return self.pieces_of(self.rank)
+
+    def pieces_of(self, rank: int) -> PieceTable:
+        """Return the pieces that a rank writes, in the fragments of this rank.
 
         Args:
             rank: this rank, or another one that holds equal boxes.
-            description: the fragments of this rank, which the pieces are read from.
         """
         rows = slice(int(self.limits[rank]), int(self.limits[rank + 1]))
         fragments = self.boxes.fragment[self.box[rows]]
-        return piece_table(description, fragments, self.offset[rows], self.shape[rows])
+        return piece_table(self.description, fragments, self.offset[rows], self.shape[rows])
 
-    @property
+    @cached_property
+    def header_entries(self) -> tuple[bytes, int]:
+        """The entries of this rank's pieces in the header of its file; see `lay_out_file`."""
+        return encode_header_entries(self.pieces.describe_pieces(self.description))
+
+    @cached_property
     def writers(self) -> Int:
         """The ranks that write a file, in the order of the list of files."""
         has_values = np.array([bool(each.per_rank) for each in self.world.structures])
         return np.flatnonzero((np.diff(self.limits) > 0) | has_values[self.world.structure_of])
 
-    @property
+    @cached_property
     def bytes_held(self) -> int:
         """The tensor bytes of all ranks together, with replicas."""
         boxes = self.boxes
         sizes = boxes.shape.prod(axis=1) * self.itemsize[boxes.tensor]
         return int((sizes * boxes.counts).sum())
 
-    @property
+    @cached_property
     def bytes_stored(self) -> int:
         """The tensor bytes that are written, without replicas."""
         itemsize = self.itemsize[self.boxes.tensor[self.box]]
         return int((self.shape.prod(axis=1) * itemsize).sum())
 
-    def encode_tensors(self) -> msgspec.Raw:
-        """Return the list of tensors in the manifest, encoded."""
-        return encode_tensors([*self.tensors, *self.tied], *self._place_pieces())
-
-    def _place_pieces(self) -> tuple[Int, Int, Int, Int, Int]:
-        """Return the columns of the pieces, in the order of the manifest."""
+    @cached_property
+    def encoded_tensors(self) -> msgspec.Raw:
+        """The list of tensors in the manifest, with their pieces, encoded."""
         tensor = self.boxes.tensor[self.box]
         ranks = np.repeat(np.arange(self.world.size), np.diff(self.limits))
         ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsize[tensor])])
         start = ends[:-1] - ends[self.limits][ranks]
         columns = (tensor, np.searchsorted(self.writers, ranks), start, self.offset, self.shape)
         order = np.lexsort([*reversed(self.offset.T), tensor])
-        tensor, file, start, offset, shape = (column[order] for column in columns)
-        return tensor, file, start, offset, shape
+        entries = [*self.tensors, *self.tied]
+        return encode_tensors(entries, *(column[order] for column in columns))
 
 
-def plan_save(world: World, rank: int = 0) -> SavePlan:
+def plan_save(world: World, rank: int, description: Description) -> SavePlan:
     """Plan which rank writes which boxes, so that each element is written once.
 
     Args:
         world: the structures of all ranks.
-        rank: this rank. The plan is the same on all ranks, but for `HeldBoxes.fragment`.
+        rank: this rank. The rows of the plan are the same on all ranks.
+        description: the structure and the fragments of this rank.
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
@@ -191,7 +203,7 @@ def plan_save(world: World, rank: int = 0) -> SavePlan:
     tensors, boxes = find_held_boxes(world, rank)
     _check_coverage(tensors, boxes)
     tied = _tied_entries(world.structures, tensors)
-    itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
+    itemsize = _itemsize(tensors)
     replicas = _replicas(boxes)
     writer, box, offset, shape = _assign_writers(boxes, replicas, itemsize, world.size)
     # Wider types come first in a file, so that every piece is aligned to its own type.
@@ -199,8 +211,23 @@ def plan_save(world: World, rank: int = 0) -> SavePlan:
     order = np.lexsort([*reversed(offset.T), tensor, -itemsize[tensor], writer])
     limits = np.searchsorted(writer[order], np.arange(world.size + 1))
     _refuse_too_many(offset)
-    columns = limits, box[order], offset[order], shape[order]
-    return SavePlan(world, tuple(tensors), tuple(tied), boxes, replicas, *columns)
+    return SavePlan(
+        world,
+        rank,
+        description,
+        tuple(tensors),
+        tuple(tied),
+        boxes,
+        replicas,
+        limits,
+        box[order],
+        offset[order],
+        shape[order],
+    )
+
+
+def _itemsize(tensors: Sequence[TensorEntry]) -> Int:
+    return np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
 
 
 def _refuse_too_many(offset: Int) -> None:
@@ -316,43 +343,6 @@ def _tied_entries(
                 )
             ties[name] = TensorEntry(name, target.dtype, target.shape, same_as)
     return list(ties.values())
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank's part of a plan.
-
-    Attributes:
-        plan: the plan of all ranks.
-        rank: the rank.
-        pieces: the pieces that the rank writes.
-        header: the entries of these pieces in the header of the rank's file.
-        tensors: on rank 0, the list of tensors in the manifest, encoded; empty on other ranks.
-    """
-
-    plan: SavePlan
-    rank: int
-    pieces: PieceTable
-    header: HeaderEntries
-    tensors: msgspec.Raw
-
-    @classmethod
-    def of(cls, world: World, rank: int, description: Description) -> RankPlan:
-        """Plan a save, and return the part of this rank.
-
-        Args:
-            world: the structures of all ranks.
-            rank: this rank.
-            description: the structure and the fragments of this rank.
-
-        Raises:
-            ShardwiseError: as for `plan_save`.
-        """
-        plan = plan_save(world, rank)
-        pieces = plan.pieces_of(rank, description)
-        header = encode_header_entries(pieces.describe_pieces(description))
-        tensors = plan.encode_tensors() if rank == 0 else msgspec.Raw()
-        return cls(plan, rank, pieces, header, tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.manifest.data_file import FileLayout, encode_header_entries, lay_out_file
+from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
-    VERSION,
+    FileEntry,
     Manifest,
     encode_manifest,
 )
-from shardwise.manifest.names import MANIFEST, data_file
+from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.pieces import encode_tensors_with
 
 
@@ -42,15 +42,14 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
     sorted_parts = sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize)
     files = divide_among_files(sorted_parts, lambda part: part.size, contents.max_file)
     shapes = {each.entry.name: each.entry.shape for each in stored}
-    tensor_files, layouts = [], []
+    tensor_files, entries = [], []
     for rank, file_parts in enumerate(files):
-        metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
         pieces = encode_header_entries(
             (part.name, part.dtype, shapes[part.name], part.box) for part in file_parts
         )
-        layout = lay_out_file(pieces, 0, metadata)
-        layouts.append(layout)
-        tensor_files.append(_plan_file(data_file(rank, save_id), layout, file_parts))
+        header, entry = lay_out_file(save_id, rank, pieces)
+        entries.append(entry)
+        tensor_files.append(_plan_file(header, entry, file_parts))
     tensors = _encode_tensors(contents.tensors, files)
     left_out = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
 
@@ -63,8 +62,10 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
             metrics=dict(source.metrics),
             left_out=(*source.left_out, *left_out),
             files=tuple(
-                layout.entry(file.name, rank, crc32(_encode_checksums(sums[file.name])))
-                for rank, (file, layout) in enumerate(zip(tensor_files, layouts, strict=True))
+                msgspec.structs.replace(
+                    entry, checksums_crc32=crc32(_encode_checksums(sums[entry.name]))
+                )
+                for entry in entries
             ),
             objects=source.objects,
             tensors=tensors,
@@ -74,12 +75,12 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
     return ExportFiles(tuple(tensor_files), make_final_files, left_out)
 
 
-def _plan_file(name: str, layout: FileLayout, parts: Sequence[TensorPart]) -> OutputFile:
-    checksum_boundaries = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
+def _plan_file(header: bytes, entry: FileEntry, parts: Sequence[TensorPart]) -> OutputFile:
+    checksum_boundaries = (*range(BLOCK, entry.checksums_at, BLOCK), entry.checksums_at)
     table = BytesFromChecksums(
-        layout.size - layout.checksums_at, lambda sums: _encode_checksums([*sums, 0])
+        entry.size - entry.checksums_at, lambda sums: _encode_checksums([*sums, 0])
     )
-    return OutputFile(name, (layout.header, *parts, table), checksum_boundaries)
+    return OutputFile(entry.name, (header, *parts, table), checksum_boundaries)
 
 
 def _encode_checksums(sums: RangeChecksums) -> bytes:

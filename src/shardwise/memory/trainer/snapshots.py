@@ -15,12 +15,10 @@ from shardwise.engine.planning import (
     Offer,
     PlannedSave,
     SaveRequest,
-    begin_sample,
-    complete_plan,
     describe_save,
 )
 from shardwise.engine.rounds import Round
-from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
+from shardwise.engine.save import SaveReport, check_replicas
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import data_file
@@ -171,15 +169,15 @@ class Snapshots:
         if self._options.when_full == "skip" and not all(slot for _, slot, _ in messages):
             self.skipped += 1
             return None
-        planned = complete_plan(described, offers, self._group, plan_cache, recorder)
+        planned = described.plan(offers, self._group, plan_cache, recorder)
         if durable:
             with Round(self._group, "looking for an earlier save", first_only=True):
                 if self._group.rank == 0:
-                    refuse_existing(planned.save, self._steps_to_look_for)
+                    planned.request.refuse_existing(self._steps_to_look_for)
                     planned.refuse_if_full()
-        if planned.save.options.check_replicas:
-            check_replicas(planned.description, planned.fragments, self._group)
-        planned = begin_sample(planned, self._comparison)
+        if planned.request.options.check_replicas:
+            check_replicas(planned, self._group)
+        planned = planned.with_sample(self._comparison)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
 
     def _describe(
@@ -217,9 +215,9 @@ class Snapshots:
         with Round(group, "describing a save") as all_ranks:
             described = describe_save(replace(make_save(), written_to=None))
             offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
-        planned = complete_plan(described, offers, group, plan_cache, recorder)
+        planned = described.plan(offers, group, plan_cache, recorder)
         source, ring = self._rings.join(planned)
-        compared = self._comparison.most_bytes(planned.plan, planned.description)
+        compared = self._comparison.most_bytes(planned.plan)
         with Round(group, "allocating slots"), recorder.stage("allocate"):
             return self._staging.prepare(source, ring, compared)
 
@@ -375,13 +373,13 @@ class Snapshots:
         durable: bool,
     ) -> SaveHandle:
         """Stage a planned save. Failures here reach the other ranks at the next save."""
-        options = planned.save.options
+        options = planned.request.options
         place = SnapshotDirectory(self.run, options.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring = self._rings.join(planned)
         manifest = None
-        if planned.rank == 0:
+        if planned.plan.rank == 0:
             manifest = self._make_pending_manifest(planned, storage, durable=durable)
         part = SnapshotPart(
             place=place,
@@ -406,10 +404,10 @@ class Snapshots:
         )
         self._pending.add(pending)
         report = SaveReport(
-            path=str(planned.save.store if durable else place.path),
+            path=str(planned.request.store if durable else place.path),
             step=options.step,
             bytes_total=0,
-            bytes_written=0 if source is None else source.layout.size,
+            bytes_written=0 if source is None else source.entry.size,
             bytes_deduplicated=0,
             files=0,
             plan_cached=planned.cached,
@@ -422,7 +420,7 @@ class Snapshots:
         self, planned: PlannedSave, storage: StorageTask, *, durable: bool
     ) -> PendingManifest:
         """Return what the agents need to complete a save."""
-        plan, options, memory = planned.plan.plan, planned.save.options, self._options
+        plan, options, memory = planned.plan, planned.request.options, self._options
         node_of = self.membership.node_of
         return PendingManifest(
             save_id=planned.save_id,

@@ -60,7 +60,7 @@ class SnapshotPart:
     @property
     def nbytes(self) -> int:
         """The largest number of bytes to copy."""
-        own = 0 if self.source is None else self.source.layout.checksums_at
+        own = 0 if self.source is None else self.source.entry.checksums_at
         compared = 0 if self.planned.sample is None else self.planned.sample.nbytes
         return own + compared + (0 if self.ring is None else bytes_to_read(self.ring))
 
@@ -151,7 +151,7 @@ class Staging:
         self.is_prepared = True
         allocated = 0
         if source is not None:
-            size = source.layout.size
+            size = source.entry.size
             leave_free = 0 if ring is not None else self._bytes_for_agent(size)
             device_bytes = _bytes_from_devices(source)
             allocated += self._own_slots.prepare(
@@ -308,12 +308,12 @@ class Staging:
 
     def _record_failure(self, part: SnapshotPart, failure: str) -> None:
         """Make the leader's agent fail the commit now, instead of waiting for this rank's file."""
-        place, planned = part.place, part.planned
+        place = part.place
         if part.source is None:
             return
-        done = StageOutcome(save_id=planned.save_id, stage="stage", failure=failure)
+        done = StageOutcome(save_id=part.planned.save_id, stage="stage", failure=failure)
         try:
-            write_record(place.path / records.file_record(planned.key, "failed"), done)
+            write_record(place.path / records.file_record(part.source.entry.name, "failed"), done)
             if part.pending is not None:
                 self._write_pending(part, part.pending)
         except OSError as error:  # then the commit times out
@@ -321,18 +321,18 @@ class Staging:
 
     def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: CopyProgress) -> None:
         """Copy this rank's file into a slot, and move the slot into the snapshot."""
-        planned, place = part.planned, part.place
-        size, device_bytes = source.layout.size, _bytes_from_devices(source)
+        place, file = part.place, source.entry.name
+        size, device_bytes = source.entry.size, _bytes_from_devices(source)
         slot = self._wait_for_slot(self._own_slots, size, device_bytes)
         fill = copying.pace_fill(self._streams.make_fill(source, wait=False))
-        marker = place.path / records.copying_marker(planned.key)
+        marker = place.path / records.copying_marker(file)
         marker.touch()
         try:
             try:
                 copy_range(
                     fill,
                     0,
-                    source.layout.checksums_at,
+                    source.entry.checksums_at,
                     slot.buffer,
                     self._pool,
                     from_devices=bool(source.devices),
@@ -345,13 +345,11 @@ class Staging:
             self._streams.wait_for_copies()
         finally:
             marker.unlink(missing_ok=True)  # before the file is staged, so that no marker is left
-        staged = StagedFile(
-            planned.entry(source), slot.name, self._options.slots, part.stages, part.epoch
-        )
+        staged = StagedFile(source.entry, slot.name, self._options.slots, part.stages, part.epoch)
         # The record comes first. If this process is killed in between, or the record cannot be
         # written, the slot is still free, and a record without its file has no effect.
-        write_record(place.path / records.file_record(planned.key, "staged"), staged)
-        slot.path.rename(place.path / planned.key)
+        write_record(place.path / records.file_record(file, "staged"), staged)
+        slot.path.rename(place.path / file)
 
     def _copy_sample(self, part: SnapshotPart, copying: CopyProgress) -> None:
         """Copy the boxes that are compared with other ranks. Their checksums are taken later."""
@@ -407,4 +405,4 @@ class Staging:
 
 def _bytes_from_devices(source: FileSource) -> int:
     """Return how many of the first bytes of a file devices write."""
-    return source.layout.objects_at if source.devices else 0
+    return source.entry.objects_at if source.devices else 0
