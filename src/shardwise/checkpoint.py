@@ -16,7 +16,7 @@ from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import read_leaves, read_per_rank
+from shardwise.engine.load import plan_reads, read_per_rank
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
@@ -378,7 +378,8 @@ class Checkpoint(Mapping[str, Any]):
         return {name: found[name] for name in names if name in found}
 
     def _read_leaves(self, leaves: Sequence[TensorLeaf]) -> None:
-        read_leaves(leaves, self._saved, self._store, self._arena, verify=self.verified)
+        reads = plan_reads(leaves, self._saved, self._store, self._arena, verify=self.verified)
+        reads.fill_alone()
 
     def _saved_tensor(self, entry: TensorEntry) -> SavedTensor:
         return SavedTensor(entry, self._read_leaves, partial(self.boxes, entry.name))

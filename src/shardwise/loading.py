@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.adapters import (
-    bind_state,
-)
+import msgspec
+
+from shardwise.adapters import bind_state
 from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads, read_per_rank
@@ -19,18 +19,13 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
+from shardwise.manifest.manifest import ObjectEntry
 from shardwise.opening import OpenOptions, agree_on_place, open_any
 from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
-from shardwise.ports.read_strategy import (
-    GROUP as READ_STRATEGIES,
-)
-from shardwise.ports.read_strategy import (
-    RankReads,
-    ReadAlone,
-    ReadStrategy,
-)
+from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
+from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.overlaps import make_leaves_fillable
 from shardwise.state.selection import Selection
@@ -39,11 +34,9 @@ from shardwise.store import Files, Store
 if TYPE_CHECKING:
     from shardwise.resizing import Resizing
 
-from dataclasses import replace
-
-import msgspec
-
-from shardwise.manifest.manifest import ObjectEntry
+GROUPS, STATE, PARAMS = "param_groups", "state", "params"
+_Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
+"""The parameters of each optimizer, in order, with their shapes."""
 
 State = MutableMapping[str, Any]
 
@@ -117,9 +110,8 @@ def load_state(
         arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
-                planned = plan_reads(matched.leaves, saved, store, arena)
+                reads = plan_reads(matched.leaves, saved, store, arena, verify=options.verify)
                 strategy = _choose_strategy(group, options.read_once)
-            reads = RankReads(planned=planned, store=store, arena=arena, verify=options.verify)
             fill = strategy.agree(reads, group, cleanup)
         with Round(group, "loading"):
             with recorder.stage("read"):
@@ -131,10 +123,10 @@ def load_state(
     return LoadReport(
         path=str(store),
         step=layout.step,
-        bytes_needed=planned.plan.bytes_needed,
+        bytes_needed=reads.plan.bytes_needed,
         bytes_read=moved.read,
         bytes_received=moved.received,
-        files=len(set(planned.plan.spans.file.tolist())),
+        files=len(set(reads.plan.spans.file.tolist())),
         missing=tuple(matched.missing),
         unexpected=unexpected,
         optimizers=_filled_optimizers(bindings, matched),
@@ -261,11 +253,6 @@ def _restore_values(
     for binding in bindings:
         if binding.name in names:
             binding.restore_ranks(ranks[names[binding.name]], group.rank, group.size)
-
-
-GROUPS, STATE, PARAMS = "param_groups", "state", "params"
-_Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
-"""The parameters of each optimizer, in order, with their shapes."""
 
 
 def name_parameters(

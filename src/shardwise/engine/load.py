@@ -38,6 +38,9 @@ from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
+Readers = dict[int, DataReader]
+"""The readers of files, by the index of the file in the layout."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
@@ -89,25 +92,72 @@ class LoadReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedLoad:
-    """The tensors to fill on this rank, and the plan of the reads.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReads:
+    """What one rank of a load reads, and the tensors that it fills.
 
     Attributes:
-        layout: the layout of the checkpoint.
-        leaves: the tensors to fill.
-        targets: the memory of their fragments.
+        store, layout: the files of the checkpoint, and its layout.
+        arena: the buffers to read through; bounds the memory.
+        verify: whether to verify checksums.
+        largest_reads: the longest read of each file that fits into the arena, in bytes, `(files,)`.
         plan: the spans to read, and the boxes to copy from them.
+        targets: the memory of the fragments to fill.
+        leaves: the tensors that consist of these fragments.
     """
 
+    store: Files
     layout: Layout
-    leaves: list[TensorLeaf]
-    targets: list[TargetFragment]
+    arena: Arena
+    verify: bool
+    largest_reads: Int
     plan: LoadPlan
+    targets: list[TargetFragment]
+    leaves: list[TensorLeaf]
+
+    @property
+    def are_mapped(self) -> bool:
+        """Whether all files of the spans are mapped into this rank's memory."""
+        mapped, files = self.store.traits.mapped, np.unique(self.plan.spans.file).tolist()
+        return mapped is not None and all(self.layout.files[i].name in mapped for i in files)
+
+    def open_readers(self, files: Int, cleanup: ExitStack) -> Readers:
+        """Open the readers of some files, which are given by their indices in the layout.
+
+        Raises:
+            CorruptionError: as for `DataReader`.
+        """
+        readers: Readers = {}
+        for index in np.unique(files).tolist():
+            readers[index] = DataReader(self.store, self.layout.files[index], verify=self.verify)
+            cleanup.callback(readers[index].close)
+        return readers
 
     def copier(self, spans: Spans) -> SpanCopier:
         """Return the object that copies boxes from these spans to the fragments."""
         return SpanCopier(self.plan.transfers, spans, self.layout.pieces.stride, self.targets)
+
+    def fill_alone(self, ranks_on_node: int = 1) -> int:
+        """Read and fill the tensors on this rank alone.
+
+        Args:
+            ranks_on_node: the number of ranks of this node that read at the same time.
+
+        Returns:
+            The number of bytes that were read.
+
+        Raises:
+            CorruptionError: bytes differ from the saved bytes; the target is partly written.
+        """
+        spans = self.plan.spans
+        with ExitStack() as cleanup:
+            readers = self.open_readers(spans.file, cleanup)
+            threads = self.arena.threads_of(ranks_on_node)
+            if self.are_mapped:  # then only the processors limit the speed
+                threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
+            read_alone(spans, self.copier(spans), readers, self.arena, threads)
+        self.finish()
+        return self.plan.bytes_read
 
     def finish(self) -> None:
         """Move values to their final memory, after all fragments are filled."""
@@ -117,8 +167,8 @@ class PlannedLoad:
 
 
 def plan_reads(
-    leaves: Sequence[TensorLeaf], saved: SavedNames, store: Files, arena: Arena
-) -> PlannedLoad:
+    leaves: Sequence[TensorLeaf], saved: SavedNames, store: Files, arena: Arena, *, verify: bool
+) -> RankReads:
     """Plan the reads that fill some tensors.
 
     Args:
@@ -126,6 +176,7 @@ def plan_reads(
         saved: the contents of the checkpoint.
         store: the files of the checkpoint.
         arena: the buffers to read through.
+        verify: whether to verify checksums.
 
     Raises:
         StateError: a tensor has no memory.
@@ -153,16 +204,21 @@ def plan_reads(
         padded_rows([box.shape for box in boxes], dims, 1),
         layout.pieces.offset.shape[1],
     )
-    plan = plan_load(
-        layout,
-        columns,
-        largest_read=largest_reads(store, layout, arena),
-        largest_gap=arena.transfer.largest_gap,
+    largest = _largest_reads(store, layout, arena)
+    plan = plan_load(layout, columns, largest_read=largest, largest_gap=arena.transfer.largest_gap)
+    return RankReads(
+        store=store,
+        layout=layout,
+        arena=arena,
+        verify=verify,
+        largest_reads=largest,
+        plan=plan,
+        targets=targets,
+        leaves=leaves,
     )
-    return PlannedLoad(layout, leaves, targets, plan)
 
 
-def largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
+def _largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
     """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
 
     A file that another node serves costs one request for each read, so its reads are as long as a
@@ -247,31 +303,6 @@ def _stored_tensors(
     ]
 
 
-def fill_alone(
-    planned: PlannedLoad, store: Files, arena: Arena, *, verify: bool, ranks_on_node: int = 1
-) -> int:
-    """Read and fill the tensors on this rank alone.
-
-    Args:
-        ranks_on_node: the number of ranks of this node that read at the same time.
-
-    Returns:
-        The number of bytes that were read.
-
-    Raises:
-        CorruptionError: bytes differ from the saved bytes; the target is partly written.
-    """
-    spans = planned.plan.spans
-    with ExitStack() as cleanup:
-        readers = open_readers(spans.file, store, planned.layout, cleanup, verify=verify)
-        threads = arena.threads_of(ranks_on_node)
-        if are_mapped(spans, store, planned.layout):  # then only the processors limit the speed
-            threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
-        read_alone(spans, planned.copier(spans), readers, arena, threads)
-    planned.finish()
-    return planned.plan.bytes_read
-
-
 def read_boxes(
     boxes: Sequence[tuple[TensorEntry, Box]],
     store: Files,
@@ -293,44 +324,8 @@ def read_boxes(
         TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
         for (entry, box), data in zip(boxes, out, strict=True)
     ]
-    read_leaves(leaves, SavedNames(layout), store, arena, verify=verify)
+    plan_reads(leaves, SavedNames(layout), store, arena, verify=verify).fill_alone()
     return out
-
-
-def read_leaves(
-    leaves: Sequence[TensorLeaf], saved: SavedNames, store: Files, arena: Arena, *, verify: bool
-) -> None:
-    """Plan the reads that fill some tensors, and read on this rank alone.
-
-    Raises:
-        StateError: a tensor has no memory.
-        CorruptionError: bytes differ from the saved bytes.
-    """
-    planned = plan_reads(leaves, saved, store, arena)
-    fill_alone(planned, store, arena, verify=verify)
-
-
-def are_mapped(spans: Spans, store: Files, layout: Layout) -> bool:
-    """Return whether all files of the spans are mapped into this rank's memory."""
-    mapped = store.traits.mapped
-    return mapped is not None and all(
-        layout.files[index].name in mapped for index in np.unique(spans.file).tolist()
-    )
-
-
-def open_readers(
-    files: Int, store: Files, layout: Layout, cleanup: ExitStack, *, verify: bool
-) -> dict[int, DataReader]:
-    """Open the readers of some files, which are given by their indices in the layout.
-
-    Raises:
-        CorruptionError: as for `DataReader`.
-    """
-    readers: dict[int, DataReader] = {}
-    for index in np.unique(files).tolist():
-        readers[index] = DataReader(store, layout.files[index], verify=verify)
-        cleanup.callback(readers[index].close)
-    return readers
 
 
 def read_per_rank(
@@ -382,9 +377,6 @@ def read_per_rank(
     return found
 
 
-Readers = dict[int, DataReader]
-
-
 def read_alone(
     spans: Spans, copier: SpanCopier, readers: Readers, arena: Arena, threads: int
 ) -> None:
@@ -393,7 +385,7 @@ def read_alone(
     Args:
         spans: the spans to read; disjoint.
         copier: copies the boxes of each span.
-        readers: the readers of all files of the spans, by the file's index in the layout.
+        readers: the readers of all files of the spans.
         arena: the buffers to read through.
         threads: the number of threads.
 

@@ -17,31 +17,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group as Group
-from shardwise.engine.load import PlannedLoad, fill_alone
+from shardwise.engine.load import RankReads as RankReads
 from shardwise.engine.rounds import Round as Round
-from shardwise.store import Files
 
 GROUP = "shardwise.read_strategies"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReads:
-    """What one rank of a load needs.
-
-    Attributes:
-        planned: the byte ranges to read (`planned.plan.spans`), and the tensors to fill from them
-            (`planned.copier`).
-        store: the files of the checkpoint.
-        arena: the buffers to read through; bounds the memory.
-        verify: whether to verify checksums.
-    """
-
-    planned: PlannedLoad
-    store: Files
-    arena: Arena
-    verify: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +61,4 @@ class ReadAlone:
     def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
         """Agree on nothing: the returned function reads on this rank alone."""
 
-        def fill() -> BytesMoved:
-            nbytes = fill_alone(reads.planned, reads.store, reads.arena, verify=reads.verify)
-            return BytesMoved(nbytes)
-
-        return fill
+        return lambda: BytesMoved(reads.fill_alone())

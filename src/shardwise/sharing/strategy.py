@@ -10,15 +10,7 @@ import numpy as np
 
 from shardwise.engine.data_reader import end_of_read
 from shardwise.engine.group import Group
-from shardwise.engine.load import (
-    Readers,
-    are_mapped,
-    fill_alone,
-    largest_reads,
-    open_readers,
-    read_span,
-    run_in_threads,
-)
+from shardwise.engine.load import Readers, read_span, run_in_threads
 from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_count
@@ -60,18 +52,18 @@ class ReadTogether:
         Raises:
             ShardwiseError: as for `Round`.
         """
-        spans, layout, store = reads.planned.plan.spans, reads.planned.layout, reads.store
+        spans, traits = reads.plan.spans, reads.store.traits
         wants = Wants(
-            are_mapped(spans, store, layout),
+            reads.are_mapped,
             encode_ranges(Ranges(spans.file, spans.low, spans.high)),
-            largest_reads(store, layout, reads.arena).tobytes(),
+            reads.largest_reads.tobytes(),
         )
         node = find_node_ranks(group, wants, cleanup)
         between = None
         if self._read_once is not False and len(node) < group.size:
             # A node does not share what it has itself: most files of a snapshot, or its own disk.
-            is_local = self._read_once is None and store.traits.is_node_local
-            may_share = store.traits.mapped is None and not is_local
+            is_local = self._read_once is None and traits.is_node_local
+            may_share = traits.mapped is None and not is_local
             between = agree_on_reading_once(
                 group, node, cleanup, may_share=may_share, read_once=self._read_once
             )
@@ -80,15 +72,8 @@ class ReadTogether:
         alone = sum(each.nbytes for each in node.wanted)
         saves_little = alone - shared.nbytes < max(1, WORTH_SHARING * alone)
         if not shared.cross_nodes and (len(node) == 1 or node.are_mapped or saves_little):
-            return partial(_read_alone, reads, len(node))
+            return lambda: BytesMoved(reads.fill_alone(len(node)))
         return partial(_fill_together, reads, shared, node, links, cleanup)
-
-
-def _read_alone(reads: RankReads, ranks_on_node: int) -> BytesMoved:
-    nbytes = fill_alone(
-        reads.planned, reads.store, reads.arena, verify=reads.verify, ranks_on_node=ranks_on_node
-    )
-    return BytesMoved(nbytes)
 
 
 def _fill_together(
@@ -104,7 +89,7 @@ def _fill_together(
         if links is not None:
             links.report_failure()
         raise
-    reads.planned.finish()
+    reads.finish()
     read, received = (shared.bytes_of(node.index, received=each) for each in (False, True))
     return BytesMoved(read, received)
 
@@ -116,10 +101,9 @@ def _read(
     links: Links | None,
     cleanup: ExitStack,
 ) -> None:
-    index, planned, arena = node.index, reads.planned, reads.arena
-    layout = planned.layout
+    index, arena = node.index, reads.arena
     ends = [
-        end_of_read(layout.files[file], high)
+        end_of_read(reads.layout.files[file], high)
         for file, high in zip(shared.file.tolist(), shared.high.tolist(), strict=True)
     ]
     nbytes = np.array(ends, np.int64) - shared.low
@@ -130,16 +114,16 @@ def _read(
     try:
         is_made_here = (shared.reader == index) & (shared.source == NOBODY)
         files = shared.file[shared.wanted[:, index] | is_made_here]
-        readers = open_readers(files, reads.store, layout, cleanup, verify=reads.verify)
+        readers = reads.open_readers(files, cleanup)
     except BaseException as error:
         buffers.mark_failed(error)
         raise
-    spans = assign_transfers(planned.plan.transfers, shared.file, shared.low, shared.high)
+    spans = assign_transfers(reads.plan.transfers, shared.file, shared.low, shared.high)
     exchange = None
     if links is not None:
         exchange = partial(links.run, shared, nbytes.tolist(), buffers)
     threads = arena.threads_of(len(node))
-    _read_together(spans, planned.copier(spans), readers, buffers, threads, exchange)
+    _read_together(spans, reads.copier(spans), readers, buffers, threads, exchange)
 
 
 def _read_together(
