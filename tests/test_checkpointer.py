@@ -283,6 +283,16 @@ def test_an_error_tells_that_a_step_was_removed_while_it_was_read(tmp_path: Path
         opened["t"][...]
 
 
+def test_an_error_tells_that_a_step_was_replaced_while_it_was_read(tmp_path: Path) -> None:
+    """Here by a program that takes no locks."""
+    fill(tmp_path, 1)
+    opened = sw.open(tmp_path, step=1)
+    shutil.rmtree(tmp_path / step_directory(1))
+    fill(tmp_path, 1)
+    with pytest.raises(sw.CheckpointNotFoundError, match="was replaced by another save"):
+        opened["t"][...]
+
+
 def test_a_damaged_newest_never_costs_the_newest_that_is_intact(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2, 9)
     damage(tmp_path, 9)

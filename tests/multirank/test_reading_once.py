@@ -401,6 +401,11 @@ def test_damage_is_an_error_on_every_rank(
     kinds = {type(outcome.exception).__name__ for outcome in outcomes}
     assert "CorruptionError" in kinds
     assert kinds <= {"CorruptionError", "RankError", "LostRankError"}
+    assert all(
+        victim.name in str(outcome.exception)
+        for outcome in outcomes
+        if not isinstance(outcome.exception, sw.LostRankError)
+    )
 
 
 @pytest.mark.parametrize("per_node", [1, 2])

@@ -113,6 +113,7 @@ def test_damage_is_an_error_on_every_rank(gang: Gang, saved: str, tmp_path: Path
     kinds = {type(outcome.exception).__name__ for outcome in outcomes}
     assert "CorruptionError" in kinds
     assert kinds <= {"CorruptionError", "RankError"}
+    assert all(victim.name in str(outcome.exception) for outcome in outcomes)
 
 
 def test_a_rank_that_dies_is_noticed_by_those_who_wait_for_it(gang: Gang, saved: str) -> None:

@@ -96,6 +96,20 @@ def test_a_failure_reaches_all_ranks(failing: set[int], ends_with_message: bool)
             assert sorted(error.failures) == sorted(failing)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_because_of_another_one_says_why_that_one_failed(failing: int) -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "meeting"):
+            if group.rank == failing:
+                raise StateError("the disk is gone")
+            raise RankError("waiting", {failing: "it does not answer"})
+
+    for rank, error in enumerate(run_ranks_and_catch(WORLD, run)):
+        assert "the disk is gone" in str(error)
+        assert "does not answer" not in str(error)
+        assert isinstance(error, StateError if rank == failing else RankError)
+
+
 def test_a_failure_of_rank_0_alone_is_the_same_error_on_all() -> None:
     def run(group: ThreadGroup) -> None:
         with Round(group, "locking", first_only=True):

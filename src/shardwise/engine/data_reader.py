@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import errno
 import logging
-from contextlib import suppress
+from contextlib import closing, suppress
+
+import numpy as np
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
+    FormatError,
     StoreError,
     StoreUnavailableError,
 )
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.layout import StoredFile
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer
@@ -44,7 +47,7 @@ class DataReader:
         verify: check the checksum of each block.
 
     Raises:
-        CheckpointNotFoundError: the checkpoint was removed meanwhile.
+        CheckpointNotFoundError: the checkpoint was removed or replaced meanwhile.
         CorruptionError: the file is missing or has another size, or its checksums were altered.
         StoreUnavailableError: the storage does not answer, which says nothing about the file.
     """
@@ -83,15 +86,25 @@ class DataReader:
             raise
 
     def _refuse_removed(self, error: OSError) -> None:
-        """Raise if the checkpoint has no manifest any more, and is not foreign."""
+        """Raise if the checkpoint has no manifest any more, or that of another save."""
         if self._entry is None:
             return
         try:
-            self._store.open(MANIFEST).close()
+            with closing(self._store.open(MANIFEST)) as file:
+                data = np.empty(min(file.size, LARGEST_MANIFEST), np.uint8)
+                encoded = data[: file.read_at(0, data)].tobytes()
+            listed = {each.name for each in decode_manifest(encoded).files}
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"{self._store} was removed by retention, `shardwise rm` or another program before "
                 "all of it was read: load another step, and keep steps that are read for long"
+            ) from error
+        except (FormatError, StoreError):
+            return
+        if self._entry.name not in listed:
+            raise CheckpointNotFoundError(
+                f"{self._store} was replaced by another save (overwrite=True) before all of it was "
+                "read: load it again"
             ) from error
 
     def _has_size(self, size: int) -> bool:

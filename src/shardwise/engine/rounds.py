@@ -35,6 +35,8 @@ from shardwise.errors import (
 
 T = TypeVar("T")
 R = TypeVar("R")
+_NO_REASON = "RankError: "
+"""The beginning of a description of an error that another rank has caused."""
 
 
 @prepare_decoding
@@ -80,7 +82,7 @@ class Round:
 
     Raises:
         Exception: the block failed on this rank.
-        RankError: the block failed on other ranks.
+        RankError: the block failed on other ranks. The error says why.
         ShardwiseError: rank 0 failed in a round with `first_only`, or in the function passed to
             `reduce`: the same error on all ranks.
         MismatchError: ranks take different steps.
@@ -108,9 +110,12 @@ class Round:
             self._exchange(b"", lambda _: b"")
             return
         try:
-            self._report(error)
+            failures = self._report(error)
         except LostRankError as lost:
             raise error from lost  # the error of this rank explains more
+        reasons = {rank: text for rank, text in failures.items() if not text.startswith(_NO_REASON)}
+        if type(error) is RankError and reasons:  # it only says that another rank has failed
+            raise RankError(self._operation, reasons) from error
 
     def gather(self, message: T, kind: Any) -> list[T]:
         """Send a message, and return the messages of all ranks.
@@ -183,16 +188,15 @@ class Round:
         _raise_failure(answer, self._operation)
         return answer.data
 
-    def _report(self, error: Exception) -> None:
-        """Tell the other ranks that this rank has failed."""
+    def _report(self, error: Exception) -> dict[int, str]:
+        """Tell the other ranks that this rank has failed, and return the errors of all ranks."""
         self._is_over = True
         if self._group.size == 1:
-            return
+            return {}
         if self._first_only:
-            self._broadcast(self._reply_of(error))
-        else:
-            failed = _Message(self._operation, failure=describe_error(error))
-            self._broadcast(self._gather(failed, lambda _: b"")[0])
+            return self._broadcast(self._reply_of(error)).failures
+        failed = _Message(self._operation, failure=describe_error(error))
+        return self._broadcast(self._gather(failed, lambda _: b"")[0]).failures
 
     def _gather(
         self, message: _Message, reply: Callable[[list[bytes]], bytes]

@@ -174,7 +174,7 @@ class SharedBuffers:
         """
         state = self._rings[self._ring[read]].states[self._position[read]]
         if state == FAILED:
-            why = "it could not read its share of the data; its error says why"
+            why = "it could not read its share of the data"
             raise RankError(OPERATION, {self._node.ranks[self._ring[read]]: why})
         return bool(state == READY)
 
