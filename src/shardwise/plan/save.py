@@ -5,6 +5,8 @@ Every rank computes the same plan, so that no plan is sent.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -303,17 +305,14 @@ def _assign_writers(
     for holders, rows in replicas:
         shapes = boxes.shape[rows].tolist()
         sizes_of_items = itemsize[boxes.tensor[rows]].tolist()
-        parts = [
-            (i, tuple(shape), size)
-            for i, (shape, size) in enumerate(zip(shapes, sizes_of_items, strict=True))
-        ]
-        cuts = divide_replicas(parts, holders, loads)
-        cut_rows = rows[[cut.replica for cut in cuts]]
-        rank_parts.append(np.array([cut.rank for cut in cuts], np.int64))
-        box_parts.append(cut_rows)
-        within = np.array([cut.box.offset for cut in cuts], np.int64)
-        offset_parts.append(boxes.offset[cut_rows] + within)
-        shape_parts.append(np.array([cut.box.shape for cut in cuts], np.int64))
+        shapes_and_sizes = list(zip(map(tuple, shapes), sizes_of_items, strict=True))
+        parts = divide_replicas(shapes_and_sizes, holders, loads)
+        part_rows = rows[[index for index, _, _ in parts]]
+        rank_parts.append(np.array([rank for _, rank, _ in parts], np.int64))
+        box_parts.append(part_rows)
+        within = np.array([box.offset for _, _, box in parts], np.int64)
+        offset_parts.append(boxes.offset[part_rows] + within)
+        shape_parts.append(np.array([box.shape for _, _, box in parts], np.int64))
     return (
         np.concatenate(rank_parts),
         np.concatenate(box_parts),
@@ -345,21 +344,6 @@ def _tied_entries(
     return list(ties.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A part of a replica that one of its holders writes.
-
-    Attributes:
-        replica: the index of the replica.
-        rank: the rank that writes the part.
-        box: the part, relative to the replica.
-    """
-
-    replica: int
-    rank: int
-    box: Box
-
-
 def even_out_loads(loads: Float, amount: float) -> Float:
     """Divide `amount` so that the loads become as equal as possible.
 
@@ -377,64 +361,58 @@ def even_out_loads(loads: Float, amount: float) -> Float:
 
 
 def divide_replicas(
-    replicas: Sequence[tuple[int, tuple[int, ...], int]],
+    replicas: Sequence[tuple[tuple[int, ...], int]],
     holders: Sequence[int],
     loads: Float,
     *,
     grain: int | None = None,
-) -> list[Cut]:
-    """Divide a sequence of replicas among their holders, and cut replicas at the boundaries.
+) -> list[tuple[int, int, Box]]:
+    """Divide replicas among the ranks that hold them, and cut replicas where the parts meet.
 
-    Each holder gets one contiguous part of the sequence, so that the loads become even.
-    Cuts lie at multiples of about `grain` bytes. A replica smaller than that stays whole. The
-    default grain is 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
+    The replicas form a sequence of bytes. Each holder gets one range of this sequence, so that the
+    loads become even. For example, two ranks with equal loads hold a tensor of 6 MiB and one of
+    2 MiB: the first rank gets 4 MiB of the first tensor, and the second rank gets the rest.
 
     Args:
-        replicas: the index, shape and itemsize of each replica. The same ranks hold all of them.
+        replicas: the shape and itemsize of each replica. The same ranks hold all of them.
         holders: the ranks that hold the replicas.
         loads: the bytes assigned to each rank so far, float64; updated in place.
-        grain: the unit of cuts, in bytes.
+        grain: a replica is cut at multiples of about this many bytes, and a smaller one stays
+            whole. Default: 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
+
+    Returns:
+        The index of a replica, the rank that writes this part of it, and the box of the part,
+        relative to the replica; in the order of the sequence.
     """
-    sizes = [int(np.prod(shape, dtype=np.int64)) * itemsize for _, shape, itemsize in replicas]
+    sizes = [math.prod(shape) * itemsize for shape, itemsize in replicas]
     if grain is None:
         part = sum(sizes) // (32 * len(holders))
         grain = max(SMALLEST_GRAIN, min(LARGEST_GRAIN, part))
-    ends = np.cumsum(even_out_loads(loads[list(holders)], float(sum(sizes)))).tolist()
-    ends[-1] = float("inf")
-    cuts: list[Cut] = []
-    holder_index = 0
-    position = 0
-    for (index, shape, itemsize), nbytes in zip(replicas, sizes, strict=True):
-        done = 0
-        while done < nbytes:
-            nbytes_taken = _bytes_for_holder(
-                shape, itemsize, done, nbytes, ends[holder_index] - position, grain
-            )
-            boxes = boxes_of_range(shape, done // itemsize, (done + nbytes_taken) // itemsize)
-            cuts += [Cut(index, holders[holder_index], box) for box in boxes]
-            loads[holders[holder_index]] += nbytes_taken
-            position += nbytes_taken
-            done += nbytes_taken
-            if nbytes_taken == 0 or position >= ends[holder_index] - grain / 2:
-                holder_index += 1
-    return cuts
+    starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    even_bounds = np.cumsum(even_out_loads(loads[list(holders)], float(starts[-1])))[:-1].tolist()
+    bounds = [0]
+    for bound in even_bounds:
+        index = min(bisect_right(starts, bound), len(replicas)) - 1
+        bounds.append(starts[index] + _nearest_cut(*replicas[index], bound - starts[index], grain))
+    bounds.append(starts[-1])
+    parts = []
+    for rank, low, high in zip(holders, bounds, bounds[1:], strict=False):
+        loads[rank] += high - low
+        for index in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
+            itemsize = replicas[index][1]
+            first = max(0, low - starts[index]) // itemsize
+            last = min(sizes[index], high - starts[index]) // itemsize
+            parts += [(index, rank, box) for box in boxes_of_range(replicas[index][0], first, last)]
+    return parts
 
 
-def _bytes_for_holder(
-    shape: tuple[int, ...], itemsize: int, done: int, nbytes: int, capacity_left: float, grain: int
-) -> int:
-    """Return how many bytes to assign of a replica from byte `done` on.
-
-    Args:
-        capacity_left: the bytes that the current holder can still take.
-    """
-    rest = nbytes - done
-    if rest <= capacity_left + grain / 2:
-        return rest
+def _nearest_cut(shape: tuple[int, ...], itemsize: int, position: float, grain: int) -> int:
+    """Return the allowed cut of a replica that is nearest to a position, both in bytes."""
+    nbytes = math.prod(shape) * itemsize
     unit = itemsize
     for n in reversed(shape):
         if unit * n > grain:
-            break
+            unit *= max(1, grain // unit)
+            return min(round(position / unit) * unit, nbytes)
         unit *= n
-    unit *= max(1, grain // unit)
-    return max(0, min(rest, (done + round(capacity_left)) // unit * unit - done))
+    return 0 if position < nbytes / 2 else nbytes  # the replica stays whole
