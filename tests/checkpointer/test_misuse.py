@@ -169,6 +169,18 @@ def begin_alone(path: str) -> None:
     sw.Checkpointer(f"{path}/root", start_from=start_from, memory=None)
 
 
+def with_an_invalid_option(root: str) -> None:
+    with sw.Checkpointer(root, save_every=dist.get_rank(), memory=None):
+        pass
+
+
+def test_an_option_that_is_invalid_on_one_rank_fails_on_all(gang: Gang, tmp_path: Path) -> None:
+    first, second = gang.run_outcomes(with_an_invalid_option, str(tmp_path), world=2)
+    assert "expected at least 1" in str(first.exception)
+    assert isinstance(second.exception, sw.RankError)
+    assert "save_every=0" in str(second.exception)
+
+
 def test_ranks_start_from_the_same(gang: Gang, tmp_path: Path) -> None:
     sw.save(tmp_path / "source", {"x": torch.ones(3)})
     for outcome in gang.run_outcomes(begin_alone, str(tmp_path), world=2):

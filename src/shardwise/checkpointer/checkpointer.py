@@ -29,7 +29,7 @@ from shardwise.checkpointer.settings import (
     open_root_store,
     prepare_root_and_check_memory,
 )
-from shardwise.checkpointer.signals import AfterSignal
+from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.compile_and_gc import skip_compile
@@ -124,35 +124,37 @@ class Checkpointer:
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:
-        check_options(keep, memory, start_from, save_on_signals, after_signal, on_failure)
-        self._root = open_root_store(root, opened_by_agents=memory is not None)
-        self._settings = settings = Settings(
-            root=self._root,
-            keep=keep or Keep(),
-            mirror=open_mirror(mirror, self._root, opened_by_agents=memory is not None),
-            save_every=check_integer("Checkpointer(save_every", save_every),
-            memory=memory,
-            check_replicas=check_replicas,
-            allow_pickle=allow_pickle,
-            staging_bytes=staging_bytes,
-            on_event=on_event,
-            save_at_end=save_at_end,
-            on_failure=on_failure,
-            on_divergence=DivergencePolicy.from_option(on_divergence),
-        )
-        self._comparison = compare = ReplicaComparison(settings.on_divergence)
+        self._closed, self._process = False, os.getpid()
         self._damaged: set[int] = set()
         self._hooks = RunHooks()
-        self._signals = install_signals(save_on_signals, after_signal)
-        self._closed, self._process = False, os.getpid()
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
+        self._signals: Signals | None = None
         self._own_group: TorchGroup | None = None
         api.warn_without_group()
         try:
             self._own_group = own_group(timeout)
             self._group: Group = self._own_group or SoloGroup()
-            self._saver, steps = self._open_saver(compare)
+            with Round(self._group, "checking options"):
+                check_options(keep, memory, start_from, save_on_signals, after_signal, on_failure)
+                self._root = open_root_store(root, opened_by_agents=memory is not None)
+                self._settings = settings = Settings(
+                    root=self._root,
+                    keep=keep or Keep(),
+                    mirror=open_mirror(mirror, self._root, opened_by_agents=memory is not None),
+                    save_every=check_integer("Checkpointer(save_every", save_every),
+                    memory=memory,
+                    check_replicas=check_replicas,
+                    allow_pickle=allow_pickle,
+                    staging_bytes=staging_bytes,
+                    on_event=on_event,
+                    save_at_end=save_at_end,
+                    on_failure=on_failure,
+                    on_divergence=DivergencePolicy.from_option(on_divergence),
+                )
+                self._signals = install_signals(save_on_signals, after_signal)
+            self._comparison = ReplicaComparison(settings.on_divergence)
+            self._saver, steps = self._open_saver(self._comparison)
         except BaseException:
             self._release()
             raise
