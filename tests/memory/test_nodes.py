@@ -14,9 +14,9 @@ import pytest
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.files import encode_record, listen_to_bell
+from shardwise.memory.files import encode_record, listen_to_bell, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.records import AgentInfo, StageOutcome
+from shardwise.memory.records import AgentInfo, PendingManifest, StageOutcome, StorageTask
 from shardwise.memory.redundancy.parity import encode_parity
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
@@ -107,6 +107,49 @@ def test_work_on_a_file_that_another_node_has_discarded_is_not_repeated(
         with pytest.raises(sw.StoreError, match=r"cannot compute parity: cannot read r00001.*not"):
             nodes.retry(lambda: encode_parity(group, 0, 0, nodes.read_range, lambda *_: None))
         assert time.monotonic() - started < 30
+
+
+def test_work_on_a_file_of_a_node_that_the_run_left_behind_is_not_repeated(tmp_path: Path) -> None:
+    """The node does not answer, and the protection of newer snapshots waits for this work."""
+    run = Run(tmp_path / RUN)
+    place, newer = SnapshotDirectory(run, 10), SnapshotDirectory(run, 11)
+    for each in (place, newer):
+        each.path.mkdir(parents=True)
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        gone = AgentInfo("gone", f"http://127.0.0.1:{refusing.getsockname()[1]}", TOKEN)
+        here = AgentInfo("here", "", "")
+        group = ProtectionGroup(
+            (
+                Member("here", "a", ()),
+                Member("gone", "b", (("r00001.safetensors", 1 << 20),)),
+                Member("elsewhere", "c", ()),
+            ),
+            parity=1,
+            chunk=chunk_size([0, 1 << 20, 0], 3, 1),
+        )
+
+        def continue_without_it() -> None:
+            pending = PendingManifest(
+                save_id=SAVE,
+                step=11,
+                manifest="{}",
+                files=[],
+                nodes=[here],
+                leader="here",
+                storage=StorageTask(root=""),
+            )
+            write_record(newer.path / records.save_record("pending", SAVE), pending)
+
+        timer = threading.Timer(2 * WAIT, continue_without_it)
+        timer.start()
+        started = time.monotonic()
+        with (
+            closing(Nodes(place, [here, gone], "here", 60.0)) as nodes,
+            pytest.raises(sw.StoreError, match="the run continued without node gone"),
+        ):
+            nodes.retry(lambda: encode_parity(group, 0, 0, nodes.read_range, lambda *_: None))
+        assert WAIT < time.monotonic() - started < 30
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training
+from shardwise.memory.reclaim import free
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.remote.search import list_own_files
@@ -356,3 +358,25 @@ def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for
     with pytest.raises(StoreError, match="another process has been starting the agent"):
         spawn.ensure_agent(home, memory(tmp_path))
     os.close(fd)
+
+
+def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(shm: Path) -> None:
+    """A trainer and the agent of its node free snapshots at the same time."""
+    place = SnapshotDirectory(Home(shm).run("0" * 16), 1)
+    place.path.mkdir(parents=True)
+    ended = place.run.path / OUTCOMES_DIRECTORY
+    ended.mkdir()
+    for i in range(3):
+        (ended / f"{i}.json").write_bytes(b"{}")
+    scandir = os.scandir
+
+    def scan(path: Path) -> Any:
+        if Path(path) != ended:
+            return scandir(path)
+        entries = [*scandir(path)]
+        (ended / "1.json").unlink()
+        return nullcontext(entries)
+
+    with patch("os.scandir", scan):
+        assert free(place)
+    assert sorted(os.listdir(ended)) == ["0.json", "2.json"]

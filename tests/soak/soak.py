@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -183,10 +184,21 @@ def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]
         text = raised.get(each.rank, each.report).strip()
         if each.kind == "hung":
             wrong.append(f"rank {each.rank} hung for {LONGEST_CYCLE:.0f} s")
+        elif only_lost_ended_ranks(text, lines):
+            continue
         elif each.kind != "value" and not (kind.ends_training and is_expected(each, text)):
             said = text.splitlines()[-1] if text else ""
             wrong.append(f"rank {each.rank} {each.kind}: {said[:LONGEST_LINE]}")
     return wrong
+
+
+def only_lost_ended_ranks(text: str, lines: list[Line]) -> bool:
+    """Return whether a rank failed because it waited for nodes whose ranks had already ended.
+
+    If the fault has killed the agents of these nodes, no rank is there to start them again.
+    """
+    lost = {int(rank) for rank in re.findall(r"rank (\d+): its node \S+ is lost", text)}
+    return bool(lost) and lost <= {line.rank for line in lines if line.what == "ended"}
 
 
 def is_expected(outcome: Outcome, text: str) -> bool:

@@ -315,7 +315,10 @@ def _trim_outcomes(ended: Path) -> None:
 
 
 def _modified_at(entry: os.DirEntry[str]) -> float:
-    return entry.stat(follow_symlinks=False).st_mtime
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime
+    except FileNotFoundError:  # another process has just deleted it
+        return 0.0
 
 
 def _remove_run(home: Home, run: Run) -> None:

@@ -237,7 +237,8 @@ class Nodes:
             except _NoRetryError:
                 raise
             except StoreError as error:
-                if deadline.has_passed() or isinstance(error.__cause__, FileNotFoundError):
+                is_final = isinstance(error.__cause__, (FileNotFoundError, _NoRetryError))
+                if is_final or deadline.has_passed():
                     raise
             self._abandoned.wait(RETRY_PAUSE)
 
@@ -249,10 +250,16 @@ class Nodes:
             FileNotFoundError: the node does not have the file.
         """
         run, step = self._place.run.name, self._place.step
-        self._client(node).read_range_into(run, step, name, offset, out)
+        try:
+            self._client(node).read_range_into(run, step, name, offset, out)
+        except StoreError as error:
+            self._raise_if_run_continued_without([node], error)
+            raise
         return out
 
-    def _raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:
+    def _raise_if_run_continued_without(
+        self, nodes: Sequence[str], error: StoreError | None = None
+    ) -> None:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
@@ -265,7 +272,7 @@ class Nodes:
                     raise _NoRetryError(
                         f"step {self._place.step} is not completed, because the run continued "
                         f"without node {', '.join(absent)}; use a newer snapshot"
-                    )
+                    ) from error
                 return
 
     def _client(self, node: str) -> AgentClient:
