@@ -60,6 +60,30 @@ def test_parts_must_fit(save: sw.PartialSave, tmp_path: Path) -> None:
         save.commit([write(tmp_path / "a", 0), other])
 
 
+def test_different_values_with_one_name_are_refused(save: sw.PartialSave, tmp_path: Path) -> None:
+    parts = [
+        sw.PartialSave(tmp_path / "a").write(
+            {"w": rows(2 * rank, 0.0)}, {"epoch": 3, "seed": rank}, rank=rank
+        )
+        for rank in range(3)
+    ]
+    with pytest.raises(sw.MismatchError) as caught:
+        save.commit(parts)
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["seed", "seed"]
+
+
+def test_ranks_of_parts_are_checked(save: sw.PartialSave, tmp_path: Path) -> None:
+    part = write(tmp_path / "a", 0)
+    with pytest.raises(sw.StateError, match="two parts have rank 0"):
+        save.commit([part, part])
+    late = sw.PartialSave(tmp_path / "b")
+    with pytest.raises(sw.StateError, match=r"call begin\(\) before"):
+        late.commit([write(tmp_path / "b", 0)])
+    late.begin(world_size=1)
+    with pytest.raises(sw.StateError, match="rank 1, but begin"):
+        late.commit([write(tmp_path / "b", 1)])
+
+
 def test_an_existing_checkpoint_is_refused_at_the_begin(tmp_path: Path) -> None:
     sw.save(tmp_path / "a", {"w": torch.ones(1)})
     with pytest.raises(sw.CheckpointExistsError):

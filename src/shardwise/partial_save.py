@@ -102,7 +102,7 @@ class PartialSave:
             options=SaveOptions.from_arguments(step, overwrite, False, metrics),
         )
         self._lock = ExitStack()
-        self._world_size = 1
+        self._world_size: int | None = None  # until `begin`
         self.save_id = new_save_id()
         self._release: Callable[[], object] = weakref.finalize(self, self._lock.close)
 
@@ -187,9 +187,11 @@ class PartialSave:
             rename: other names for tensors of the parts, by the names that were written.
 
         Raises:
-            StateError: a value cannot be saved, or a name is not allowed.
+            StateError: `begin` was not called; a value cannot be saved; a name is not allowed; or
+                the ranks of the parts are not those of the processes.
             LayoutError: the boxes of a tensor leave gaps or overlap.
-            MismatchError: processes wrote to different places, or have different dtypes or shapes.
+            MismatchError: processes wrote to different places, or have different dtypes or shapes
+                of a tensor, or different values with one name.
             CheckpointExistsError: another process saved here meanwhile.
             StoreError, OSError: the storage failed.
         """
@@ -210,7 +212,8 @@ class PartialSave:
         self, parts: list[SavedPart], values: Mapping[str, Any], rename: Mapping[str, str]
     ) -> Manifest:
         _refuse_other_places(parts, str(self._request.store))
-        objects = {name: value for part in parts for name, value in part.values.items()}
+        world = _check_ranks(parts, self._world_size)
+        objects = _unite_values(parts)
         for name, value in values.items():
             objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         tensors = _unite_tensors(parts)
@@ -232,7 +235,7 @@ class PartialSave:
             check_name(name)
         entries = tuple(ObjectEntry(name, value) for name, value in objects.items())
         tensor_list = encode_tensors_with(named, rows)
-        options, world = self._request.options, self._world_size
+        options = self._request.options
         manifest = make_manifest(self.save_id, options, world, files, (entries, ()), tensor_list)
         try:
             layout_of_manifest(manifest)
@@ -275,6 +278,47 @@ def _unite_tensors(parts: Iterable[SavedPart]) -> dict[str, TensorEntry]:
     if problems:
         raise MismatchError("parts of a tensor have several dtypes or shapes:", problems)
     return tensors
+
+
+def _check_ranks(parts: Iterable[SavedPart], world_size: int | None) -> int:
+    """Check that each part has a rank of its own, and return the number of processes."""
+    if world_size is None:
+        raise StateError("commit: the save has not begun: call begin() before the processes write")
+    seen: set[int] = set()
+    for part in parts:
+        if not 0 <= part.rank < world_size:
+            raise StateError(
+                f"a part has rank {part.rank}, but begin() got world_size={world_size}: pass the "
+                "number of processes to begin(), and ranks from 0 to write()"
+            )
+        if part.rank in seen:
+            raise StateError(
+                f"two parts have rank {part.rank}: pass a different rank= to write() in each "
+                "process, and each part once to commit()"
+            )
+        seen.add(part.rank)
+    return world_size
+
+
+def _unite_values(parts: Iterable[SavedPart]) -> dict[str, JsonValue]:
+    """Return the plain values of all parts by name.
+
+    Raises:
+        MismatchError: parts have different values with the same name.
+    """
+    values: dict[str, JsonValue] = {}
+    problems = []
+    for part in parts:
+        for name, value in part.values.items():
+            if values.setdefault(name, value) != value:
+                problems.append(f"{name}: the value of rank {part.rank} differs from one before")
+    if problems:
+        raise MismatchError(
+            "processes wrote different values with the same name; write each value in one process, "
+            "or under a name for each process:",
+            problems,
+        )
+    return values
 
 
 def _refuse_other_places(parts: Iterable[SavedPart], path: str) -> None:

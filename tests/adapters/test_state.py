@@ -205,6 +205,22 @@ def test_values_that_an_overlapping_target_cannot_hold_are_refused(tmp_path: Pat
         sw.load(tmp_path, {"t": torch.zeros(2, 1).expand(2, 3)})
 
 
+def test_shards_whose_memory_overlaps_are_refused_if_their_values_differ(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"t": torch.arange(6.0)})
+    memory = torch.zeros(5)
+    parts = [(sw.Box((0,), (3,)), memory[:3]), (sw.Box((3,), (3,)), memory[2:])]
+    with pytest.raises(sw.StateError, match="overlaps itself"):
+        sw.load(tmp_path, {"t": sw.Shards((6,), torch.float32, parts)})
+
+
+def test_shards_that_alternate_in_memory_are_filled(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"t": torch.arange(6.0)})
+    memory = torch.zeros(6)
+    parts = [(sw.Box((0,), (3,)), memory[::2]), (sw.Box((3,), (3,)), memory[1::2])]
+    sw.load(tmp_path, {"t": sw.Shards((6,), torch.float32, parts)})
+    assert memory.tolist() == [0, 3, 1, 4, 2, 5]
+
+
 class Loader:
     """Something with a state of its own, tensors in it among others."""
 

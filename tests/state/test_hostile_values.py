@@ -86,8 +86,10 @@ def test_a_pickle_in_a_file_does_not_run() -> None:
 
 def test_an_enum_is_found_only_if_it_is_imported_and_an_enum() -> None:
     for place in ("nowhere:Colour", f"{__name__}:_Attack", "os:environ", f"{__name__}:Colour.RED"):
-        with pytest.raises(StateError):
+        with pytest.raises(StateError, match="import its module before the load, or leave"):
             decode({"$": "enum", "class": place, "v": "RED"}, "value")
+    with pytest.raises(StateError, match="'MAUVE' of the enum .*Colour, which has no such member"):
+        decode({"$": "enum", "class": f"{__name__}:Colour", "v": "MAUVE"}, "value")
 
 
 def test_a_dtype_is_looked_up_and_nothing_is_imported_for_it(

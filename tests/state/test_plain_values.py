@@ -298,25 +298,33 @@ def test_a_grad_scaler_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "names"),
+    ("values", "differences"),
     [
-        (({"a": [1, 2], "b": 1}, {"a": [1, 3], "c": 1}), "x.a.1, x.b, x.c"),
-        (({"k": (1, 2)}, {"k": (1, 3)}), "x.k.1"),
-        (([(1,)], [[1]]), "x.0"),
-        ((b"a", b"b"), "x"),
-        (({"a": None}, {"b": 0}), "x.a, x.b"),
-        ((1, 2.0), "x"),
+        (
+            ({"a": [1, 2], "b": 1}, {"a": [1, 3], "c": 1}),
+            {"x.a.1": ("2", "3"), "x.b": ("1", "absent"), "x.c": ("absent", "1")},
+        ),
+        (({"k": (1, 2)}, {"k": (1, 3)}), {"x.k.1": ("2", "3")}),
+        (([(1,)], [[1]]), {"x.0": ('{"$":"tuple","v":[1]}', "[1]")}),
+        ((b"a", b"b"), {"x": ('"YQ=="', '"Yg=="')}),
+        (({"a": None}, {"b": 0}), {"x.a": ("null", "absent"), "x.b": ("absent", "0")}),
+        ((1, 2.0), {"x": ("1", "2.0")}),
+        (("z" * 99, ""), {"x": ('"' + "z" * 39 + "…", '""')}),
     ],
 )
-def test_differences_between_ranks_are_named(
-    tmp_path: Path, values: tuple[object, object], names: str
+def test_differences_between_ranks_are_shown(
+    tmp_path: Path,
+    values: tuple[object, object],
+    differences: dict[str, tuple[str, str]],
 ) -> None:
     def save(group: ThreadGroup) -> sw.SaveReport:
         return sw.save(tmp_path, {"x": Kept(values[group.rank])}, group=group)
 
     for outcome in run_ranks_and_catch(2, save):
         assert isinstance(outcome, sw.MismatchError)
-        assert outcome.problems == [f"{names}: rank 0 and rank 1 differ"]
+        assert outcome.problems == [
+            f"{name}: {a} on rank 0, {b} on rank 1" for name, (a, b) in differences.items()
+        ]
 
 
 class Kept:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from shardwise.adapters.optimizer_state import STEP
 from shardwise.errors import StateError
-from shardwise.state.plain_values import JsonValue, differing_names
+from shardwise.state.plain_values import JsonValue, find_differences
 
 GROUPS = "param_groups"
 # Keys of a param group that are not hyperparameters.
@@ -64,7 +64,7 @@ def group_problems(
         for member in members[1:]:
             first, other = settings[members[0]], settings[member]
             if first is not other and first != other:
-                keys = ", ".join(key.lstrip(".") for key in differing_names(first, other, ""))
+                keys = ", ".join(key.lstrip(".") for key in find_differences(first, other, ""))
                 yield (
                     f"{name}: {members[0]} and {member} are in one param group, but were saved "
                     f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"

@@ -96,8 +96,8 @@ def bind(name: str, value: object, context: Context) -> TrainableBinding | None:
             "of the parts of a model, or a DeepSpeed engine"
         )
     raise StateError(
-        f"{name}: sw.trainable does not support models of Megatron-Core: put the model "
-        "itself into the state, which saves all of it"
+        f"{name}: sw.trainable does not support a {type(value.module).__name__}, for which "
+        f"{type(module).__name__} decides what is saved: put the model itself into the state"
     )
 
 

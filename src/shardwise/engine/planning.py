@@ -38,8 +38,10 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
-from shardwise.state.plain_values import JsonValue, differing_names
+from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
+
+MOST_PARTS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +199,7 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
     """
     objects: dict[str, JsonValue] = {}
     rank_of: dict[str, int] = {}
-    value_of_member: dict[str, dict[str, JsonValue]] = {}
+    found_on: dict[str, dict[str, tuple[JsonValue, int]]] = {}  # the value of a member, and a rank
     problems: list[str] = []
     for rank, data in enumerate(encoded):
         if not data:
@@ -207,27 +209,39 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
             if name not in objects:
                 objects[name], rank_of[name] = value, rank
             elif objects[name] != value:
-                names = ", ".join(differing_names(objects[name], value, name)[:5])
-                problems.append(f"{names}: rank {rank_of[name]} and rank {rank} differ")
+                problems += _describe_differences(objects[name], value, name, rank_of[name], rank)
         for name, groups in own_groups.items():
-            known = value_of_member.setdefault(name, {})
+            known = found_on.setdefault(name, {})
             for members, value in groups:
-                different = [each for each in members if known.setdefault(each, value) != value]
+                first = [known.setdefault(each, (value, rank)) for each in members]
+                different = [i for i, (other, _) in enumerate(first) if other != value]
                 if different:
-                    others = f" and {len(different) - 1} more" if len(different) > 1 else ""
-                    problems.append(
-                        f"{name}: the hyperparameters of {different[0]}{others} on rank {rank} "
-                        "differ from those on an earlier rank"
-                    )
+                    other, other_rank = first[different[0]]
+                    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+                    group = f"{name} of {members[different[0]]}{more}"
+                    problems += _describe_differences(other, value, group, other_rank, rank)
     if problems:
         raise MismatchError(
             "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap "
             "other values that are meant to differ in sw.PerRank(value):",
             problems,
         )
-    for name, known in value_of_member.items():
-        objects[name] = _group_by_value(known)
+    for name, known in found_on.items():
+        objects[name] = _group_by_value({member: value for member, (value, _) in known.items()})
     return tuple(ObjectEntry(name, value) for name, value in objects.items())
+
+
+def _describe_differences(
+    a: JsonValue, b: JsonValue, name: str, first_rank: int, rank: int
+) -> list[str]:
+    """Return a line for each of the first few parts in which the values of two ranks differ."""
+    lines = [
+        f"{part}: {x} on rank {first_rank}, {y} on rank {rank}"
+        for part, (x, y) in find_differences(a, b, name).items()
+    ]
+    if len(lines) > MOST_PARTS_SHOWN:
+        lines[MOST_PARTS_SHOWN:] = [f"{name}: and {len(lines) - MOST_PARTS_SHOWN} more parts"]
+    return lines
 
 
 def _group_by_value(value_of_member: dict[str, JsonValue]) -> JsonValue:

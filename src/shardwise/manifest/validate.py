@@ -290,7 +290,7 @@ def _check_pieces(layout: Layout) -> Layout:
     pieces = layout.pieces
     has_own = ~stored[layout.tensor_of[pieces.tensor]]
     if has_own.any():
-        tensor = layout.tensors[int(pieces.tensor[np.argmax(has_own)])]
+        tensor = layout.tensors[int(layout.tensor_of[pieces.tensor[np.argmax(has_own)]])]
         raise FormatError(
             f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, but has its own pieces"
         )

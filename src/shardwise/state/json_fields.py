@@ -173,11 +173,14 @@ def enum_of(fields: Fields) -> enum.Enum:
     enum_class = _find_imported(path)
     if not (isinstance(enum_class, type) and issubclass(enum_class, enum.Enum)):
         raise LookupError(
-            f"{path[:200]} is not an enum that this process has imported (import its module before "
-            "loading)"
+            f"the saved value is a member of {path[:200]}, which is not an enum that this process "
+            "has imported: import its module before the load"
         )
     if name not in enum_class.__members__:
-        raise LookupError(f"{path[:200]} has no member {name[:200]!r}")
+        raise LookupError(
+            f"the saved value is {name[:200]!r} of the enum {path[:200]}, which has no such "
+            "member: add it"
+        )
     return enum_class.__members__[name]
 
 

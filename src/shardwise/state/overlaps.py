@@ -27,7 +27,7 @@ def make_leaves_fillable(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
 
 def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
     """Return the indices of leaves whose memory overlaps, except those of tied tensors."""
-    ranges: dict[torch.device, list[tuple[int, int, int]]] = {}
+    ranges: dict[torch.device, list[tuple[int, int, int, bool]]] = {}
     seen_tie_keys: set[object] = set()
     overlapping: set[int] = set()
     for index, leaf in enumerate(leaves):
@@ -40,14 +40,16 @@ def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
             start = 0 if data.is_meta else data.data_ptr()
             if start and data.numel():
                 stop = start + memory_extent(data) * data.element_size()
-                ranges.setdefault(data.device, []).append((start, stop, index))
+                found = ranges.setdefault(data.device, [])
+                found.append((start, stop, index, data.is_contiguous()))
     for intervals in ranges.values():
-        max_stop, owner = 0, -1
-        for start, stop, index in sorted(intervals):
-            if start < max_stop and index != owner:
+        max_stop, owner, owner_is_contiguous = 0, -1, False
+        for start, stop, index, is_contiguous in sorted(intervals):
+            # Fragments of one leaf may alternate in memory, as the columns of a tensor do.
+            if start < max_stop and (index != owner or (is_contiguous and owner_is_contiguous)):
                 overlapping |= {index, owner}
             if stop > max_stop:
-                max_stop, owner = stop, index
+                max_stop, owner, owner_is_contiguous = stop, index, is_contiguous
     return overlapping
 
 

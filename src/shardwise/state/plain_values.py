@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -48,6 +49,8 @@ GetTensor = Callable[[str], torch.Tensor | Shards]
 
 TAG = "$"
 MAX_DEPTH = 200
+LONGEST_SHOWN = 40
+"""The most characters of a value to show in an error message."""
 _INT64 = 2**63
 _ABSENT = object()
 
@@ -96,16 +99,23 @@ def decode(
     try:
         return _decode(encoded, _Cursor(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
-        raise StateError(f"{name}: nested too deeply for Python: skip= leaves it out") from error
+        raise StateError(
+            f"{name}: nested too deeply for Python: leave it out with skip="
+        ) from error
 
 
-def differing_names(a: JsonValue, b: JsonValue, name: str) -> list[str]:
-    """Return the names of the parts in which two encoded values differ.
+def find_differences(a: JsonValue, b: JsonValue, name: str) -> dict[str, tuple[str, str]]:
+    """Return the parts in which two encoded values differ, as short texts.
+
+    For example, `{"lr": 0.1}` and `{"lr": 0.2}` differ in `{"x.lr": ("0.1", "0.2")}`.
 
     Args:
         name: the full name of both values.
+
+    Returns:
+        The texts of `a` and `b`, by the full name of the part.
     """
-    found = []
+    found = {}
     stack = [(name, a, b)]
     while stack:
         part, x, y = stack.pop()
@@ -113,15 +123,20 @@ def differing_names(a: JsonValue, b: JsonValue, name: str) -> list[str]:
             stack += reversed([(f"{part}.{i}", x[i], y[i]) for i in range(len(x))])
         elif not (isinstance(x, dict) and isinstance(y, dict)):
             if x != y:
-                found.append(part)
+                found[part] = _shown(x), _shown(y)
         elif TAG not in x and TAG not in y:
             keys = reversed(dict.fromkeys([*x, *y]))
             stack += [(f"{part}.{key}", x.get(key, _ABSENT), y.get(key, _ABSENT)) for key in keys]
-        elif {**x, "v": None} != {**y, "v": None}:
-            found.append(part)
+        elif {**x, "v": None} != {**y, "v": None}:  # values of different types
+            found[part] = _shown(x), _shown(y)
         else:
             stack.append((part, x.get("v"), y.get("v")))
     return found
+
+
+def _shown(encoded: JsonValue) -> str:
+    text = "absent" if encoded is _ABSENT else msgspec.json.encode(encoded).decode()
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +198,9 @@ def _encode(value: Any, cursor: _Cursor) -> JsonValue:
 
 def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     if cursor.depth > MAX_DEPTH:
-        raise StateError(f"{cursor.name}: more than {MAX_DEPTH} levels deep: skip= leaves it out")
+        raise StateError(
+            f"{cursor.name}: more than {MAX_DEPTH} levels deep: leave it out with skip="
+        )
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
@@ -284,7 +301,10 @@ def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
 
 def _get_named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
     if cursor.get_tensor is None:
-        raise StateError(f"{cursor.name}: this value cannot refer to a tensor: skip= leaves it out")
+        raise StateError(
+            f"{cursor.name}: the saved value refers to a tensor, which a value of this kind cannot "
+            "contain: leave it out with skip="
+        )
     return cursor.get_tensor(require_text(encoded["name"]))
 
 
@@ -298,6 +318,13 @@ def _name_tensor(value: object, cursor: _Cursor) -> Fields:
     cursor.tensors.add(cursor.name)
     cursor.on_tensor(cursor.name, value)
     return {"name": cursor.name}
+
+
+def _decode_enum(encoded: Fields, cursor: _Cursor) -> enum.Enum:
+    try:
+        return enum_of(encoded)
+    except LookupError as error:
+        raise StateError(f"{cursor.name}: {error}, or leave the value out with skip=") from error
 
 
 def _encode_pickle(value: object, cursor: _Cursor) -> Fields | None:
@@ -369,7 +396,7 @@ def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "enum": _Kind(enum.Enum, lambda v, cursor: enum_fields(v), lambda f, cursor: enum_of(f)),
+    "enum": _Kind(enum.Enum, lambda v, cursor: enum_fields(v), _decode_enum),
     "numpy": _Kind(np.generic, lambda v, cursor: scalar_fields(v), lambda f, cursor: scalar_of(f)),
     "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor),
     "array": _Kind(np.ndarray, _encode_array, _decode_array),

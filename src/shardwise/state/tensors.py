@@ -70,9 +70,14 @@ def check_dtype(name: str, dtype: torch.dtype) -> str:
     """
     dtype_name = _dtype_name(dtype)
     if dtype_name is None:
+        if str(dtype).startswith("torch.q"):
+            raise StateError(
+                f"{name}: {dtype} tensors cannot be saved, because their values depend on a "
+                f"quantizer: save {name}.int_repr(), .q_scale() and .q_zero_point() instead"
+            )
         raise StateError(
-            f"{name}: {dtype} tensors cannot be saved, because their values depend on a "
-            f"quantizer: save {name}.int_repr(), .q_scale() and .q_zero_point() instead"
+            f"{name}: this version of shardwise does not know the dtype {dtype}: update shardwise, "
+            f"or save {name}.view(torch.uint8)"
         )
     return dtype_name
 
