@@ -88,7 +88,7 @@ def test_an_enum_is_found_only_if_it_is_imported_and_an_enum() -> None:
     for place in ("nowhere:Colour", f"{__name__}:_Attack", "os:environ", f"{__name__}:Colour.RED"):
         with pytest.raises(StateError, match="import its module before the load, or leave"):
             decode({"$": "enum", "class": place, "v": "RED"}, "value")
-    with pytest.raises(StateError, match="'MAUVE' of the enum .*Colour, which has no such member"):
+    with pytest.raises(StateError, match=r"'MAUVE' of the enum .*Colour, which has no such member"):
         decode({"$": "enum", "class": f"{__name__}:Colour", "v": "MAUVE"}, "value")
 
 
