@@ -10,12 +10,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from shardwise.deadline import Deadline
 from shardwise.engine.buffers import aligned_buffer, allocate_pages, map_pages
 from shardwise.errors import StoreError
 from shardwise.memory.home import Run
+from shardwise.memory.trainer.device import CopyStreams
 from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
@@ -40,18 +40,6 @@ class Slot:
     buffer: Buffer
 
 
-class PageLocker(Protocol):
-    """Page-locks memory, so that devices can copy to it directly."""
-
-    def lock_pages(self, address: int, nbytes: int) -> bool:
-        """Lock memory, and return whether that succeeded."""
-        ...
-
-    def unlock_pages(self, address: int) -> None:
-        """Unlock the memory that was locked at this address."""
-        ...
-
-
 class SampleBuffer:
     """Memory of this process for a sample of replicas. It is reused, and grows if necessary.
 
@@ -59,7 +47,7 @@ class SampleBuffer:
         page_locker: page-locks the memory if devices copy to it.
     """
 
-    def __init__(self, page_locker: PageLocker) -> None:
+    def __init__(self, page_locker: CopyStreams) -> None:
         self._page_locker = page_locker
         self._buffer = aligned_buffer(0)
         self._lock_was_tried = self._is_locked = False
@@ -134,7 +122,7 @@ class Slots:
         prefix: str,
         record_stage: str,
         count: int,
-        page_locker: PageLocker | None = None,
+        page_locker: CopyStreams | None = None,
     ) -> None:
         self._run = run
         self._directory = run.free_directory

@@ -23,7 +23,7 @@ from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
-from shardwise.memory.trainer.device import Accelerator, CopySource, CopyStreams, TorchAccelerator
+from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
 from shardwise.memory.trainer.slots import SampleBuffer, Slot, Slots
@@ -101,7 +101,7 @@ class Staging:
         rank: int,
         options: Memory,
         wake: Callable[[], None],
-        accelerator: Accelerator | None = None,
+        accelerator: TorchAccelerator | None = None,
         *,
         nodes: int = 1,
         ranks_here: int = 1,
@@ -370,7 +370,7 @@ class Staging:
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""
 
-        def make_fill(source: CopySource) -> Fill:
+        def make_fill(source: FileSource) -> Fill:
             return copying.pace_fill(self._streams.make_fill(source, wait=True))
 
         def take_slot(nbytes: int, excluding: Collection[str]) -> Slot:
