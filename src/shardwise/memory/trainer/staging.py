@@ -13,6 +13,7 @@ from shardwise.deadline import Deadline
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
@@ -25,7 +26,7 @@ from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
+from shardwise.memory.trainer.rings import Ring, bytes_to_read, protect_ring
 from shardwise.memory.trainer.slots import SampleBuffer, Slot, Slots
 from shardwise.store.store import Buffer
 
@@ -158,8 +159,8 @@ class Staging:
                 size, device_bytes=device_bytes, leave_free=leave_free
             )
         if ring is not None:
-            parity = parity_file_size(ring.group.chunk) if ring.parity else 0
-            largest = max([parity, *(each.file.size for each in ring.members_to_copy())])
+            parity = parity_file_size(ring.group.chunk) if ring.group.parity else 0
+            largest = max([parity, *(file.size for file in ring.files_to_copy)])
             device_bytes = self._bytes_to_lock(largest, ring)
             allocated += self._ring_slots.prepare(largest, device_bytes=device_bytes)
         return allocated
@@ -370,16 +371,19 @@ class Staging:
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""
 
-        def make_fill(source: FileSource) -> Fill:
-            return copying.pace_fill(self._streams.make_fill(source, wait=True))
+        def fill_of(file: FileEntry) -> Fill:
+            source = part.planned.source_of_peer(file.rank)
+            fill, start = (
+                copying.pace_fill(self._streams.make_fill(source, wait=True)),
+                file.data_at,
+            )
+            return lambda low, high, out: fill(low - start, high - start, out)
 
         def take_slot(nbytes: int, excluding: Collection[str]) -> Slot:
             device_bytes = self._bytes_to_lock(nbytes, ring)
             return self._wait_for_slot(self._ring_slots, nbytes, device_bytes, excluding)
 
-        peers = ring.others if ring.parity else ring.members_to_copy()
-        data = {each.rank: make_fill(part.planned.source_of_peer(each.rank)) for each in peers}
-        RingProtection(ring, data, take_slot, part.place, self._pool, self._threads).make()
+        protect_ring(ring, fill_of, take_slot, part.place, self._pool, self._threads)
 
     def _wait_for_slot(
         self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
@@ -402,7 +406,7 @@ class Staging:
 
     def _bytes_to_lock(self, nbytes: int, ring: Ring) -> int:
         """Return how many bytes of a copy for another node devices write; 0 for parity."""
-        return nbytes if ring.copies and self._streams.has_devices() else 0
+        return nbytes if ring.group.copies and self._streams.has_devices() else 0
 
 
 def _bytes_from_devices(source: FileSource) -> int:
