@@ -104,21 +104,22 @@ class Agent:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
         views = self._observer.node()
-        decided = {run: self._try_to_decide(view, now) for run, view in views.items()}
-        failures = {run: each for run, each in decided.items() if isinstance(each, Exception)}
-        actions = [each for found in decided.values() if isinstance(found, list) for each in found]
-        for run, failure in failures.items():
-            self._retries.record_failure(run, failure)
-        self._retries.forget_all_except([*actions, *failures])
+        decided = {run: self._try_to_decide(run, view, now) for run, view in views.items()}
+        actions = [each for found in decided.values() for each in found or ()]
+        failed = [run for run, found in decided.items() if found is None]
+        self._retries.forget_all_except([*actions, *failed])
         return [each for each in actions if self._retries.is_due(each)]
 
-    def _try_to_decide(self, view: RunView | Exception, now: float) -> list[AnyAction] | Exception:
-        if isinstance(view, Exception):
-            return view
+    def _try_to_decide(
+        self, run: Run, view: RunView | Exception, now: float
+    ) -> list[AnyAction] | None:
         try:
+            if isinstance(view, Exception):
+                raise view
             return decide_run(view, now, self._periods)
         except Exception as error:
-            return error
+            self._retries.record_failure(run, error)
+            return None
 
     def perform(self, action: AnyAction) -> bool:
         """Perform an action if it is still due; return whether to observe again at once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,9 +11,8 @@ from shardwise.deadline import Deadline
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import read_record
 from shardwise.memory.home import SnapshotDirectory
-from shardwise.memory.observe import read_outcome
+from shardwise.memory.observe import read_outcome, why_retrying
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
@@ -194,11 +192,7 @@ class PendingSave:
 
     def why_retrying(self, stage: str) -> str:
         """Return why the agent of this node tries a stage again, or "" if it does not."""
-        path = self.place.path / records.save_record(stage, self.save_id, "retry")
-        with suppress(StoreError):
-            retry = read_record(path, records.Retry)
-            return "" if retry is None else retry.describe(time.time())
-        return ""
+        return why_retrying(self.place, stage, self.save_id)
 
 
 class SaveHandle:
