@@ -142,12 +142,12 @@ def test_an_agent_that_cannot_live_is_given_up(
     absent = str(tmp_path / "absent")
     tls = sw.Tls(certificate=absent, key=absent, ca=absent)
     with kept(home, Memory(dir=str(home.path.parent), tls=tls)) as supervisor:
-        until(lambda: supervisor._checks.failure)
+        until(lambda: supervisor._failure)
         with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
             supervisor.check()
         assert home.log_path.read_text().count("cannot use these files: [Errno 2]") == 2
         with home.lock("agent.lock"):
-            until(lambda: not supervisor._checks.failure)
+            until(lambda: not supervisor._failure)
             supervisor.check()
 
 

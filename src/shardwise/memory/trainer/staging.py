@@ -88,7 +88,6 @@ class Staging:
         home, run: the directories of this node and of the run on it.
         rank: this rank.
         options: the user's options.
-        wake: makes the node's agent look for work.
         accelerator: provides streams of devices; None for torch's accelerator.
         nodes: the number of nodes of the run.
         ranks_here: the number of ranks of the run on this node.
@@ -101,7 +100,6 @@ class Staging:
         run: Run,
         rank: int,
         options: Memory,
-        wake: Callable[[], None],
         accelerator: TorchAccelerator | None = None,
         *,
         nodes: int = 1,
@@ -116,7 +114,6 @@ class Staging:
         self.watch = watch
         self._options = options
         self._commit_timeout = 2 * options.wait + 1  # then a commit counts as failed
-        self._wake = wake
         self._threads = THREADS_WITH_OVERLAP if options.overlap else THREADS
         self._pool = ThreadPoolExecutor(self._threads, "shardwise-stage")
         self._background_thread = ThreadPoolExecutor(1, "shardwise-background")
@@ -259,7 +256,7 @@ class Staging:
             elif part.ring is not None:
                 ring = part.ring
                 self._run_and_keep_failure(part, lambda: self._protect_ring(part, ring, copying))
-            self._wake()
+            self._home.wake()
         finally:
             is_incomplete = self._run_and_keep_failure(
                 part, self._streams.wait_for_copies
@@ -284,7 +281,7 @@ class Staging:
                 copying.all_queued.set()
         if part.pending is not None:
             self._write_pending(part, part.pending)
-        self._wake()
+        self._home.wake()
 
     def _write_pending(self, part: SnapshotPart, pending: PendingManifest) -> None:
         write_record(
@@ -397,7 +394,7 @@ class Staging:
             if check_nodes is not None:
                 check_nodes()
             free_uncommittable(self._run, self._commit_timeout, self._record_cache)
-            self._wake()
+            self._home.wake()
         raise _NoSlotError(
             f"no slot became free within {self._options.wait:.0f} s: the agent of {self._home} is "
             f"behind or stuck (its log: {self._home.log_path}); pass more Memory(slots=…), or a "
