@@ -121,7 +121,7 @@ def test_it_tells_what_would_be_lost(run: Run, home: Home) -> None:
 
 def test_an_agent_that_does_not_answer_is_told_of(run: Run, home: Home) -> None:
     rank = RankLock(home.runs()[0], 0)
-    with home.agent_lock():
+    with home.lock("agent.lock"):
         ran = run("agent", "status", "--dir", home.path.parent, "--json")
         assert (ran.document["alive"], ran.document["answers"]) == (True, False)
         assert ran.document["training"]

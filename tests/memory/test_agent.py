@@ -135,7 +135,7 @@ def test_races_with_removal_are_no_errors(
         place.refuse_abandoned()
         return 1
 
-    assert "is abandoned" in try_stage(place, "persist", SAVE, refused)[1]
+    assert "is abandoned" in try_stage(place, "persist", SAVE, "here", refused).failure
     assert [each.levelname for each in logged.records] == ["INFO"] * 4
 
 
@@ -147,15 +147,17 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Snapsho
 
     for attempts in (1, 2):
         with pytest.raises(StoreUnavailableError):
-            try_stage(place, "persist", SAVE, no_answer)
+            try_stage(place, "persist", SAVE, "here", no_answer)
         retry = read_record(path, Retry)
         assert retry is not None
         assert (retry.attempts, retry.failure) == (attempts, "no answer")
-    assert try_stage(place, "persist", SAVE, lambda: 7) == (7, "")
+    done = try_stage(place, "persist", SAVE, "here", lambda: 7)
+    assert (done.bytes, done.failure) == (7, "")
     assert not path.exists()
     long_ago = time.time() - LONGEST_OUTAGE - 1
     write_record(path, Retry(save_id=SAVE, stage="persist", failure="", since=long_ago, attempts=9))
-    assert try_stage(place, "persist", SAVE, no_answer) == (0, "StoreUnavailableError: no answer")
+    done = try_stage(place, "persist", SAVE, "here", no_answer)
+    assert (done.bytes, done.failure) == (0, "StoreUnavailableError: no answer")
     assert not path.exists()
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import shardwise as sw
@@ -145,7 +146,8 @@ def niceness_of(process: int) -> dict[int, int]:
     """Of each of its threads, by their ids; that of the process itself is its main thread's."""
     found = {}
     for path in Path(f"/proc/{process}/task").glob("*/stat"):
-        found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[16])
+        with suppress(OSError):  # the thread has just ended
+            found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[16])
     return found
 
 
@@ -158,12 +160,18 @@ def test_who_works_in_the_background_gives_way_and_who_serves_others_does_not(
         sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm), **BESIDE)) as cp,
     ):
         living(shm)
-        handle = cp.save(1, {"t": 1})
-        assert handle is not None
-        handle.result(60.0)
-        found = niceness_of(process.pid)
-        lowered = [each for each in found.values() if each == min(usual + NICENESS, 19)]
-        assert len(lowered) >= 4, found  # one observes; others seal, commit and persist
+        lowered: set[int] = set()  # one observes; others seal, commit and persist
+        for step in range(1, 100):
+            handle = cp.save(step, {"t": torch.zeros(1 << 20)})
+            assert handle is not None
+            while not handle.done():
+                found = niceness_of(process.pid)
+                lowered |= {
+                    thread for thread, each in found.items() if each == min(usual + NICENESS, 19)
+                }
+            if len(lowered) >= 4:
+                break
+        assert len(lowered) >= 4, found
         assert found[process.pid] == usual
 
 

@@ -70,7 +70,7 @@ def test_the_error_names_the_path(kind: str, tmp_path: Path) -> None:
     for name in ("agent.lock", "start.lock"):
         replace(home.path / name, kind)
         with pytest.raises(sw.StoreError, match=f"{name} is .*(regular file|symbolic link).*: r"):
-            home.open_lock(name)
+            home.lock(name).__enter__()
     with pytest.raises(sw.StoreError, match=r"/it is "):
         read_record(path, Retry)
     with pytest.raises(sw.StoreError, match=r"/it is "):

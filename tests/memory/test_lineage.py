@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import encode_record
+from shardwise.memory.home import Run
 from shardwise.memory.lineage import (
     MOST_RESUMPTIONS,
     Lineage,
@@ -149,7 +150,9 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
         for node, by_step in enumerate(nodes)
     ]
     infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}
-    found = Search(held, infos, read, lineage).choose_snapshot(None)
+    search = Search(Run(Path("run")), "here", held, infos, lineage=lineage)
+    search.read = read
+    found = search.choose_snapshot(None)
     return found.step, str(found.skipped)
 
 

@@ -17,7 +17,6 @@ from shardwise.memory.redundancy.placement import (
     Protection,
     ProtectionGroup,
     combine_groups,
-    decode_protection,
     files_to_copy,
     form_groups,
     group_of_file,
@@ -69,7 +68,7 @@ def test_every_node_is_in_one_group_and_order_does_not_matter(
         assert min(sizes) > max(copies, parity)
     random.shuffle(members)
     assert placed == form_groups(members, SAVE, copies=copies, parity=parity, group_size=group_size)
-    assert decode_protection(msgspec.json.encode(placed), 10) == placed
+    assert msgspec.json.decode(msgspec.json.encode(placed), type=Protection) == placed
 
 
 @given(clusters, st.integers(1, 3), st.integers(2, 10))
@@ -234,8 +233,8 @@ def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
 def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
     note = msgspec.json.encode(form_groups(nodes("", "", ""), SAVE, parity=1)).decode()
     assert old in note
-    with pytest.raises(FormatError):
-        decode_protection(note.replace(old, new, 1).encode(), 10)
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(note.replace(old, new, 1).encode(), type=Protection)
 
 
 def test_groups_are_no_larger_than_the_code_can_do() -> None:

@@ -25,9 +25,7 @@ from shardwise.memory.remote.search import (
     SEARCH_TIMEOUT,
     NodeFiles,
     Search,
-    ask_nodes,
     list_own_files,
-    make_reader,
 )
 from tests.memory.test_client import dripping
 from tests.memory.test_nodes import silent, unreachable
@@ -55,25 +53,29 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
             place.path.mkdir(parents=True)
             write_record(place.path / name, together)
         held = [NodeFiles("a", {}, [infos["b"], nowhere])]
-        found, known = ask_nodes(held, {"a": AgentInfo("a", "", "")}, RUN, None)
-    assert [each.node for each in found] == ["a", "b", "c"]
-    assert all(list(each.steps) == [3] for each in found[1:])
-    assert known["c"] == infos["c"]
+        search = Search(Home(tmp_path).run(RUN), "a", held, {"a": AgentInfo("a", "", "")})
+        search.ask()
+    assert [each.node for each in search.nodes] == ["a", "b", "c"]
+    assert all(list(each.steps) == [3] for each in search.nodes[1:])
+    assert search.infos["c"] == infos["c"]
 
 
-def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> None:
-    infos = {"a": AgentInfo("a", "", "")}
-
-    def knowing(port: int) -> list[NodeFiles]:
-        return [NodeFiles("a", {}, [AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)])]
+def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed(
+    tmp_path: Path,
+) -> None:
+    def knowing(port: int) -> Search:
+        held = [NodeFiles("a", {}, [AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)])]
+        return Search(Home(tmp_path).run(RUN), "a", held, {"a": AgentInfo("a", "", "")})
 
     with silent() as port:
-        held, start = knowing(port), time.monotonic()
-        assert ask_nodes(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
+        search, start = knowing(port), time.monotonic()
+        search.ask(lambda: True)
+        assert [each.node for each in search.nodes] == ["a"]
         assert time.monotonic() - start < READ_TIMEOUT
     with unreachable() as port:
-        held, start = knowing(port), time.monotonic()
-        assert ask_nodes(held, infos, RUN, None) == (held, infos)
+        search, start = knowing(port), time.monotonic()
+        search.ask()
+        assert [each.node for each in search.nodes] == list(search.infos) == ["a"]
         assert CONNECT_TIMEOUT <= time.monotonic() - start < SEARCH_TIMEOUT / 2
 
 
@@ -84,11 +86,12 @@ def test_a_node_that_sends_one_byte_at_a_time_is_left_out_at_the_end_of_the_sear
     with dripping(head) as slow, serve(tmp_path / "c") as served:
         quick = AgentInfo("c", f"http://127.0.0.1:{served.port}", TOKEN)
         held = [NodeFiles("a", {}, [replace(slow, node="b"), quick])]
-        infos = {"a": AgentInfo("a", "", "")}
+        infos, run = {"a": AgentInfo("a", "", "")}, Home(tmp_path).run(RUN)
         start = time.monotonic()
-        found, _ = ask_nodes(held, infos, RUN, None, deadline=Deadline(1.0))
-        assert [each.node for each in found] == ["a", "c"]
-        read = make_reader({"b": slow}, Home(tmp_path).run(RUN), "a", None, Deadline(1.0))
+        search = Search(run, "a", held, infos, deadline=Deadline(1.0))
+        search.ask()
+        assert [each.node for each in search.nodes] == ["a", "c"]
+        read = Search(run, "a", [], {"b": slow}, deadline=Deadline(1.0)).read
         for _ in range(3):  # it is asked once
             with pytest.raises(StoreError, match="no complete answer"):
                 read("b", 3, MANIFEST)
@@ -113,11 +116,11 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     """A run that was restored elsewhere since may have gone on from there."""
     home = Home(tmp_path)
     lineage = Lineage(RUN, resumptions)
-    read = make_reader({}, home.run(RUN), "a", None)
 
     def is_enough(held: NodeFiles, **wanted: int | None) -> bool:
         infos = {"a": AgentInfo("a", "", "")}
-        return Search([held], infos, read, lineage).is_complete(wanted.get("step"))
+        search = Search(home.run(RUN), "a", [held], infos, lineage=lineage)
+        return search.is_complete(wanted.get("step"))
 
     assert not is_enough(NodeFiles("a", {}, []))
     old = committed(home, 3, epoch=0)

@@ -172,7 +172,7 @@ class Trial:
         self.run: Run = home.run(run or new_run_id())
         options = sw.Memory(overlap=overlap, dir=str(directory))
         used: Any = accelerator or self.accelerator
-        self.staging = Staging(home, self.run, 0, options, lambda: None, used)
+        self.staging = Staging(home, self.run, 0, options, used)
 
     def begin(
         self, content: FileSource | None, step: int = 1, sample: ReplicaSample | None = None

@@ -142,12 +142,12 @@ def test_an_agent_that_cannot_live_is_given_up(
     absent = str(tmp_path / "absent")
     tls = sw.Tls(certificate=absent, key=absent, ca=absent)
     with kept(home, Memory(dir=str(home.path.parent), tls=tls)) as supervisor:
-        until(lambda: supervisor._checks.failure)
+        until(lambda: supervisor._failure)
         with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
             supervisor.check()
         assert home.log_path.read_text().count("cannot use these files: [Errno 2]") == 2
-        with home.agent_lock():
-            until(lambda: not supervisor._checks.failure)
+        with home.lock("agent.lock"):
+            until(lambda: not supervisor._failure)
             supervisor.check()
 
 
@@ -202,7 +202,7 @@ def test_a_home_that_disappears_is_no_harm(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
-    with kept(home, Memory(dir=str(home.path.parent), start_agent=False)), home.agent_lock():
+    with kept(home, Memory(dir=str(home.path.parent), start_agent=False)), home.lock("agent.lock"):
         home.path.rename(home.path.with_name("away"))
         until(lambda: "checking the agent" in caplog.text)
         time.sleep(0.3)
@@ -213,6 +213,6 @@ def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.Monk
     monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
     supervisor = AgentSupervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
     thread = supervisor._thread
-    with home.agent_lock():
+    with home.lock("agent.lock"):
         del supervisor
         until(lambda: not thread.is_alive())

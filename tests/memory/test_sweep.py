@@ -26,7 +26,8 @@ from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.reclaim import discard_all
-from shardwise.memory.trainer.rings import Ring, RingMember, RingProtection
+from shardwise.memory.redundancy.placement import make_ring_group
+from shardwise.memory.trainer.rings import Ring, protect_ring
 from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
 from tests.memory.test_staging import SIZE, Trial, content_of
@@ -142,11 +143,13 @@ def keep(directory: Path, run: str, *steps: int) -> None:
             FileEntry(data_file(rank, f"{step:016x}"), rank, KEPT, 0, KEPT, KEPT, 0)
             for rank in (0, 1)
         ]
-        holders = tuple(RingMember(each.rank, str(each.rank), "", each) for each in files)
+        group = make_ring_group(
+            [(str(each.rank), "", each.name, each.size) for each in files], copies=1, parity=0
+        )
         place = SnapshotDirectory(here, step)
         place.path.mkdir()
         with ThreadPoolExecutor(1) as pool:
-            RingProtection(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).make()
+            protect_ring(Ring(tuple(files), group, 0), lambda _: fill, take, place, pool, 1)
         (kept,) = place.ring_files()
         assert (place.path / kept.file).read_bytes() == b"\7" * KEPT
     assert slots.has_free() == (len(steps) < SLOTS)

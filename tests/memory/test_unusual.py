@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import shutil
 import signal
@@ -353,11 +352,11 @@ def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for
     """That process is stopped, and keeps its lock."""
     home = Home(tmp_path)
     monkeypatch.setattr(spawn, "LOCK_TIMEOUT", 0.05)
-    fd = home.open_lock("start.lock")
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(StoreError, match="another process has been starting the agent"):
+    with (
+        home.lock("start.lock"),
+        pytest.raises(StoreError, match="another process has been starting the agent"),
+    ):
         spawn.ensure_agent(home, memory(tmp_path))
-    os.close(fd)
 
 
 def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(shm: Path) -> None:

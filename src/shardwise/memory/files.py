@@ -76,6 +76,32 @@ def read_record(
 
 
 @contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a regular file while the block runs, and yield its descriptor.
+
+    Raises:
+        FileNotFoundError: there is no such file, and `flags` do not create it.
+        NotRegularFileError: the path names a link, a directory, a named pipe or a device.
+    """
+    fd = open_regular(path, flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def regular_files(directory: Path) -> dict[str, os.stat_result]:
+    """Return the status of each regular file in a directory, which need not exist."""
+    found = {}
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                if entry.is_file(follow_symlinks=False):
+                    found[entry.name] = entry.stat(follow_symlinks=False)
+    return found
+
+
+@contextmanager
 def lock_directory(directory: Path, *, shared: bool) -> Iterator[bool]:
     """Lock a directory while the block runs, without waiting; yield whether it is locked.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from shardwise.memory import records
+from shardwise.memory.files import regular_files
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.options import Memory
 from shardwise.memory.records import rank_in_name
@@ -18,10 +18,9 @@ SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 
 def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
     """Delete the free slots of all ranks for which `is_kept` returns False."""
-    with suppress(FileNotFoundError):
-        for name in os.listdir(run.free_directory):
-            if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
-                (run.free_directory / name).unlink(missing_ok=True)
+    for name in regular_files(run.free_directory):
+        if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
+            (run.free_directory / name).unlink(missing_ok=True)
 
 
 def add_spare(run: Run, path: Path) -> None:
@@ -31,13 +30,12 @@ def add_spare(run: Run, path: Path) -> None:
 
 def list_spares(run: Run) -> list[tuple[int, Path]]:
     """Return size and path of each spare file, by ascending size."""
-    found = []
-    with suppress(FileNotFoundError), os.scandir(run.free_directory) as entries:
-        for entry in entries:
-            if entry.name.endswith(SPARE_SUFFIX) and entry.is_file(follow_symlinks=False):
-                with suppress(FileNotFoundError):
-                    found.append((entry.stat(follow_symlinks=False).st_size, Path(entry.path)))
-    return sorted(found)
+    files = regular_files(run.free_directory)
+    return sorted(
+        (status.st_size, run.free_directory / name)
+        for name, status in files.items()
+        if name.endswith(SPARE_SUFFIX)
+    )
 
 
 def reuse_spare(run: Run, size: int, path: Path) -> None:
@@ -89,8 +87,9 @@ def bytes_stored_for_others(run: Run) -> int:
         in_slots = {each.file.name for each in place.staged_files()}
         for ring_file in place.ring_files():
             in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
-        for name in place.list_names(""):
-            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots:
-                with suppress(FileNotFoundError):
-                    total += (place.path / name).lstat().st_size
+        total += sum(
+            status.st_size
+            for name, status in regular_files(place.path).items()
+            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots
+        )
     return total

@@ -19,7 +19,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ from shardwise.memory.records import (
 from shardwise.store import LocalStore, open_store
 from shardwise.store.local_files import open_regular, try_lock
 
-BELL_FILE = "agent.bell"
+AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
 FREE_DIRECTORY = "free"
 _ROOT_RECORD = "root.json"
 KNOWN_NODES_RECORD = "nodes.json"
@@ -60,6 +60,12 @@ class Home:
     Args:
         directory: the option `Memory(dir=…)`.
 
+    Attributes:
+        path: the directory.
+        info_path: the file with the agent's `AgentInfo`.
+        bell_path: the named pipe that wakes the agent.
+        log_path: the agent's log file.
+
     Raises:
         StoreError: the directory cannot be created, is a URL, or belongs to another user.
     """
@@ -72,6 +78,9 @@ class Home:
                 "'/dev/shm'; to save to this URL, pass it as the root of the Checkpointer"
             )
         self.path = store.path.absolute() / f"shardwise-{os.getuid()}"
+        self.info_path = self.path / "agent.json"
+        self.bell_path = self.path / BELL_FILE
+        self.log_path = self.path / "agent.log"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             found = os.lstat(self.path)
@@ -93,21 +102,6 @@ class Home:
     def __str__(self) -> str:
         return str(self.path)
 
-    @property
-    def info_path(self) -> Path:
-        """The file with the agent's `AgentInfo`."""
-        return self.path / "agent.json"
-
-    @property
-    def bell_path(self) -> Path:
-        """The named pipe that wakes the agent."""
-        return self.path / BELL_FILE
-
-    @property
-    def log_path(self) -> Path:
-        """The agent's log file."""
-        return self.path / "agent.log"
-
     def runs(self) -> list[Run]:
         """Return the runs on this node, by id. Directories that are no runs are left out."""
         names = sorted(filter(_RUN_ID.fullmatch, _list_directories(self.path / "runs")))
@@ -126,29 +120,26 @@ class Home:
             )
         return Run(self.path / "runs" / run)
 
-    def open_lock(self, name: str) -> int:
-        """Open a lock file that the processes of the node share; return its file descriptor.
+    @contextmanager
+    def lock(self, name: str, *, shared: bool = False, timeout: float = 0.0) -> Iterator[bool]:
+        """Hold a lock of the node while the block runs; yield whether it is held.
+
+        Args:
+            name: the name of the lock file.
+            timeout: seconds to wait for another process that holds the lock.
 
         Raises:
             StoreError: the home was removed, or the path exists and is not a regular file.
         """
         try:
-            return open_regular(self.path / name, os.O_RDWR | os.O_CREAT, 0o600)
+            fd = open_regular(self.path / name, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{self} was removed while it is in use, with all snapshots in it: restart the "
                 "training, and find out what removes files there (systemd's RemoveIPC=, batch jobs)"
             ) from error
-
-    @contextmanager
-    def agent_lock(self) -> Iterator[bool]:
-        """Hold the agent's lock while the block runs; yield whether it is held.
-
-        If another agent holds the lock, the block runs without it.
-        """
-        fd = self.open_lock("agent.lock")
         try:
-            yield try_lock(fd)
+            yield any(try_lock(fd, shared=shared) for _ in Deadline(timeout).attempts())
         finally:
             os.close(fd)
 
@@ -158,11 +149,9 @@ class Home:
 
     def has_agent(self) -> bool:
         """Return whether an agent runs on this node."""
-        fd = self.open_lock("agent.lock")
-        try:
-            return not try_lock(fd, shared=True)  # exclusive locks of two callers would conflict
-        finally:
-            os.close(fd)
+        # Exclusive locks of two callers would conflict.
+        with self.lock(AGENT_LOCK, shared=True) as is_free:
+            return not is_free
 
 
 @dataclass(frozen=True)
@@ -277,11 +266,9 @@ class SnapshotDirectory:
         """Return the path of a file that is being written, and will be renamed to `name`."""
         return self.path / f".{name}"
 
-    @contextmanager
-    def hold(self, *, shared: bool) -> Iterator[bool]:
-        """Lock the snapshot as `lock_directory` does; yield whether it is locked."""
-        with lock_directory(self.path, shared=shared) as held:
-            yield held
+    def hold(self, *, shared: bool) -> AbstractContextManager[bool]:
+        """Lock the snapshot as `lock_directory` does."""
+        return lock_directory(self.path, shared=shared)
 
     def list_names(self, suffix: str) -> list[str]:
         """Return the names of the files that end with `suffix`, sorted."""

@@ -16,7 +16,7 @@ from shardwise.memory.files import read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.record_cache import RecordCache
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, rank_in_name
+from shardwise.memory.records import PendingManifest, Retry, StagedFile, StageOutcome, rank_in_name
 from shardwise.memory.view import (
     RootView,
     RunView,
@@ -145,6 +145,14 @@ def read_outcome(place: SnapshotDirectory, stage: str, save_id: str) -> StageOut
     except StoreError as error:
         place.log_damage(name, error)
         return _damaged_outcome(stage, save_id, error)
+
+
+def why_retrying(place: SnapshotDirectory, stage: str, save_id: str) -> str:
+    """Return why the agent of this node tries a stage again, or "" if it does not."""
+    with suppress(StoreError):
+        retry = read_record(place.path / records.save_record(stage, save_id, "retry"), Retry)
+        return "" if retry is None else retry.describe(time.time())
+    return ""
 
 
 def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> StageOutcome:

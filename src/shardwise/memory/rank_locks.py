@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import lock_directory
+from shardwise.memory.files import lock_directory, opened, regular_files
 from shardwise.memory.home import Home, Run
 from shardwise.store.local_files import NotRegularFileError, open_regular, try_lock
 
@@ -158,10 +158,8 @@ def _lock_directory(run: Run) -> Path:
 
 def _lock_files(run: Run) -> list[Path]:
     """Return the lock files of the ranks that run or were lost on this node."""
-    with suppress(FileNotFoundError), os.scandir(_lock_directory(run)) as entries:
-        files = [each for each in entries if each.is_file(follow_symlinks=False)]
-        return [Path(each.path) for each in files if _RANK.fullmatch(each.name)]
-    return []
+    directory = _lock_directory(run)
+    return [directory / name for name in regular_files(directory) if _RANK.fullmatch(name)]
 
 
 def _lock_file(run: Run, rank: int) -> Path:
@@ -169,11 +167,6 @@ def _lock_file(run: Run, rank: int) -> Path:
 
 
 def _is_locked(path: Path) -> bool:
-    try:
-        fd = open_regular(path)
-    except (FileNotFoundError, NotRegularFileError):
-        return False
-    try:
+    with suppress(FileNotFoundError, NotRegularFileError), opened(path) as fd:
         return not try_lock(fd, shared=True)
-    finally:
-        os.close(fd)
+    return False

@@ -27,7 +27,7 @@ from shardwise.errors import StateError, StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
-from shardwise.memory.files import lock_directory
+from shardwise.memory.files import lock_directory, regular_files
 from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
 from shardwise.memory.home import (
     OUTCOMES_DIRECTORY,
@@ -307,18 +307,10 @@ def _files_of_agent(names: Collection[str]) -> set[str]:
 
 def _trim_outcomes(ended: Path) -> None:
     """Delete all but the newest outcomes."""
-    with os.scandir(ended) as found:
-        by_age = sorted(found, key=_modified_at, reverse=True)
-    for each in by_age[MOST_OUTCOMES:]:
-        with suppress(FileNotFoundError):
-            os.unlink(each.path)
-
-
-def _modified_at(entry: os.DirEntry[str]) -> float:
-    try:
-        return entry.stat(follow_symlinks=False).st_mtime
-    except FileNotFoundError:  # another process has just deleted it
-        return 0.0
+    files = regular_files(ended)
+    by_age = sorted(files, key=lambda name: files[name].st_mtime)
+    for name in by_age[:-MOST_OUTCOMES]:
+        (ended / name).unlink(missing_ok=True)
 
 
 def _remove_run(home: Home, run: Run) -> None:

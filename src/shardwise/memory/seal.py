@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.store.local_files import open_regular
+from shardwise.memory.files import opened
 from shardwise.store.store import Buffer
 
 CHUNK = 4 << 20
@@ -30,6 +29,7 @@ MOST_PROCESSES = 8
 LEAST_BYTES_OF_PROCESS = 256 << 20
 CHILD_TIMEOUT = 60.0  # seconds
 PR_SET_PDEATHSIG = 1
+_NOTHING: Buffer = np.zeros(0, np.uint8)
 log = logging.getLogger("shardwise.agent")
 _libc = ctypes.CDLL(None)
 
@@ -40,22 +40,9 @@ def map_file(path: Path, size: int, *, writable: bool = False) -> Buffer:
     Raises:
         CorruptionError: the file has a different size.
     """
-    fd = _open_checked(path, size, writable=writable)
-    try:
+    with opened(path, os.O_RDWR if writable else os.O_RDONLY) as fd:
+        _check_size(fd, path, size)
         return map_pages(fd, 0, size, writable=writable)
-    finally:
-        os.close(fd)
-
-
-@dataclass(frozen=True, slots=True)
-class _MappedFile:
-    """An open file and its mapping. The file may have grown after it was mapped."""
-
-    fd: int
-    data: Buffer
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 class MappedFiles:
@@ -67,7 +54,8 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, int], _MappedFile] = {}
+        # By device and inode: an open file, and its mapping. The file may have grown since.
+        self._known: dict[tuple[int, int], tuple[int, Buffer]] = {}
 
     def map(self, path: Path, size: int) -> Buffer:
         """Map a file, unless it is mapped already; return its bytes, which are writable.
@@ -75,50 +63,41 @@ class MappedFiles:
         Raises:
             CorruptionError: the file has a different size.
         """
-        fd = _open_checked(path, size, writable=True)
-        status = os.fstat(fd)
-        key = status.st_dev, status.st_ino
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None and len(known.data) >= size:
-                os.close(fd)
-                return known.data[:size]
-            try:
+        with opened(path, os.O_RDWR) as fd, self._lock:
+            _check_size(fd, path, size)
+            status = os.fstat(fd)
+            key = status.st_dev, status.st_ino
+            known, data = self._known.get(key, (-1, _NOTHING))
+            if known < 0 or len(data) < size:
                 data = map_pages(fd, 0, size, writable=True)
-            except BaseException:
-                os.close(fd)
-                raise
-            self._known[key] = _MappedFile(fd, data)
-            if known is not None:
-                known.close()
-        return data
+                self._known[key] = os.dup(fd), data
+                if known >= 0:
+                    os.close(known)
+        return data[:size]
 
     def unmap_removed(self) -> None:
         """Unmap files that were removed."""
         with self._lock:
-            for key, known in list(self._known.items()):
-                if not os.fstat(known.fd).st_nlink:
+            for key, (fd, _) in list(self._known.items()):
+                if not os.fstat(fd).st_nlink:
                     del self._known[key]
-                    known.close()
+                    os.close(fd)
 
     def close(self) -> None:
         """Unmap all files."""
         with self._lock:
-            for known in self._known.values():
-                known.close()
+            for fd, _ in self._known.values():
+                os.close(fd)
             self._known.clear()
 
 
-def _open_checked(path: Path, size: int, *, writable: bool) -> int:
-    fd = open_regular(path, os.O_RDWR if writable else os.O_RDONLY)
+def _check_size(fd: int, path: Path, size: int) -> None:
     actual = os.fstat(fd).st_size
     if actual != size:
-        os.close(fd)
         raise CorruptionError(
             f"{path} has {actual} bytes; expected {size}, as recorded when the file was staged; "
             "the file was cut off or replaced: restore another step"
         )
-    return fd
 
 
 def seal(data: Buffer, entry: FileEntry, processes: int | None = None) -> FileEntry:

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import BinaryIO
@@ -22,10 +21,11 @@ from shardwise.memory.identity import LOOPBACK, resolve_interface, served_addres
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import AgentInfo, schema
-from shardwise.store.local_files import open_regular, try_lock
+from shardwise.store.local_files import open_regular
 
 START_TIMEOUT = 60.0
 LOCK_TIMEOUT = 70.0
+START_LOCK = "start.lock"  # one rank of the node at a time starts the agent
 LARGEST_LOG = 1 << 20
 
 
@@ -40,7 +40,13 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
             agent does not match the options.
     """
     address = None if options.interface is None else resolve_interface(options.interface)
-    with _start_lock(home):
+    with home.lock(START_LOCK, timeout=LOCK_TIMEOUT) as is_held:
+        if not is_held:
+            raise StoreError(
+                f"another process has been starting the agent of {home} for {LOCK_TIMEOUT:.0f} s: "
+                f"end that process if it is suspended (it holds {home.path / START_LOCK}), and try "
+                "again"
+            )
         info = running_agent(home)
         if info is not None and info.schema != schema():
             _end_other_version(home, info, options)
@@ -128,26 +134,6 @@ def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo
         f"{home.log_path}:\n"
         f"{log_tail(home.log_path)}"
     )
-
-
-@contextmanager
-def _start_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that lets one rank of the node at a time start the agent.
-
-    Raises:
-        StoreError: another process holds the lock for longer than an agent takes to start.
-    """
-    fd = home.open_lock("start.lock")
-    try:
-        if not any(try_lock(fd) for _ in Deadline(LOCK_TIMEOUT).attempts()):
-            raise StoreError(
-                f"another process has been starting the agent of {home} for {LOCK_TIMEOUT:.0f} s: "
-                f"end that process if it is suspended (it holds {home.path / 'start.lock'}), and "
-                "try again"
-            )
-        yield
-    finally:
-        os.close(fd)
 
 
 def _make_agent_command(home: Home, options: Memory, address: str) -> list[str]:

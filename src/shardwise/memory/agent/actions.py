@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -199,17 +198,8 @@ class Follower:
         """
         place, save_id = action.place, action.save_id
         path = place.path / records.save_record(stage, save_id)
-        start = time.monotonic()
-        nbytes, failure = try_stage(
-            place, stage, save_id, lambda: work(_read_existing(path, record_type))
-        )
-        done = StageOutcome(
-            save_id=save_id,
-            stage=stage,
-            seconds=time.monotonic() - start,
-            bytes=nbytes,
-            failure=failure,
-            node=self.node,
+        done = try_stage(
+            place, stage, save_id, self.node, lambda: work(_read_existing(path, record_type))
         )
         write_record(place.path / records.save_record(stage, save_id, part), done)
 

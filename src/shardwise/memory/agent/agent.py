@@ -35,7 +35,6 @@ OBSERVE_PERIOD = 1.0
 NICENESS = 10
 LONGEST_DELAY = 60.0
 FORGET_DELAY = 600.0
-IDLE_TIMEOUT = 60.0
 log = logging.getLogger("shardwise.agent")
 
 Performer = Callable[..., object]
@@ -66,7 +65,9 @@ class Agent:
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
-        self._workers: dict[tuple[str, str], _Worker] = {}
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[str, str], list[AnyAction]] = {}  # each has a thread
+        self._threads: list[threading.Thread] = []
         self._observer_thread = threading.Thread(
             target=self._observe_repeatedly, name="observe", daemon=True
         )
@@ -93,9 +94,8 @@ class Agent:
         self._stopping.set()
         self.wake()
         deadline = self._observer.clock() + timeout
-        threads = [self._observer_thread]
         self._observer_thread.join(timeout)
-        threads += [worker.thread for worker in [*self._workers.values()]]
+        threads = [self._observer_thread, *self._threads]
         for thread in threads:
             thread.join(max(0.0, deadline - self._observer.clock()))
         return not any(thread.is_alive() for thread in threads)
@@ -104,21 +104,22 @@ class Agent:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
         views = self._observer.node()
-        decided = {run: self._try_to_decide(view, now) for run, view in views.items()}
-        failures = {run: each for run, each in decided.items() if isinstance(each, Exception)}
-        actions = [each for found in decided.values() if isinstance(found, list) for each in found]
-        for run, failure in failures.items():
-            self._retries.record_failure(run, failure)
-        self._retries.forget_all_except([*actions, *failures])
+        decided = {run: self._try_to_decide(run, view, now) for run, view in views.items()}
+        actions = [each for found in decided.values() for each in found or ()]
+        failed = [run for run, found in decided.items() if found is None]
+        self._retries.forget_all_except([*actions, *failed])
         return [each for each in actions if self._retries.is_due(each)]
 
-    def _try_to_decide(self, view: RunView | Exception, now: float) -> list[AnyAction] | Exception:
-        if isinstance(view, Exception):
-            return view
+    def _try_to_decide(
+        self, run: Run, view: RunView | Exception, now: float
+    ) -> list[AnyAction] | None:
         try:
+            if isinstance(view, Exception):
+                raise view
             return decide_run(view, now, self._periods)
         except Exception as error:
-            return error
+            self._retries.record_failure(run, error)
+            return None
 
     def perform(self, action: AnyAction) -> bool:
         """Perform an action if it is still due; return whether to observe again at once.
@@ -147,7 +148,8 @@ class Agent:
 
     def _is_still_due(self, action: AnyAction) -> bool:
         run = self._observer.run(action.run)
-        return action in decide_run(run, self._observer.clock(), self._periods)
+        is_decided = action in decide_run(run, self._observer.clock(), self._periods)
+        return is_decided and self._retries.is_due(action)
 
     def _observe_repeatedly(self) -> None:
         _lower_priority()
@@ -156,69 +158,40 @@ class Agent:
             self._bell.clear()
             try:
                 self._before_observing()
-                due = self.due_actions()
+                self._distribute(self.due_actions())
             except Exception:
                 log.exception("observing this node failed; trying again")
-                continue
-            self._queue(due)
-        self._queue([])
 
-    def _queue(self, due: Sequence[AnyAction]) -> None:
-        """Give each worker its actions. Start workers for actions that have none."""
-        queues: dict[tuple[str, str], list[AnyAction]] = {key: [] for key in self._workers}
+    def _distribute(self, due: Sequence[AnyAction]) -> None:
+        """Queue the due actions by run and kind, and start a thread for each new queue.
+
+        The threads have the low priority of this thread.
+        """
+        queues: dict[tuple[str, str], list[AnyAction]] = {}
         for action in due:
             if action.kind in self._performers:
                 queues.setdefault((action.run.name, action.kind), []).append(action)
-        for key, actions in queues.items():
-            worker = self._workers.get(key)
-            if worker is not None and worker.set_queue(actions):
-                continue
-            self._workers.pop(key, None)
-            if actions:
-                self._workers[key] = _Worker(key[1], self, actions)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        with self._lock:
+            for key in queues.keys() - self._queues.keys():
+                thread = threading.Thread(target=self._work, args=(key,), name=key[1], daemon=True)
+                thread.start()  # it waits for the lock
+                self._threads.append(thread)
+            self._queues = {key: [] for key in self._queues} | queues
 
+    def _work(self, key: tuple[str, str]) -> None:
+        """Perform the actions of a queue, one after the other, until the queue is empty."""
+        while (action := self._take_next(key)) is not None:
+            if self.perform(action):
+                self.wake()
 
-class _Worker:
-    """Performs the actions of one kind for one run, one after the other, in a thread.
-
-    The thread ends when it had nothing to do for `IDLE_TIMEOUT` seconds. It has the low priority of
-    the thread that observes, which starts it.
-    """
-
-    def __init__(self, name: str, agent: Agent, actions: Sequence[AnyAction]) -> None:
-        self._agent = agent
-        self._changed = threading.Condition()
-        self._queue: list[AnyAction] = [*actions]
-        self._running: AnyAction | None = None
-        self._has_ended = False
-        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self.thread.start()
-
-    def set_queue(self, actions: Sequence[AnyAction]) -> bool:
-        """Replace the queue. The action in progress is not queued again.
-
-        Returns:
-            Whether this worker still runs; if not, it performs none of the actions.
-        """
-        with self._changed:
-            self._queue = [each for each in actions if each != self._running]
-            self._changed.notify()
-            return not self._has_ended
-
-    def _work(self) -> None:
-        while (action := self._wait_for_next()) is not None:
-            if self._agent.perform(action):
-                self._agent.wake()
-
-    def _wait_for_next(self) -> AnyAction | None:
-        with self._changed:
-            self._running = None
-            self._changed.wait_for(lambda: self._queue or self._agent.is_stopping, IDLE_TIMEOUT)
-            if self._agent.is_stopping or not self._queue:
-                self._has_ended = True
-                return None
-            self._running = self._queue.pop(0)
-            return self._running
+    def _take_next(self, key: tuple[str, str]) -> AnyAction | None:
+        """Return the next action of a queue; remove an empty queue, and return None."""
+        with self._lock:
+            if not self.is_stopping and (queue := self._queues.get(key)):
+                return queue.pop(0)
+            self._queues.pop(key, None)
+            return None
 
 
 @dataclass(slots=True)

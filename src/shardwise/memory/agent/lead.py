@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shardwise.engine.commit import commit_save
 from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
@@ -73,22 +75,14 @@ class Leader:
         except StoreError as error:
             self._record_damage(action, stage, error)
             return
-        start = time.monotonic()
         infos = agents_of(pending, place.run)
         is_rescue = place.has(records.save_record("rescue", pending.save_id))
         wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             save = _LeaderSave(place, pending, nodes, self)
-            nbytes, failure = try_stage(
-                place, stage, pending.save_id, lambda: getattr(save, stage)()
-            )
-            done = StageOutcome(
-                save_id=pending.save_id,
-                stage=stage,
-                seconds=time.monotonic() - start,
-                bytes=nbytes,
-                failure=failure,
-                node=self.node,
+            work: Callable[[], int] = getattr(save, stage)
+            done = msgspec.structs.replace(
+                try_stage(place, stage, pending.save_id, self.node, work),
                 bytes_held=pending.bytes_held,
                 bytes_total=pending.bytes_total,
                 files=len(pending.files),
@@ -324,24 +318,31 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
 
 
 def try_stage(
-    place: SnapshotDirectory, stage: str, save_id: str, work: Callable[[], int]
-) -> tuple[int, str]:
-    """Return the result of `work` and ""; or log why `work` failed, and return 0 and the reason.
+    place: SnapshotDirectory, stage: str, save_id: str, node: str, work: Callable[[], int]
+) -> StageOutcome:
+    """Do the work of a stage on a node, and return its outcome. If the work fails, log why.
+
+    Args:
+        work: does the work, and returns the number of bytes processed.
 
     Raises:
         StoreUnavailableError: the storage does not answer, so the agent must try again. After
             `LONGEST_OUTAGE` seconds, this counts as a failure.
     """
+    start = time.monotonic()
+    nbytes, failure = 0, ""
     try:
-        result = work(), ""
-    except StoreUnavailableError as error:
-        if _record_retry(place, stage, save_id, str(error)):
-            raise
-        result = 0, _log_failure(place, error)
+        nbytes = work()
     except Exception as error:
-        result = 0, _log_failure(place, error)
+        is_outage = isinstance(error, StoreUnavailableError)
+        if is_outage and _record_retry(place, stage, save_id, str(error)):
+            raise
+        failure = _log_failure(place, error)
     (place.path / records.save_record(stage, save_id, "retry")).unlink(missing_ok=True)
-    return result
+    seconds = time.monotonic() - start
+    return StageOutcome(
+        save_id=save_id, stage=stage, seconds=seconds, bytes=nbytes, failure=failure, node=node
+    )
 
 
 def _record_retry(place: SnapshotDirectory, stage: str, save_id: str, failure: str) -> bool:

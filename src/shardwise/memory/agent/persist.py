@@ -21,7 +21,7 @@ from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.assembled import AssembledStore
-from shardwise.memory.remote.search import Search, ask_nodes, list_own_files, make_reader
+from shardwise.memory.remote.search import Search, list_own_files
 from shardwise.store import Store
 from shardwise.store.store import Buffer
 
@@ -92,9 +92,9 @@ def copy_files_of_lost_nodes(
     manifest = decode_manifest(place.read_file(MANIFEST))
     entries = {entry.name: entry for entry in manifest.files}
     known = {info.node: info for info in infos}
-    node_files, known = ask_nodes([list_own_files(place.run, node)], known, place.run.name, tls)
-    read = make_reader(known, place.run, node, tls)
-    assembly = Search(node_files, known, read).choose_snapshot(place.step)
+    search = Search(place.run, node, [list_own_files(place.run, node)], known, tls)
+    search.ask()
+    assembly = search.choose_snapshot(place.step)
     if assembly.step is None:
         reasons = "; ".join(reason for _, reason in assembly.skipped)
         raise StoreError(

@@ -13,13 +13,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
@@ -29,7 +27,7 @@ from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
-from shardwise.memory.home import Home
+from shardwise.memory.home import AGENT_LOCK, Home
 from shardwise.memory.identity import (
     previous_port,
     read_or_create_node_name,
@@ -77,7 +75,12 @@ def run_agent(
     """
     home = Home(directory)
     address = resolve_interface(interface)
-    with _agent_lock(home):
+    with home.lock(AGENT_LOCK, timeout=LOCK_TIMEOUT) as is_held:
+        if not is_held:
+            raise StoreError(
+                f"another agent runs in {home}: stop it first, or choose another directory with "
+                "--dir"
+            )
         home.info_path.unlink(missing_ok=True)
         _raise_file_limit()
         node = read_or_create_node_name(home)
@@ -240,15 +243,3 @@ def _raise_file_limit() -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
-
-@contextlib.contextmanager
-def _agent_lock(home: Home) -> Iterator[None]:
-    for _ in Deadline(LOCK_TIMEOUT).attempts():
-        with home.agent_lock() as locked:
-            if locked:
-                yield
-                return
-    raise StoreError(
-        f"another agent runs in {home}: stop it first, or choose another directory with --dir"
-    )

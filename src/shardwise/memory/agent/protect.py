@@ -16,7 +16,7 @@ from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.files import read_record, write_record
+from shardwise.memory.files import opened, read_record, write_record
 from shardwise.memory.free_files import reuse_spare
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_locks import is_rank_alive
@@ -36,7 +36,6 @@ from shardwise.memory.redundancy.placement import (
 )
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles
-from shardwise.store.local_files import open_regular
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
@@ -298,12 +297,9 @@ class _ProtectionFiles:
         """Create a temporary file with all pages allocated; reuse a spare file if there is one."""
         temporary = self._place.temporary_path(name)
         reuse_spare(self._place.run, size, temporary)
-        fd = open_regular(temporary, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with opened(temporary, os.O_RDWR | os.O_CREAT) as fd:
             os.ftruncate(fd, size)
             allocate_pages(fd, size)
-        finally:
-            os.close(fd)
 
 
 def claim_ring_file(

@@ -230,17 +230,9 @@ class _Handlers:
         if size > LARGEST_RECORD:
             raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_RECORD, actual_size=size)
         body = bytearray()
-        clock = asyncio.get_running_loop().time
-        end = clock() + STALL_TIMEOUT + size / SLOWEST_RATE
 
         async def receive() -> None:
-            # Do not nest two `wait_for`, one for each time limit: before Python 3.12, the inner
-            # one can lose the cancellation by the outer one.
-            while len(body) <= size:
-                seconds_left = min(STALL_TIMEOUT, end - clock())
-                chunk = await asyncio.wait_for(request.content.readany(), seconds_left)
-                if not chunk:
-                    return
+            async for chunk in request.content.iter_any():
                 if self._bytes_received + len(chunk) > MOST_BODY_BYTES:
                     raise web.HTTPServiceUnavailable(
                         text="too many records are being received; try again later"
@@ -250,7 +242,7 @@ class _Handlers:
 
         try:
             try:
-                await receive()
+                await asyncio.wait_for(receive(), STALL_TIMEOUT + size / SLOWEST_RATE)
             except asyncio.TimeoutError as error:
                 raise web.HTTPRequestTimeout from error
             except (ConnectionError, web.RequestPayloadError) as error:

@@ -14,12 +14,12 @@ from shardwise.memory import records
 from shardwise.memory.files import read_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.mirror_tasks import mirror_tasks
-from shardwise.memory.observe import read_snapshots
+from shardwise.memory.observe import read_snapshots, why_retrying
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo, ProtectRequest
-from shardwise.memory.redundancy.placement import Protection
+from shardwise.memory.redundancy.placement import groups_of_node
 from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
@@ -173,25 +173,23 @@ class NodeStatus:
     mirrors: list[MirrorStatus]
 
 
-def read_runs(home: Home, node: str | None = None) -> list[RunStatus]:
-    """Return the status of the runs that have snapshots on a node.
+def read_runs(home: Home) -> list[RunStatus]:
+    """Return the status of the runs that have snapshots on a node."""
+    info = _last_agent(home)
+    return [_run_status(run, info.node if info else "") for run in home.runs()]
 
-    Args:
-        node: the name of the node; None to read it from the record of its last agent.
-    """
-    if node is None:
-        node = ""
-        with suppress(StoreError):
-            info = read_record(home.info_path, AgentInfo)
-            node = info.node if info is not None else ""
-    return [_run_status(run, node) for run in home.runs()]
+
+def _last_agent(home: Home) -> AgentInfo | None:
+    """Return the agent that runs on a node, or ran there last; None if it is unknown."""
+    with suppress(StoreError):
+        return read_record(home.info_path, AgentInfo)
+    return None
 
 
 def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
     """Return the status of a node, without asking other nodes."""
-    info = last_info = running_agent(home)
-    with suppress(StoreError):
-        last_info = info or read_record(home.info_path, AgentInfo)
+    info = running_agent(home)
+    last_info = info or _last_agent(home)
     file_system = os.statvfs(home.path)
     return NodeStatus(
         node=last_info.node if last_info else None,
@@ -205,7 +203,7 @@ def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
         directory=str(home),
         bytes=sum(_file_size(path) for path in home.path.rglob("*") if path.is_file()),
         bytes_left=file_system.f_bavail * file_system.f_frsize,
-        runs=read_runs(home, last_info.node if last_info else ""),
+        runs=read_runs(home),
         mirrors=list(_mirror_statuses(home)),
     )
 
@@ -278,26 +276,15 @@ def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
         if not any(stage in save.open_stages for save in saves):
             return StageStatus()
         seconds = _seconds_between(view.staged_at, now)
-        return StageStatus(
-            state="under way", seconds=seconds, failure=_why_retrying(view, stage, now)
-        )
+        reasons = (why_retrying(view.place, stage, save_id) for save_id in view.saves)
+        why = next(filter(None, reasons), "")
+        return StageStatus(state="under way", seconds=seconds, failure=why)
     last = ended[-1]
     return StageStatus(
         state=last.state.value,
         seconds=_seconds_between(view.staged_at, last.ended_at),
         failure=last.outcome.failure if last.outcome else "",
     )
-
-
-def _why_retrying(view: SnapshotView, stage: str, now: float) -> str:
-    """Return why the agent tries a stage again, or "" if it does not."""
-    for save_id in view.saves:
-        with suppress(StoreError):
-            path = view.place.path / records.save_record(stage, save_id, "retry")
-            retry = read_record(path, records.Retry)
-            if retry is not None:
-                return retry.describe(now)
-    return ""
 
 
 def _seconds_between(start: float | None, end: float | None) -> float | None:
@@ -321,24 +308,14 @@ def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
     """Return the nodes that protect a node, according to the requests for protection."""
     found: set[str] = set()
     for save_id in records.saves_with(place.list_names(".json"), "protect"):
+        path = place.path / records.save_record("protect", save_id)
         with suppress(StoreError):
-            request = read_record(
-                place.path / records.save_record("protect", save_id), ProtectRequest
-            )
-            if request is not None:
-                found |= _protectors_in(request.protection, node)
+            if (request := read_record(path, ProtectRequest)) is not None:
+                for group, index in groups_of_node(request.protection, node):
+                    following = group.members[index + 1 :] + group.members[:index]
+                    protecting = following if group.parity else following[: group.copies]
+                    found |= {member.node for member in protecting}
     return sorted(found)
-
-
-def _protectors_in(protection: Protection, node: str) -> set[str]:
-    found: set[str] = set()
-    for group in protection.groups:
-        nodes = [member.node for member in group.members]
-        if node in nodes:
-            index = nodes.index(node)
-            following = nodes[index + 1 :] + nodes[:index]
-            found |= set(following if group.parity else following[: group.copies])
-    return found
 
 
 def _does_answer(info: AgentInfo, tls: Tls | None) -> bool | None:

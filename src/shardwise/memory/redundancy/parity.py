@@ -6,11 +6,12 @@ one section for each data chunk, and one for the result. The size of the data do
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -92,33 +93,29 @@ def encode_parity(
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
     """
     k = len(group.members) - group.parity
-    stripe, size = parity_stripe(group, index, number), bytes_per_read(k, group.parity)
+    stripe = parity_stripe(group, index, number)
 
-    def encode(low: int, buffers: list[Buffer]) -> None:
-        high = min(low + size, group.chunk)
-        *inputs, parity = (buffer[: high - low] for buffer in buffers)
+    def encode(low: int) -> None:
+        with coder.lend_buffers() as buffers:
+            high = min(low + coder.size, group.chunk)
+            *inputs, parity = (buffer[: high - low] for buffer in buffers)
+            chunks = (
+                (f, read_member_data(read_range, group, member, f * group.chunk + low, out))
+                for (f, member), out in zip(enumerate(stripe.data), cycle(inputs), strict=False)
+            )
+            coder.code.recover(chunks, {k + number: parity})
+            write_section(low, parity)
 
-        def data_chunks() -> Iterator[tuple[int, Buffer]]:
-            for f, member in enumerate(stripe.data):
-                out = inputs[f % code.window]
-                yield f, read_member_data(read_range, group, member, f * group.chunk + low, out)
-
-        code.recover(data_chunks(), {k + number: parity})
-        write_section(low, parity)
-
-    def lend_buffers() -> AbstractContextManager[list[Buffer]]:
-        return nullcontext(make_buffers(size, code.window + 1))
-
-    lows = range(0, group.chunk, size)
-    needed = (low for low in lows if is_needed(low, min(low + size, group.chunk)))
-    code = make_erasure_code(k, group.parity)
-    try:
-        for_each_in_threads(needed, encode, lend_buffers, threads)
-    except UnreadableFileError as error:
-        node = group.members[index].node
-        raise StoreError(f"node {node} cannot compute parity: cannot read {error}") from error.error
-    finally:
-        code.close()
+    with closing(Coder(k, group.parity, more_buffers=1)) as coder:
+        lows = range(0, group.chunk, coder.size)
+        needed = [low for low in lows if is_needed(low, min(low + coder.size, group.chunk))]
+        try:
+            for_each_in_threads(needed, encode, threads)
+        except UnreadableFileError as error:
+            node = group.members[index].node
+            raise StoreError(
+                f"node {node} cannot compute parity: cannot read {error}"
+            ) from error.error
 
 
 def add_checksums(parity: Buffer, chunk: int) -> None:
@@ -132,20 +129,53 @@ def add_checksums(parity: Buffer, chunk: int) -> None:
 def bytes_per_read(k: int, m: int) -> int:
     """Return how many bytes of a chunk to read from another node in one request.
 
-    The result is a power of two, so that the checksums of a section of parity are in one page of
-    the table.
+    The result is a multiple of `SECTION`.
 
     Args:
         k: the number of data chunks in a stripe.
         m: the number of parity chunks in a stripe.
     """
     max_bytes = MOST_BYTES_PER_THREAD // (2 if m == 1 else k)
-    return max(SECTION, 1 << max_bytes.bit_length() - 1)
+    return max(SECTION, max_bytes // SECTION * SECTION)
 
 
-def make_buffers(size: int, count: int) -> list[Buffer]:
-    """Return `count` buffers of `size` bytes. Pages that are never written take no memory."""
-    return [aligned_buffer(size) for _ in range(count)]
+class Coder:
+    """An erasure code, and memory for the threads that use it.
+
+    Args:
+        k: the number of data chunks in a stripe.
+        m: the number of parity chunks in a stripe.
+        more_buffers: the number of buffers that a thread needs besides those of the chunks.
+
+    Attributes:
+        code: the code.
+        size: how many bytes of each chunk to process at a time.
+
+    Raises:
+        StoreError: as for `make_erasure_code`.
+    """
+
+    def __init__(self, k: int, m: int, *, more_buffers: int = 0) -> None:
+        self.code = make_erasure_code(k, m)
+        self.size = bytes_per_read(k, m)
+        self._count = self.code.window + more_buffers
+        self._free: SimpleQueue[list[Buffer]] = SimpleQueue()
+
+    @contextmanager
+    def lend_buffers(self) -> Iterator[list[Buffer]]:
+        """Lend the buffers that one thread needs. Pages that are never written take no memory."""
+        try:
+            buffers = self._free.get_nowait()
+        except Empty:
+            buffers = [aligned_buffer(self.size) for _ in range(self._count)]
+        try:
+            yield buffers
+        finally:
+            self._free.put(buffers)
+
+    def close(self) -> None:
+        """Release the resources of the code."""
+        self.code.close()
 
 
 def read_member_data(
@@ -176,49 +206,19 @@ def read_member_data(
 
 
 def for_each_in_threads(
-    items: Iterable[Item],
-    work: Callable[[Item, list[Buffer]], None],
-    lend_buffers: Callable[[], AbstractContextManager[list[Buffer]]],
-    threads: int,
+    items: Sequence[Item], work: Callable[[Item], object], threads: int
 ) -> None:
-    """Call `work` for each item in several threads. After an error, no further item is begun.
+    """Call `work` for each item in several threads. After an error, waiting items are not begun.
 
     Args:
-        items: the items; one thread at a time takes the next one.
-        work: receives an item and the buffers of the thread.
-        lend_buffers: lends a thread its buffers.
+        items: the items.
+        work: receives an item.
         threads: the number of threads; 1 for the calling thread.
     """
-    lock = threading.Lock()
-    remaining = iter(items)
-    failed = threading.Event()
-
-    def take_items() -> Iterator[Item]:
-        while True:
-            with lock:
-                if failed.is_set():
-                    return
-                try:
-                    item = next(remaining)
-                except StopIteration:
-                    return
-            yield item
-
-    def run(_: int) -> None:
-        try:
-            with lend_buffers() as buffers:
-                for item in take_items():
-                    work(item, buffers)
-        except BaseException:
-            failed.set()
-            raise
-
     if threads == 1:
-        run(0)
+        for item in items:
+            work(item)
         return
     with ThreadPoolExecutor(threads) as pool:
-        try:
-            for _ in pool.map(run, range(threads)):
-                pass
-        finally:
-            failed.set()  # also if this thread was interrupted
+        for _ in pool.map(work, items):
+            pass

@@ -270,21 +270,6 @@ def combine_groups(
     return Protection(save_id, tuple(named), tuple(gaps))
 
 
-def decode_protection(data: bytes, step: int) -> Protection:
-    """Decode the protection of a step's snapshot from JSON.
-
-    Raises:
-        FormatError: the JSON is malformed, or contradicts itself.
-    """
-    try:
-        return msgspec.json.decode(data, type=Protection)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"step {step}: the record of its copies and parity is damaged: {error}; restore "
-            "another step"
-        ) from error
-
-
 def groups_of_node(protection: Protection, node: str) -> list[tuple[ProtectionGroup, int]]:
     """Return the groups of a node, and the node's index in each."""
     return [

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
-from queue import Empty, SimpleQueue
 
 import numpy as np
 
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_count
 from shardwise.memory.redundancy.parity import (
+    Coder,
     NodeFile,
     ReadRange,
     UnreadableFileError,
-    bytes_per_read,
     for_each_in_threads,
-    make_buffers,
     read_member_data,
 )
 from shardwise.memory.redundancy.placement import (
-    TABLE_ALIGNMENT,
     Member,
     Protection,
     ProtectionGroup,
@@ -37,7 +33,6 @@ from shardwise.memory.redundancy.stripes import (
     ErasureCode,
     Stripe,
     index_of_data_stripe,
-    make_erasure_code,
 )
 from shardwise.store.store import Buffer
 
@@ -69,15 +64,15 @@ class Rebuilder:
         self._threads = threads
         self._lost_nodes = frozenset(lost)
         self._lost_files: dict[NodeFile, Exception] = {}
-        self._decoders: dict[tuple[int, int], _Decoder] = {}
-        self._table_pages: dict[tuple[NodeFile, int], BlockTable] = {}
+        self._coders: dict[tuple[int, int], Coder] = {}
+        self._tables: dict[NodeFile, BlockTable] = {}  # the checksums of parity files
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Release the resources of the erasure codes."""
-        for decoder in self._decoders.values():
-            decoder.code.close()
-        self._decoders.clear()
+        for coder in self._coders.values():
+            coder.close()
+        self._coders.clear()
 
     def read(self, file: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset`, without reading from its own node.
@@ -98,15 +93,16 @@ class Rebuilder:
                 f"{file} of node {member.node} is not protected by parity, so it cannot be "
                 "rebuilt: restore another step"
             )
-        decoder = self._get_decoder(len(group.members) - group.parity, group.parity)
+        coder = self._get_coder(len(group.members) - group.parity, group.parity)
 
-        def decode(part: StripePart, buffers: list[Buffer]) -> None:
+        def decode(part: StripePart) -> None:
             first = part.lost_chunk * group.chunk + part.low - start
             target = out[first : first + part.high - part.low]
-            self._decode(decoder.code, group, part, buffers, target)
+            with coder.lend_buffers() as buffers:
+                self._decode(coder.code, group, part, buffers, target)
 
-        parts = split_range(group, index, start, start + len(out), cut_every=decoder.size)
-        for_each_in_threads(parts, decode, decoder.lend_buffers, self._threads)
+        parts = split_range(group, index, start, start + len(out), cut_every=coder.size)
+        for_each_in_threads(list(parts), decode, self._threads)
 
     def _decode(
         self,
@@ -188,50 +184,26 @@ class Rebuilder:
         low = part.low // BLOCK * BLOCK
         high = min(block_count(part.high) * BLOCK, group.chunk)
         data = self._read_range(file.node, file.name, low, buffer[: high - low])
-        page, first = divmod(low // BLOCK, TABLE_ALIGNMENT // 4)
-        damaged = self._read_table_page(group, file, page).find_damaged(first, data)
+        damaged = self._read_table(group, file).find_damaged(low // BLOCK, data)
         if damaged:
             raise CorruptionError(
                 f"parity is damaged: the bytes at {low + damaged[0] * BLOCK} fail their checksum"
             )
         return data[part.low - low : part.high - low]
 
-    def _read_table_page(self, group: ProtectionGroup, file: NodeFile, page: int) -> BlockTable:
-        """Return a page of the checksum table of a parity file."""
-        key = (file, page)
-        if key not in self._table_pages:
-            out = np.empty(TABLE_ALIGNMENT, np.uint8)
-            offset = group.chunk + page * TABLE_ALIGNMENT
-            found = self._read_range(file.node, file.name, offset, out)
-            self._table_pages[key] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
-        return self._table_pages[key]
+    def _read_table(self, group: ProtectionGroup, file: NodeFile) -> BlockTable:
+        """Return the checksums of a parity file."""
+        if file not in self._tables:
+            out = np.empty(4 * block_count(group.chunk), np.uint8)
+            found = self._read_range(file.node, file.name, group.chunk, out)
+            self._tables[file] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
+        return self._tables[file]
 
-    def _get_decoder(self, k: int, m: int) -> _Decoder:
+    def _get_coder(self, k: int, m: int) -> Coder:
         with self._lock:
-            if (k, m) not in self._decoders:
-                self._decoders[k, m] = _Decoder(make_erasure_code(k, m), bytes_per_read(k, m))
-            return self._decoders[k, m]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoder:
-    """An erasure code, and a pool of buffers of `size` bytes."""
-
-    code: ErasureCode
-    size: int
-    _free: SimpleQueue[list[Buffer]] = field(default_factory=SimpleQueue)
-
-    @contextmanager
-    def lend_buffers(self) -> Iterator[list[Buffer]]:
-        """Lend the buffers that one thread needs."""
-        try:
-            buffers = self._free.get_nowait()
-        except Empty:
-            buffers = make_buffers(self.size, self.code.window)
-        try:
-            yield buffers
-        finally:
-            self._free.put(buffers)
+            if (k, m) not in self._coders:
+                self._coders[k, m] = Coder(k, m)
+            return self._coders[k, m]
 
 
 def find_unreadable_files(

@@ -14,7 +14,7 @@ from shardwise.errors import CorruptionError, StoreError
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.redundancy.placement import decode_protection
+from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import map_file
@@ -40,24 +40,21 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
             manifest, the node that provided it.
         sizes: size of each data file in bytes.
         nodes: the agents of the nodes that hold any of the files.
-        protection: the encoded `Protection`, or b"" if nothing can be decoded.
+        protection: how nodes protect each other; None if nothing can be decoded.
         skipped: the newer steps that cannot be read, each with the reason.
         choosing_seconds: the seconds that rank 0 took to choose the snapshot.
         unanswered: the nodes that did not answer and may hold a newer snapshot, each with the
             reason.
     """
 
-    step: int | None
-    holders: dict[str, list[str]]
-    sizes: dict[str, int]
-    nodes: dict[str, AgentInfo]
-    protection: bytes
-    skipped: list[tuple[int, str]]
+    step: int | None = None
+    holders: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    nodes: dict[str, AgentInfo] = {}
+    protection: Protection | None = None
+    skipped: list[tuple[int, str]] = []
     choosing_seconds: float = 0.0
     unanswered: dict[str, str] = {}
-
-
-NO_SNAPSHOT = Assembly(None, {}, {}, {}, b"", [])
 
 
 class AssembledStore(ReadOnlyStore):
@@ -98,8 +95,7 @@ class AssembledStore(ReadOnlyStore):
         self._mapped_files: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner_of: dict[str, str] = {}
-        if assembly.protection:
-            protection = decode_protection(assembly.protection, assembly.step)
+        if (protection := assembly.protection) is not None:
             self._owner_of = {
                 name: member.node
                 for group in protection.groups

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -23,7 +22,7 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import find_unreadable_files
-from shardwise.memory.remote.assembled import NO_SNAPSHOT, Assembly
+from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
 
 CONNECT_TIMEOUT = 0.5
@@ -32,9 +31,6 @@ READ_TIMEOUT = 10.0
 SEARCH_TIMEOUT = 60.0  # for all requests of a search together
 MOST_REQUESTS = 64
 MOST_FILES_SHOWN = 3
-
-ReadSmallFile = Callable[[str, int, str], bytes]
-"""`read(node, step, name)` returns the contents of a small file, or raises `OSError`."""
 
 
 @prepare_decoding
@@ -52,10 +48,6 @@ class NodeFiles(msgspec.Struct, array_like=True):
     known_nodes: list[AgentInfo]
 
 
-IsEnough = Callable[[Sequence[NodeFiles], Mapping[str, AgentInfo]], bool]
-"""`is_enough(nodes, infos)` returns whether no other node needs to be asked."""
-
-
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     known = {info.node: info for info in run.known_nodes()}
@@ -65,112 +57,111 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
     return NodeFiles(node, list_steps(run.path.parents[1], run.name), list(known.values()))
 
 
-def ask_nodes(
-    nodes: list[NodeFiles],
-    infos: Mapping[str, AgentInfo],
-    run: str,
-    tls: Tls | None,
-    is_enough: IsEnough = lambda nodes, infos: False,
-    deadline: Deadline | None = None,
-) -> tuple[list[NodeFiles], dict[str, AgentInfo]]:
-    """Ask nodes for their files, then the nodes that these nodes know, and so on.
-
-    Perhaps only one node knows the nodes of an earlier training, or knows another address of such a
-    node than this node does.
-
-    Args:
-        nodes: the files of nodes that need not be asked.
-        infos: the agents of these nodes and of others.
-        run: the id of the run.
-        tls: certificates for the connections; None if they are unencrypted.
-        is_enough: returns whether the answers so far suffice. If so, the others are not awaited.
-        deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
-
-    Returns:
-        The files of all nodes that answered, and `infos` with their agents added.
-    """
-    deadline = deadline or Deadline(SEARCH_TIMEOUT)
-    answered, agents = list(nodes), dict(infos)
-    names = {each.node for each in nodes}
-    asked: set[tuple[str, str]] = set()
-    to_ask = [*infos.values(), *(info for each in nodes for info in each.known_nodes)]
-    pending: dict[Future[NodeFiles], AgentInfo] = {}
-    with (
-        ThreadPoolExecutor(MOST_REQUESTS, "shardwise-ask") as pool,
-        ExitStack() as abort_unanswered,
-    ):
-        while True:
-            for info in to_ask:
-                if info.node not in names and (info.node, info.url) not in asked:
-                    asked.add((info.node, info.url))
-                    with suppress(StoreError):  # the URL or the token is invalid
-                        client = _make_client(info, tls, deadline)
-                        abort_unanswered.callback(client.abort)
-                        pending[pool.submit(_list_files, client, info, run)] = info
-            if not pending or is_enough(answered, agents):
-                return answered, agents
-            to_ask = []
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                info = pending.pop(future)
-                with suppress(OSError):
-                    files = future.result()
-                    to_ask += files.known_nodes
-                    if info.node not in names:
-                        names.add(info.node)
-                        answered.append(files)
-                        agents[info.node] = info
-
-
-def make_reader(
-    infos: Mapping[str, AgentInfo],
-    run: Run,
-    here: str,
-    tls: Tls | None,
-    deadline: Deadline | None = None,
-    failures: dict[str, StoreError] | None = None,
-) -> ReadSmallFile:
-    """Return a function that reads small files of any of these nodes, and of this one (`here`).
-
-    Args:
-        deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
-        failures: for each node that did not answer in time, the error. Such a node is not asked
-            again. New failures are added.
-    """
-    deadline = deadline or Deadline(SEARCH_TIMEOUT)
-    failures = {} if failures is None else failures
-
-    def read(node: str, step: int, name: str) -> bytes:
-        if node == here:
-            return SnapshotDirectory(run, step).read_file(name)
-        if node in failures:
-            raise failures[node]
-        client = _make_client(infos[node], tls, deadline, RECONNECT_TIMEOUT)
-        try:
-            with closing(client):
-                return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
-        except StoreError as error:
-            if isinstance(error.__cause__, TimeoutError):
-                failures[node] = error
-            raise
-
-    return read
-
-
-@dataclass(frozen=True, slots=True)
 class Search:
     """A search for snapshots among nodes.
 
-    Attributes:
-        nodes: the files of each node.
-        infos: the agents of these nodes.
-        read: reads records and manifests of the nodes.
+    Args:
+        run: the run on this node.
+        here: the name of this node.
+        nodes: the files of nodes that need not be asked.
+        infos: the agents of these nodes and of others.
+        tls: certificates for the connections; None if they are unencrypted.
         lineage: the lineage of the run. Superseded snapshots are skipped.
+        deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
+
+    Attributes:
+        nodes: the files of each node that answered, or did not need to be asked.
+        infos: the agents, with those of the nodes that answered added.
     """
 
-    nodes: Sequence[NodeFiles]
-    infos: Mapping[str, AgentInfo]
-    read: ReadSmallFile
-    lineage: Lineage | None = None
+    def __init__(
+        self,
+        run: Run,
+        here: str,
+        nodes: Sequence[NodeFiles],
+        infos: Mapping[str, AgentInfo],
+        tls: Tls | None = None,
+        lineage: Lineage | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self.nodes = list(nodes)
+        self.infos = dict(infos)
+        self._run = run
+        self._here = here
+        self._tls = tls
+        self._lineage = lineage
+        self._deadline = deadline or Deadline(SEARCH_TIMEOUT)
+        self._silent: dict[str, StoreError] = {}  # nodes that did not answer in time
+
+    def ask(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Ask nodes for their files, then the nodes that these nodes know, and so on.
+
+        Perhaps only one node knows the nodes of an earlier training, or knows another address of
+        such a node than this node does.
+
+        Args:
+            is_enough: returns whether the answers so far suffice. If so, the others are not
+                awaited.
+        """
+        names = {each.node for each in self.nodes}
+        asked: set[tuple[str, str]] = set()
+        to_ask = [
+            *self.infos.values(),
+            *(info for each in self.nodes for info in each.known_nodes),
+        ]
+        pending: dict[Future[NodeFiles], AgentInfo] = {}
+        with (
+            ThreadPoolExecutor(MOST_REQUESTS, "shardwise-ask") as pool,
+            ExitStack() as abort_unanswered,
+        ):
+            while True:
+                for info in to_ask:
+                    if info.node not in names and (info.node, info.url) not in asked:
+                        asked.add((info.node, info.url))
+                        with suppress(StoreError):  # the URL or the token is invalid
+                            client = self._make_client(info, CONNECT_TIMEOUT)
+                            abort_unanswered.callback(client.abort)
+                            pending[pool.submit(_list_files, client, info, self._run.name)] = info
+                if not pending or is_enough():
+                    return
+                to_ask = []
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    info = pending.pop(future)
+                    with suppress(OSError):
+                        files = future.result()
+                        to_ask += files.known_nodes
+                        if info.node not in names:
+                            names.add(info.node)
+                            self.nodes.append(files)
+                            self.infos[info.node] = info
+
+    def read(self, node: str, step: int, name: str) -> bytes:
+        """Return the contents of a small file of a node. A node that was silent is not asked again.
+
+        Raises:
+            OSError: the node does not answer, or does not have the file.
+        """
+        if node == self._here:
+            return SnapshotDirectory(self._run, step).read_file(name)
+        if node in self._silent:
+            raise self._silent[node]
+        client = self._make_client(self.infos[node], RECONNECT_TIMEOUT)
+        try:
+            with closing(client):
+                return client.read(self._run.name, step, name, limit=LARGEST_MANIFEST)
+        except StoreError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._silent[node] = error
+            raise
+
+    def _make_client(self, info: AgentInfo, connect_timeout: float) -> AgentClient:
+        return AgentClient(
+            info,
+            connect_timeout=connect_timeout,
+            read_timeout=READ_TIMEOUT,
+            tls=None if self._tls is None else self._tls.for_client(),
+            deadline=self._deadline,
+        )
 
     def choose_snapshot(
         self, step: int | None, *, damaged: int | None = None, nodes_read: Collection[str] = ()
@@ -190,7 +181,7 @@ class Search:
             if not isinstance(found, str):
                 return msgspec.structs.replace(found, skipped=skipped)
             skipped.append((candidate, f"memory: {found}"))
-        return msgspec.structs.replace(NO_SNAPSHOT, skipped=skipped)
+        return Assembly(skipped=skipped)
 
     def is_complete(self, step: int | None) -> bool:
         """Return whether no other node can hold a newer snapshot than these nodes do.
@@ -202,12 +193,12 @@ class Search:
         Args:
             step: consider only this step.
         """
-        if self.lineage is None:
+        if self._lineage is None:
             return False
         newest = next(iter(self._candidate_steps(step)), None)
         if newest is None:
             return False
-        return not isinstance(self._assemble_step(newest, epoch=self.lineage.epoch), str)
+        return not isinstance(self._assemble_step(newest, epoch=self._lineage.epoch), str)
 
     def _candidate_steps(
         self, step: int | None, damaged: int | None = None, nodes_read: Collection[str] = ()
@@ -262,7 +253,7 @@ class Search:
 
         A save whose epoch is unknown counts as superseded.
         """
-        resumption = None if self.lineage is None else self.lineage.last_resumption_before(step)
+        resumption = None if self._lineage is None else self._lineage.last_resumption_before(step)
         if resumption is None:
             return ""
         epoch = self._read_epoch(step, save_id)
@@ -311,8 +302,7 @@ class Search:
             return f"no reachable node has {shown}" + (f" and {more} more" if more > 0 else "")
         holders[MANIFEST] = [source]
         infos = {node: self.infos[node] for node, files in files_of.items() if files}
-        encoded = b"" if protection is None else msgspec.json.encode(protection)
-        return Assembly(step, holders, size_of, infos, encoded, [])
+        return Assembly(step, holders, size_of, infos, protection)
 
     def _read_protection(
         self, step: int, save_id: str, files_of: Mapping[str, Mapping[str, int]]
@@ -346,15 +336,3 @@ def _nodes_of_newest(
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)
                 return decode_record(data, PendingManifest, name).nodes
     return []
-
-
-def _make_client(
-    info: AgentInfo, tls: Tls | None, deadline: Deadline, connect_timeout: float = CONNECT_TIMEOUT
-) -> AgentClient:
-    return AgentClient(
-        info,
-        connect_timeout=connect_timeout,
-        read_timeout=READ_TIMEOUT,
-        tls=None if tls is None else tls.for_client(),
-        deadline=deadline,
-    )

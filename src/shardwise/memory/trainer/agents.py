@@ -88,12 +88,17 @@ class AgentSupervisor:
     """
 
     def __init__(self, home: Home, options: Memory) -> None:
-        self._checks = _AgentChecks(home, options)
-        stopping = self._stopping = threading.Event()
-        weakref.finalize(self, stopping.set)
+        self._home = home
+        self._options = options
+        self._failure = ""  # why the agent is no longer restarted
+        self._starts: deque[float] = deque(maxlen=MOST_STARTS)
+        self._last_request = time.monotonic()
+        self._is_silent = False
+        self._last_error = ""
+        self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=_check_repeatedly,
-            args=(self._checks, stopping),
+            args=(weakref.ref(self), self._stopping),
             name="shardwise-supervisor",
             daemon=True,
         )
@@ -105,8 +110,8 @@ class AgentSupervisor:
         Raises:
             StoreError: the agent is not restarted. The message includes the end of its log.
         """
-        failure = self._checks.failure
-        if failure and not self._checks.home.has_agent():
+        failure = self._failure
+        if failure and not self._home.has_agent():
             raise StoreError(failure)
 
     def stop(self) -> None:
@@ -114,80 +119,64 @@ class AgentSupervisor:
         self._stopping.set()
         self._thread.join(CHECK_PERIOD + ANSWER_TIMEOUT)
 
-
-def _check_repeatedly(checks: _AgentChecks, stopping: threading.Event) -> None:
-    while not stopping.wait(CHECK_PERIOD):
-        checks.check()
-
-
-class _AgentChecks:
-    """The repeated checks of the agent.
-
-    Attributes:
-        failure: the reason why the agent is no longer restarted; "" if it is restarted.
-    """
-
-    def __init__(self, home: Home, options: Memory) -> None:
-        self.home = home
-        self.failure = ""
-        self._options = options
-        self._starts: deque[float] = deque(maxlen=MOST_STARTS)
-        self._last_request = time.monotonic()
-        self._is_silent = False
-        self._last_error = ""
-
-    def check(self) -> None:
+    def look_after_agent(self) -> None:
         """Check the agent once. Failures are logged, never raised: the training must continue."""
         try:
-            if not self.home.has_agent():
+            if not self._home.has_agent():
                 self._restart()
                 return
-            self.failure = ""
+            self._failure = ""
             if time.monotonic() - self._last_request > REQUEST_PERIOD:
                 self._send_request()
                 self._last_request = time.monotonic()
         except Exception as error:
             if str(error) != self._last_error:
-                log.exception("checking the agent of %s failed", self.home)
+                log.exception("checking the agent of %s failed", self._home)
             self._last_error = str(error)
 
     def _restart(self) -> None:
-        if self.failure:
+        if self._failure:
             return
         now = time.monotonic()
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < START_PERIOD:
-            self.failure = (
-                f"the agent of {self.home} ended {MOST_STARTS} times within {START_PERIOD:.0f} s, "
-                f"and is no longer restarted; the end of its log {self.home.log_path}:\n"
-                f"{log_tail(self.home.log_path)}"
+            self._failure = (
+                f"the agent of {self._home} ended {MOST_STARTS} times within {START_PERIOD:.0f} s, "
+                f"and is no longer restarted; the end of its log {self._home.log_path}:\n"
+                f"{log_tail(self._home.log_path)}"
             )
-            log.error("%s", self.failure)
+            log.error("%s", self._failure)
             return
         self._starts.append(now)
-        home, starts = self.home, self._options.start_agent
+        home, starts = self._home, self._options.start_agent
         action = "starting another" if starts else "waiting for another"
         log.warning("the agent of %s ended; %s (its log: %s)", home, action, home.log_path)
         try:
-            info = ensure_agent(self.home, self._options)
+            info = ensure_agent(self._home, self._options)
         except StoreError as error:
             log.warning("%s", error)
         else:
-            log.warning("the agent of %s runs again (process %d)", self.home, info.process)
+            log.warning("the agent of %s runs again (process %d)", self._home, info.process)
 
     def _send_request(self) -> None:
         """Log whether the agent answers. A suspended or overloaded agent is not replaced."""
-        info = running_agent(self.home)
+        info = running_agent(self._home)
         if info is None:
             return
         failure = why_no_answer(info, self._options.tls, ANSWER_TIMEOUT)
-        if failure and not self._is_silent and self.home.has_agent():
+        if failure and not self._is_silent and self._home.has_agent():
             log.warning(
                 "the agent of %s (process %d) runs, but does not answer: %s; snapshots wait until "
                 "it answers or is killed",
-                self.home,
+                self._home,
                 info.process,
                 failure,
             )
         if self._is_silent and not failure:
-            log.warning("the agent of %s answers again", self.home)
+            log.warning("the agent of %s answers again", self._home)
         self._is_silent = bool(failure)
+
+
+def _check_repeatedly(reference: weakref.ref[AgentSupervisor], stopping: threading.Event) -> None:
+    while not stopping.wait(CHECK_PERIOD) and (supervisor := reference()) is not None:
+        supervisor.look_after_agent()
+        del supervisor  # while this thread waits, nothing else may keep the object

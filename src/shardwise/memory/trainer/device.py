@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
+from shardwise.engine.write_file import FileSource
 from shardwise.memory.trainer.copying import Fill
 from shardwise.store.store import Buffer
 
@@ -25,44 +25,11 @@ _POLL_PERIOD = 0.0005  # seconds
 _CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for all devices
 
 
-class Accelerator(Protocol):
-    """Streams, events and page-locked memory."""
-
-    def new_stream(self, device: torch.device) -> torch.Stream:
-        """Create a stream with the lowest priority."""
-        ...
-
-    def current_stream(self, device: torch.device) -> torch.Stream:
-        """Return the current stream of this thread on a device."""
-        ...
-
-    def set_stream(self, stream: torch.Stream) -> None:
-        """Make a stream the current one of this thread on its device."""
-        ...
-
-    def record_event(self, stream: torch.Stream) -> torch.Event:
-        """Record an event that happens when all work queued on the stream so far is done."""
-        ...
-
-    def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Make later work on a stream wait for an event, without blocking this thread."""
-        ...
-
-    def synchronize(self, event: torch.Event) -> None:
-        """Block this thread until an event has happened."""
-        ...
-
-    def lock_pages(self, address: int, nbytes: int, device: torch.device) -> bool:
-        """Page-lock memory of this process. Warn and return False if that fails."""
-        ...
-
-    def unlock_pages(self, address: int, device: torch.device) -> None:
-        """Unlock the memory that was page-locked at this address."""
-        ...
-
-
 class TorchAccelerator:
-    """The accelerator of torch. Not initialized before a tensor on it is copied."""
+    """Streams, events and page-locked memory of torch's accelerator.
+
+    The accelerator is not initialized before a tensor on it is copied.
+    """
 
     def new_stream(self, device: torch.device) -> torch.Stream:
         """Create a stream with the lowest priority, which the default stream of CUDA has too.
@@ -134,19 +101,6 @@ def _call_cuda(device: torch.device, function: str, *args: int) -> str:
         return thread.submit(call).result()
 
 
-class CopySource(Protocol):
-    """The bytes of a file, some of which may be in the memory of devices."""
-
-    @property
-    def devices(self) -> frozenset[torch.device]:
-        """The devices that hold some of the bytes."""
-        ...
-
-    def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
-        """Copy bytes `low:high` to `out`. Without `wait`, the copies are only queued on streams."""
-        ...
-
-
 class CopyStreams:
     """The copy streams: one for each device that holds data of a copy. Host memory needs none.
 
@@ -156,7 +110,7 @@ class CopyStreams:
         accelerator: provides the streams.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: TorchAccelerator) -> None:
         self._accelerator = accelerator
         self._streams: dict[torch.device, torch.Stream] = {}
         self._used_streams: dict[torch.device, torch.Stream] = {}
@@ -177,7 +131,7 @@ class CopyStreams:
         """Return whether any device holds data of the current copy."""
         return bool(self._used_streams)
 
-    def make_fill(self, source: CopySource, *, wait: bool) -> Fill:
+    def make_fill(self, source: FileSource, *, wait: bool) -> Fill:
         """Return a function that copies ranges of a source on these streams.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -17,17 +17,9 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.record_cache import RecordCache
-from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import read_entries
-from shardwise.memory.remote.assembled import NO_SNAPSHOT, AssembledStore, Assembly
-from shardwise.memory.remote.search import (
-    SEARCH_TIMEOUT,
-    NodeFiles,
-    Search,
-    ask_nodes,
-    list_own_files,
-    make_reader,
-)
+from shardwise.memory.remote.assembled import AssembledStore, Assembly
+from shardwise.memory.remote.search import NodeFiles, Search, list_own_files
 from shardwise.store import lock_for_reading
 
 if TYPE_CHECKING:
@@ -83,7 +75,7 @@ def _find_assembly(
             own = list_own_files(run, here)
         nodes = [each for each in all_ranks.gather(own, NodeFiles | None) if each is not None]
     with Round(group, "looking for snapshots", first_only=True) as all_ranks:
-        found = NO_SNAPSHOT
+        found = Assembly()
         if group.rank == 0:
             found = _search_nodes(snapshots, nodes, step, damaged_step, nodes_read)
         return all_ranks.share(found, Assembly)
@@ -105,17 +97,8 @@ def _search_nodes(
     here_or_known = {info.node for info in membership.nodes}
     others, unreachable = read_entries(snapshots.root, run.name, here_or_known)
     infos = {info.node: info for info in (*others, *membership.nodes)}
-    deadline, failures = Deadline(SEARCH_TIMEOUT), dict[str, StoreError]()
-
-    def make_search(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> Search:
-        read = make_reader(infos, run, here, snapshots.tls, deadline, failures)
-        return Search(nodes, infos, read, membership.lineage)
-
-    def is_enough(nodes: Sequence[NodeFiles], infos: Mapping[str, AgentInfo]) -> bool:
-        return damaged_step is None and make_search(nodes, infos).is_complete(step)
-
-    answers = ask_nodes(nodes, infos, run.name, snapshots.tls, is_enough, deadline)
-    search = make_search(*answers)
+    search = Search(run, here, nodes, infos, snapshots.tls, membership.lineage)
+    search.ask(lambda: damaged_step is None and search.is_complete(step))
     start = time.perf_counter()
     assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
     seconds = time.perf_counter() - start

@@ -45,49 +45,23 @@ _PLACEHOLDER_SAVE_ID = "0" * 16
 
 
 @dataclass(frozen=True, slots=True)
-class RingMember:
-    """A rank of a ring: its node, failure domain and file."""
-
-    rank: int
-    node: str
-    domain: str
-    file: FileEntry
-
-
-@dataclass(frozen=True, slots=True)
 class Ring:
     """Ranks that hold the same data, in ring order.
 
     Attributes:
-        members: the ranks.
-        index: the index of this rank in `members`.
-        copies, parity: how the ranks protect each other, as in `Memory`.
+        files: the file of each rank.
+        group: the ring as a group of nodes, with one of these files each.
+        index: the index of this rank in both.
     """
 
-    members: tuple[RingMember, ...]
+    files: tuple[FileEntry, ...]
+    group: ProtectionGroup
     index: int
-    copies: int
-    parity: int
 
     @property
-    def own_member(self) -> RingMember:
-        """This rank."""
-        return self.members[self.index]
-
-    @property
-    def others(self) -> list[RingMember]:
-        """The other ranks."""
-        return [member for member in self.members if member != self.own_member]
-
-    @property
-    def group(self) -> ProtectionGroup:
-        """The ring as a group of nodes with one file each."""
-        files = [(each.node, each.domain, each.file.name, each.file.size) for each in self.members]
-        return make_ring_group(files, copies=self.copies, parity=self.parity)
-
-    def members_to_copy(self) -> list[RingMember]:
-        """Return the ranks whose files this rank copies, in the order of the agent's requests."""
-        by_name = {each.file.name: each for each in self.members}
+    def files_to_copy(self) -> list[FileEntry]:
+        """The files that this rank copies, in the order of the agent's requests."""
+        by_name = {each.name: each for each in self.files}
         return [by_name[name] for _, name, _ in files_to_copy(self.group, self.index)]
 
 
@@ -178,17 +152,21 @@ class Rings:
         own: Ring | None = None
         self.files = []
         for ranks in rings:
-            members = [
-                RingMember(rank, node_of[rank], domain_of[node_of[rank]], file)
-                for rank in ranks
-                if (file := held[rank][1]) is not None
-            ]
-            if len(members) < len(ranks):  # a rank writes no file
+            files = [file for rank in ranks if (file := held[rank][1]) is not None]
+            if len(files) < len(ranks):  # a rank writes no file
                 continue
-            self.files.append([member.file.name for member in members])
+            self.files.append([file.name for file in files])
             if self._group.rank in ranks:
-                index = ranks.index(self._group.rank)
-                own = Ring(tuple(members), index, options.copies, options.parity)
+                nodes = [node_of[rank] for rank in ranks]
+                group = make_ring_group(
+                    (
+                        (node, domain_of[node], file.name, file.size)
+                        for node, file in zip(nodes, files, strict=True)
+                    ),
+                    copies=options.copies,
+                    parity=options.parity,
+                )
+                own = Ring(tuple(files), group, ranks.index(self._group.rank))
         return source, own
 
     def _are_needed(self) -> bool:
@@ -199,113 +177,109 @@ class Rings:
 def bytes_to_read(ring: Ring) -> int:
     """Return the largest number of bytes read from replicas to protect the others of a ring."""
     group = ring.group
-    ranges = [range_in_replica(member.file) for member in ring.members_to_copy()]
+    ranges = [range_in_replica(file) for file in ring.files_to_copy]
     for_parity = group.parity * (len(group.members) - group.parity) * group.chunk
     return sum(high - low for low, high in ranges) + for_parity
 
 
-@dataclass(frozen=True, slots=True)
-class RingProtection:
-    """Makes the copies or parity that a rank's node stores for the others of a ring.
+def protect_ring(
+    ring: Ring,
+    fill_of: Callable[[FileEntry], Fill],
+    take_slot: Callable[[int, Collection[str]], Slot],
+    place: SnapshotDirectory,
+    pool: ThreadPoolExecutor,
+    threads: int,
+) -> None:
+    """Make the copies or parity that a rank's node stores for the others of a ring.
 
-    Attributes:
+    Args:
         ring: the ring.
-        data: for each other rank, a function that copies byte ranges of the data section of its
-            file. Offsets count from the start of this section.
+        fill_of: returns a function that copies ranges of another rank's file from this rank's
+            replica, by offsets in the file.
         take_slot: returns a free slot of the given size, but none of the given names.
         place: the snapshot on this node.
         pool: the thread pool that copies.
         threads: the number of its threads.
+
+    Raises:
+        StoreError: there is not enough memory.
     """
+    if ring.group.parity:
+        _make_parity(ring, fill_of, take_slot, place, threads)
+    for number, file in enumerate(ring.files_to_copy):
+        slot = take_slot(file.size, ())
+        low, high = range_in_replica(file)
+        copy_range(fill_of(file), low, high, slot.buffer, pool)
+        _add_file(ring, place, number, slot, {file.name: (low, high)}, {})
 
-    ring: Ring
-    data: Mapping[int, Fill]
-    take_slot: Callable[[int, Collection[str]], Slot]
-    place: SnapshotDirectory
-    pool: ThreadPoolExecutor
-    threads: int
 
-    def make(self) -> None:
-        """Make the files, and write a record of each.
+def _make_parity(
+    ring: Ring,
+    fill_of: Callable[[FileEntry], Fill],
+    take_slot: Callable[[int, Collection[str]], Slot],
+    place: SnapshotDirectory,
+    threads: int,
+) -> None:
+    group, index = ring.group, ring.index
+    own = ring.files[index]
+    readers = {file.name: _ReplicaReader(file, fill_of(file)) for file in ring.files if file != own}
 
-        Raises:
-            StoreError: there is not enough memory.
-        """
-        group = self.ring.group
-        if group.parity:
-            self._make_parity(group)
-        for number, owner in enumerate(self.ring.members_to_copy()):
-            slot = self.take_slot(owner.file.size, ())
-            low, high = range_in_replica(owner.file)
-            copy_range(self._fill_of(owner), low, high, slot.buffer, self.pool)
-            self._add_file(number, slot, {owner.file.name: (low, high)}, {})
+    def read_range(_: str, file: str, offset: int, out: Buffer) -> Buffer:
+        readers[file].read(offset, out)
+        return out
 
-    def _fill_of(self, owner: RingMember) -> Fill:
-        """Return a function that copies ranges of a rank's file, by offsets in the file."""
-        fill, start = self.data[owner.rank], owner.file.data_at
-        return lambda low, high, out: fill(low - start, high - start, out)
+    taken: list[str] = []
+    for number in range(group.parity):
+        slot = take_slot(parity_file_size(group.chunk), taken)
+        taken.append(slot.name)
 
-    def _make_parity(self, group: ProtectionGroup) -> None:
-        index = self.ring.index
-        readers = {
-            each.file.name: _ReplicaReader(each, self._fill_of(each)) for each in self.ring.others
-        }
+        def write(low: int, section: Buffer, out: Buffer = slot.buffer) -> None:
+            out[low : low + len(section)] = section
 
-        def read_range(_: str, file: str, offset: int, out: Buffer) -> Buffer:
-            readers[file].read(offset, out)
-            return out
+        encode_parity(group, index, number, read_range, write, threads=threads)
+        ranges = {}
+        checksums = {}
+        for f, member in enumerate(parity_stripe(group, index, number).data):
+            name = ring.files[member].name
+            reader = readers[name]
+            low, high = reader.available_part(f * group.chunk, (f + 1) * group.chunk)
+            ranges[name] = low, high
+            checksums[name] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
+        _add_file(ring, place, number, slot, ranges, checksums)
 
-        taken: list[str] = []
-        for number in range(group.parity):
-            slot = self.take_slot(parity_file_size(group.chunk), taken)
-            taken.append(slot.name)
 
-            def write(low: int, section: Buffer, out: Buffer = slot.buffer) -> None:
-                out[low : low + len(section)] = section
+def _add_file(
+    ring: Ring,
+    place: SnapshotDirectory,
+    number: int,
+    slot: Slot,
+    ranges: dict[str, tuple[int, int]],
+    checksums: dict[str, bytes],
+) -> None:
+    """Write the record of a file, and move the file from its slot to the snapshot.
 
-            encode_parity(group, index, number, read_range, write, threads=self.threads)
-            ranges = {}
-            checksums = {}
-            for f, member in enumerate(parity_stripe(group, index, number).data):
-                reader = readers[self.ring.members[member].file.name]
-                low, high = reader.available_part(f * group.chunk, (f + 1) * group.chunk)
-                ranges[reader.name] = low, high
-                checksums[reader.name] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
-            self._add_file(number, slot, ranges, checksums)
-
-    def _add_file(
-        self,
-        number: int,
-        slot: Slot,
-        ranges: dict[str, tuple[int, int]],
-        checksums: dict[str, bytes],
-    ) -> None:
-        """Write the record of a file, and move the file from its slot to the snapshot.
-
-        Args:
-            number: the number of the file among the files that this rank makes.
-            slot: the filled slot.
-            ranges: the byte range of each data file that is included.
-            checksums: for parity, the checksums of the included blocks of each data file.
-        """
-        record = records.file_record(self.ring.own_member.file.name, f"kept-{number}")
-        file = records.ring_file_name(record)
-        ring_file = RingFile(file, slot.name, ranges, checksums)
-        write_record(self.place.path / record, ring_file)  # the record comes first, as in `Staging`
-        slot.path.rename(self.place.path / file)
+    Args:
+        number: the number of the file among the files that this rank makes.
+        slot: the filled slot.
+        ranges: the byte range of each data file that is included.
+        checksums: for parity, the checksums of the included blocks of each data file.
+    """
+    record = records.file_record(ring.files[ring.index].name, f"kept-{number}")
+    file = records.ring_file_name(record)
+    ring_file = RingFile(file, slot.name, ranges, checksums)
+    write_record(place.path / record, ring_file)  # the record comes first, as in `Staging`
+    slot.path.rename(place.path / file)
 
 
 class _ReplicaReader:
     """Reads another rank's file from this rank's replica. Bytes without tensor data are zeros.
 
     Attributes:
-        name: the name of the file.
         checksums: the checksum of each block that was read.
     """
 
-    def __init__(self, member: RingMember, fill: Fill) -> None:
-        self.name = member.file.name
-        self._available = range_in_replica(member.file)
+    def __init__(self, file: FileEntry, fill: Fill) -> None:
+        self._available = range_in_replica(file)
         self._fill = fill
         self.checksums: npt.NDArray[np.uint32] = np.zeros(block_count(self._available[1]), "<u4")
 

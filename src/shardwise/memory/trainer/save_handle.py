@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,9 +11,8 @@ from shardwise.deadline import Deadline
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import read_record
 from shardwise.memory.home import SnapshotDirectory
-from shardwise.memory.observe import read_outcome
+from shardwise.memory.observe import read_outcome, why_retrying
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
@@ -65,14 +63,17 @@ class PendingSave:
         """Why this rank could not stage its part; "" if it could, or is still copying."""
         return "" if self.copying is None else self.copying.failure
 
+    @property
+    def _all_stages(self) -> tuple[str, ...]:
+        return (*self.stages, records.REMOVE_OLD) if self.deletes_older else self.stages
+
     def check_no_stage_failed(self) -> bool:
         """Return whether no stage has failed so far.
 
         Raises:
             StoreError: a stage of a durable save failed; says which, and why.
         """
-        stages = (*self.stages, records.REMOVE_OLD) if self.deletes_older else self.stages
-        return self._log_or_raise(lambda: [self.outcome(stage) for stage in stages])
+        return self._log_or_raise(lambda: [self.outcome(stage) for stage in self._all_stages])
 
     def wait_until_ended(self) -> bool:
         """Wait until all stages have ended, and return whether none failed.
@@ -110,9 +111,8 @@ class PendingSave:
 
     def has_succeeded(self) -> bool:
         """Return whether all stages have succeeded."""
-        stages = (*self.stages, records.REMOVE_OLD) if self.deletes_older else self.stages
         try:
-            return all(self.outcome(stage) is not None for stage in stages)
+            return all(self.outcome(stage) is not None for stage in self._all_stages)
         except StoreError:
             return False
 
@@ -194,11 +194,7 @@ class PendingSave:
 
     def why_retrying(self, stage: str) -> str:
         """Return why the agent of this node tries a stage again, or "" if it does not."""
-        path = self.place.path / records.save_record(stage, self.save_id, "retry")
-        with suppress(StoreError):
-            retry = read_record(path, records.Retry)
-            return "" if retry is None else retry.describe(time.time())
-        return ""
+        return why_retrying(self.place, stage, self.save_id)
 
 
 class SaveHandle:
@@ -210,8 +206,6 @@ class SaveHandle:
     Args:
         report: the report of the work so far.
         pending: the stages to come; None if the save is durable.
-        copying: the copy to host memory; None if it has ended. The copy runs at full speed while a
-            caller waits for it.
         mirror: waits for the mirror of the root; None if the root has no mirror.
 
     Attributes:
@@ -222,12 +216,10 @@ class SaveHandle:
         self,
         report: SaveReport,
         pending: PendingSave | None = None,
-        copying: CopyProgress | None = None,
         mirror: MirrorWatch | None = None,
     ) -> None:
         self.report = report
         self._pending = pending
-        self._copying = copying
         self._mirror = mirror
 
     def __repr__(self) -> str:
@@ -263,16 +255,17 @@ class SaveHandle:
             StoreError: the copy failed.
             TimeoutError: `timeout` seconds have passed.
         """
-        if self._copying is None:
+        copying = None if self._pending is None else self._pending.copying
+        if copying is None:
             return
-        if not self._copying.wait(timeout):
+        if not copying.wait(timeout):
             raise TimeoutError(
                 f"step {self.report.step}: copying the state to host memory has not ended in "
                 f"{timeout:g} s; the copy continues, so do not change the state yet: call staged() "
                 "again"
             )
-        if self._copying.failure:
-            raise StoreError(self._copying.failure)
+        if copying.failure:
+            raise StoreError(copying.failure)
 
     def committed(self, timeout: float | None = None) -> None:
         """Wait until the snapshot is complete on all nodes, so that `restore` can load it.
@@ -331,6 +324,6 @@ class SaveHandle:
 
     def _hurry_copy(self) -> PendingSave | None:
         """Let the copy continue at full speed, because a caller waits; return the pending save."""
-        if self._copying is not None:
-            self._copying.hurry()
+        if self._pending is not None and self._pending.copying is not None:
+            self._pending.copying.hurry()
         return self._pending

@@ -10,13 +10,13 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from shardwise.deadline import Deadline
 from shardwise.engine.buffers import aligned_buffer, allocate_pages, map_pages
 from shardwise.errors import StoreError
+from shardwise.memory.files import opened, regular_files
 from shardwise.memory.home import Run
-from shardwise.store.local_files import open_regular
+from shardwise.memory.trainer.device import CopyStreams
 from shardwise.store.store import Buffer
 
 HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
@@ -40,18 +40,6 @@ class Slot:
     buffer: Buffer
 
 
-class PageLocker(Protocol):
-    """Page-locks memory, so that devices can copy to it directly."""
-
-    def lock_pages(self, address: int, nbytes: int) -> bool:
-        """Lock memory, and return whether that succeeded."""
-        ...
-
-    def unlock_pages(self, address: int) -> None:
-        """Unlock the memory that was locked at this address."""
-        ...
-
-
 class SampleBuffer:
     """Memory of this process for a sample of replicas. It is reused, and grows if necessary.
 
@@ -59,10 +47,9 @@ class SampleBuffer:
         page_locker: page-locks the memory if devices copy to it.
     """
 
-    def __init__(self, page_locker: PageLocker) -> None:
+    def __init__(self, page_locker: CopyStreams) -> None:
         self._page_locker = page_locker
-        self._buffer = aligned_buffer(0)
-        self._lock_was_tried = self._is_locked = False
+        self._memory = _Mapping(aligned_buffer(0), 0)
 
     def take(self, nbytes: int, *, locks: bool = False) -> Buffer:
         """Return memory of `nbytes` bytes. The memory that was returned before is invalid.
@@ -73,44 +60,45 @@ class SampleBuffer:
         Raises:
             OSError: there is not enough memory.
         """
-        if len(self._buffer) < nbytes:
+        if len(self._memory.buffer) < nbytes:
             self.close()
-            self._buffer = aligned_buffer(_round_to_pages(nbytes))
-        if locks and nbytes and not self._lock_was_tried:
-            self._lock_was_tried = True
-            address = int(self._buffer.ctypes.data)
-            self._is_locked = self._page_locker.lock_pages(address, len(self._buffer))
-        return self._buffer[:nbytes]
+            size = _round_to_pages(nbytes)
+            self._memory = _Mapping(aligned_buffer(size), size)
+        if locks and nbytes:
+            self._memory.lock(self._page_locker)
+        return self._memory.buffer[:nbytes]
 
     def close(self) -> None:
         """Free the memory."""
-        if self._is_locked:
-            self._page_locker.unlock_pages(int(self._buffer.ctypes.data))
-        self._buffer = aligned_buffer(0)
-        self._lock_was_tried = self._is_locked = False
+        self._memory.unlock(self._page_locker)
+        self._memory = _Mapping(aligned_buffer(0), 0)
 
 
 @dataclass(slots=True)
-class _MappedFile:
-    """A mapped file.
+class _Mapping:
+    """Memory that may be page-locked, such as a mapped file.
 
     Attributes:
-        buffer: the mapping.
+        buffer: the memory.
         mapped_bytes: how many of the first bytes of `buffer` still map pages of the file. After the
             file has shrunk, the later pages are no longer part of the file.
-        lock_was_tried: whether page-locking was tried.
-        is_locked: whether the memory is page-locked.
+        is_locked: whether the memory is page-locked; None if that was not tried.
     """
 
     buffer: Buffer
     mapped_bytes: int
-    lock_was_tried: bool = False
-    is_locked: bool = False
+    is_locked: bool | None = None
 
-    @property
-    def address(self) -> int:
-        """The address of the mapping in this process."""
-        return int(self.buffer.ctypes.data)
+    def lock(self, page_locker: CopyStreams) -> None:
+        """Page-lock the memory, unless that was tried before."""
+        if self.is_locked is None:
+            address = int(self.buffer.ctypes.data)
+            self.is_locked = page_locker.lock_pages(address, self.mapped_bytes)
+
+    def unlock(self, page_locker: CopyStreams | None) -> None:
+        """Unlock the memory if it is page-locked."""
+        if self.is_locked and page_locker is not None:
+            page_locker.unlock_pages(int(self.buffer.ctypes.data))
 
 
 class Slots:
@@ -134,7 +122,7 @@ class Slots:
         prefix: str,
         record_stage: str,
         count: int,
-        page_locker: PageLocker | None = None,
+        page_locker: CopyStreams | None = None,
     ) -> None:
         self._run = run
         self._directory = run.free_directory
@@ -142,7 +130,7 @@ class Slots:
         self._record_pattern = f"r{prefix[1:]}*.{record_stage}*.json"
         self._count = count
         self._page_locker = page_locker
-        self._mappings: dict[int, _MappedFile] = {}
+        self._mappings: dict[int, _Mapping] = {}
 
     def prepare(self, nbytes: int, *, device_bytes: int = 0, leave_free: int = 0) -> int:
         """Allocate missing slots, enlarge small slots, and return the number of bytes allocated.
@@ -158,14 +146,15 @@ class Slots:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         size = slot_size(nbytes)
-        names = self._free_names()
-        names += [self._new_name() for _ in range(self._missing_count())]
-        small = [name for name in names if self._usable_size(name) < nbytes]
-        needed = sum(max(0, size - self._allocated_size(name)) for name in small)
+        free = self._free_slots()
+        new = [self._new_name() for _ in range(self._missing_count())]
+        small = [name for name, status in free.items() if _usable_size(status) < nbytes]
+        allocated = sum(min(size, free[name].st_blocks * STAT_BLOCK) for name in small)
+        needed = size * (len(small) + len(new)) - allocated
         if not self._has_space(needed + leave_free):
             raise self._make_error_of_too_little_memory(size, needed, leave_free)
-        for name in names:
-            if name in small:
+        for name in (*free, *new):
+            if name in small or name in new:
                 self._allocate(self._directory / name, size)
             self._map(self._directory / name, device_bytes)
         if not self._has_space(leave_free):  # other ranks have allocated their slots meanwhile
@@ -174,7 +163,7 @@ class Slots:
 
     def has_free(self) -> bool:
         """Return whether a slot is free, or can be allocated."""
-        return bool(self._free_names()) or self._missing_count() > 0
+        return bool(self._free_slots()) or self._missing_count() > 0
 
     def take(
         self, nbytes: int, *, excluding: Collection[str] = (), device_bytes: int = 0
@@ -192,14 +181,15 @@ class Slots:
         Raises:
             StoreError: the memory file system is full.
         """
-        names = [name for name in self._free_names() if name not in excluding]
-        if not names and self._missing_count() > 0:  # a slot is lost, as its record was damaged
-            names = [self._new_name()]
-        if not names:
+        free = {name: _usable_size(status) for name, status in self._free_slots().items()}
+        sizes = {name: size for name, size in free.items() if name not in excluding}
+        if not sizes and self._missing_count() > 0:  # a slot is lost, as its record was damaged
+            sizes = {self._new_name(): 0}
+        if not sizes:
             return None
-        largest = max(names, key=self._usable_size)
+        largest = max(sizes, key=lambda name: sizes[name])
         path = self._directory / largest
-        if self._usable_size(largest) < nbytes:
+        if sizes[largest] < nbytes:
             self._allocate(path, _round_to_pages(nbytes))
         mapping = self._map(path, device_bytes)
         os.truncate(path, nbytes)
@@ -208,7 +198,7 @@ class Slots:
 
     def remove(self) -> None:
         """Delete the free slots."""
-        for name in self._free_names():
+        for name in self._free_slots():
             (self._directory / name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -216,11 +206,10 @@ class Slots:
         for inode in list(self._mappings):
             self._unmap(inode)
 
-    def _free_names(self) -> list[str]:
-        with suppress(FileNotFoundError), os.scandir(self._directory) as entries:
-            files = [each.name for each in entries if each.is_file(follow_symlinks=False)]
-            return sorted(name for name in files if name.startswith(self._prefix))
-        return []
+    def _free_slots(self) -> dict[str, os.stat_result]:
+        """Return the free slots, sorted by name."""
+        files = regular_files(self._directory)
+        return {name: files[name] for name in sorted(files) if name.startswith(self._prefix)}
 
     def _used_count(self) -> int:
         count = 0
@@ -233,25 +222,10 @@ class Slots:
     def _missing_count(self) -> int:
         """Return how many slots must be allocated. It may be negative."""
         used = self._used_count()  # first, so that a slot freed meanwhile is not overlooked
-        return self._count - used - len(self._free_names())
+        return self._count - used - len(self._free_slots())
 
     def _new_name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(4)}.slot"
-
-    def _usable_size(self, name: str) -> int:
-        """Return the size of a slot; 0 if some of its pages were never allocated."""
-        try:
-            status = (self._directory / name).stat()
-        except FileNotFoundError:
-            return 0
-        return status.st_size if status.st_blocks * STAT_BLOCK >= status.st_size else 0
-
-    def _allocated_size(self, name: str) -> int:
-        """Return the bytes that are allocated to a slot."""
-        try:
-            return (self._directory / name).stat().st_blocks * STAT_BLOCK
-        except FileNotFoundError:
-            return 0
 
     def _has_space(self, nbytes: int) -> bool:
         """Return whether this many bytes are free; wait briefly for files that agents delete."""
@@ -269,41 +243,34 @@ class Slots:
 
         If there are too few pages, the file is unchanged.
         """
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
-        before = os.fstat(fd).st_size
-        try:
-            os.ftruncate(fd, size)
-            allocate_pages(fd, size)
-        except OSError as error:
-            os.ftruncate(fd, before)
-            if not before:
-                path.unlink(missing_ok=True)
-            raise self._make_error_of_too_little_memory(size, size - before) from error
-        finally:
-            os.close(fd)
+        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+            before = os.fstat(fd).st_size
+            try:
+                os.ftruncate(fd, size)
+                allocate_pages(fd, size)
+            except OSError as error:
+                os.ftruncate(fd, before)
+                if not before:
+                    path.unlink(missing_ok=True)
+                raise self._make_error_of_too_little_memory(size, size - before) from error
 
-    def _map(self, path: Path, device_bytes: int) -> _MappedFile:
+    def _map(self, path: Path, device_bytes: int) -> _Mapping:
         """Map a file unless it is mapped already, and page-lock the memory if a device uses it."""
-        fd = open_regular(path, os.O_RDWR)
-        try:
+        with opened(path, os.O_RDWR) as fd:
             status = os.fstat(fd)
             inode, size = status.st_ino, status.st_size
             mapping = self._mappings.get(inode)
             if mapping is None or len(mapping.buffer) < size or mapping.mapped_bytes < device_bytes:
                 self._unmap(inode)
                 buffer = map_pages(fd, 0, size, writable=True, populate=True)
-                mapping = self._mappings[inode] = _MappedFile(buffer, _round_to_pages(size))
-        finally:
-            os.close(fd)
-        if device_bytes and self._page_locker is not None and not mapping.lock_was_tried:
-            mapping.lock_was_tried = True
-            mapping.is_locked = self._page_locker.lock_pages(mapping.address, mapping.mapped_bytes)
+                mapping = self._mappings[inode] = _Mapping(buffer, _round_to_pages(size))
+        if device_bytes and self._page_locker is not None:
+            mapping.lock(self._page_locker)
         return mapping
 
     def _unmap(self, inode: int) -> None:
-        mapping = self._mappings.pop(inode, None)
-        if mapping is not None and mapping.is_locked and self._page_locker is not None:
-            self._page_locker.unlock_pages(mapping.address)
+        if (mapping := self._mappings.pop(inode, None)) is not None:
+            mapping.unlock(self._page_locker)
 
     def _make_error_of_too_little_memory(
         self, size: int, needed: int, leave_free: int = 0
@@ -322,6 +289,12 @@ class Slots:
 def slot_size(nbytes: int) -> int:
     """Return the bytes that `Slots.prepare` allocates to a slot for a file of `nbytes` bytes."""
     return _round_to_pages(nbytes + HEADROOM)
+
+
+def _usable_size(status: os.stat_result) -> int:
+    """Return the size of a slot; 0 if some of its pages were never allocated."""
+    is_allocated = status.st_blocks * STAT_BLOCK >= status.st_size
+    return status.st_size if is_allocated else 0
 
 
 def _round_to_pages(size: int) -> int:

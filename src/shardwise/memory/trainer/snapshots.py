@@ -27,7 +27,7 @@ from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.mirror_tasks import set_mirror_task
-from shardwise.memory.options import Memory, Tls
+from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
 from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
@@ -63,6 +63,9 @@ class Snapshots:
         skipped: the number of snapshots that were skipped because no slot was free.
         home, run: the directories of this node and of the run on it.
         membership: the nodes of the run, and the lineage of the run.
+        node: the name of this rank's node.
+        is_first_of_node: whether this rank is the first of its node.
+        tls: certificates for connections between the nodes of the run.
     """
 
     def __init__(
@@ -80,6 +83,10 @@ class Snapshots:
         self._pending, self.skipped = PendingSaves(), 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
+        node_of = self.membership.node_of
+        self.node = node_of[group.rank]
+        self.is_first_of_node = node_of.index(self.node) == group.rank
+        self.tls = options.tls
         with Round(group, "taking the locks of ranks"):
             self._rank_lock = RankLock(self.run, group.rank)
         # A save looks for older snapshots of these steps; None: of any step.
@@ -92,9 +99,8 @@ class Snapshots:
             self.run,
             group.rank,
             options,
-            self.home.wake,
-            nodes=len(set(self.membership.node_of)),
-            ranks_here=self.membership.node_of.count(self.node),
+            nodes=len(set(node_of)),
+            ranks_here=node_of.count(self.node),
             watch=NodeWatch(self.membership, group),
         )
         self._supervisor = AgentSupervisor(self.home, options) if self.is_first_of_node else None
@@ -118,21 +124,6 @@ class Snapshots:
             self.run.record_nodes(self.membership.nodes)
             node_of = self.membership.node_of
             delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
-
-    @property
-    def tls(self) -> Tls | None:
-        """Certificates for connections between the nodes of the run."""
-        return self._options.tls
-
-    @property
-    def node(self) -> str:
-        """The name of this rank's node."""
-        return self.membership.node_of[self._group.rank]
-
-    @property
-    def is_first_of_node(self) -> bool:
-        """Whether this rank is the first of its node."""
-        return self.membership.node_of.index(self.node) == self._group.rank
 
     def save(
         self,
@@ -414,7 +405,7 @@ class Snapshots:
             bytes_communicated=self._group.bytes_sent - bytes_sent_before,
             seconds=recorder.seconds(),
         )
-        return SaveHandle(report, pending, copying, self._mirror)
+        return SaveHandle(report, pending, self._mirror)
 
     def _make_pending_manifest(
         self, planned: PlannedSave, storage: StorageTask, *, durable: bool

@@ -13,6 +13,7 @@ from shardwise.deadline import Deadline
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
@@ -23,9 +24,9 @@ from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
-from shardwise.memory.trainer.device import Accelerator, CopySource, CopyStreams, TorchAccelerator
+from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.memory.trainer.rings import Ring, RingProtection, bytes_to_read
+from shardwise.memory.trainer.rings import Ring, bytes_to_read, protect_ring
 from shardwise.memory.trainer.slots import SampleBuffer, Slot, Slots
 from shardwise.store.store import Buffer
 
@@ -87,7 +88,6 @@ class Staging:
         home, run: the directories of this node and of the run on it.
         rank: this rank.
         options: the user's options.
-        wake: makes the node's agent look for work.
         accelerator: provides streams of devices; None for torch's accelerator.
         nodes: the number of nodes of the run.
         ranks_here: the number of ranks of the run on this node.
@@ -100,8 +100,7 @@ class Staging:
         run: Run,
         rank: int,
         options: Memory,
-        wake: Callable[[], None],
-        accelerator: Accelerator | None = None,
+        accelerator: TorchAccelerator | None = None,
         *,
         nodes: int = 1,
         ranks_here: int = 1,
@@ -115,7 +114,6 @@ class Staging:
         self.watch = watch
         self._options = options
         self._commit_timeout = 2 * options.wait + 1  # then a commit counts as failed
-        self._wake = wake
         self._threads = THREADS_WITH_OVERLAP if options.overlap else THREADS
         self._pool = ThreadPoolExecutor(self._threads, "shardwise-stage")
         self._background_thread = ThreadPoolExecutor(1, "shardwise-background")
@@ -158,8 +156,8 @@ class Staging:
                 size, device_bytes=device_bytes, leave_free=leave_free
             )
         if ring is not None:
-            parity = parity_file_size(ring.group.chunk) if ring.parity else 0
-            largest = max([parity, *(each.file.size for each in ring.members_to_copy())])
+            parity = parity_file_size(ring.group.chunk) if ring.group.parity else 0
+            largest = max([parity, *(file.size for file in ring.files_to_copy)])
             device_bytes = self._bytes_to_lock(largest, ring)
             allocated += self._ring_slots.prepare(largest, device_bytes=device_bytes)
         return allocated
@@ -258,7 +256,7 @@ class Staging:
             elif part.ring is not None:
                 ring = part.ring
                 self._run_and_keep_failure(part, lambda: self._protect_ring(part, ring, copying))
-            self._wake()
+            self._home.wake()
         finally:
             is_incomplete = self._run_and_keep_failure(
                 part, self._streams.wait_for_copies
@@ -283,7 +281,7 @@ class Staging:
                 copying.all_queued.set()
         if part.pending is not None:
             self._write_pending(part, part.pending)
-        self._wake()
+        self._home.wake()
 
     def _write_pending(self, part: SnapshotPart, pending: PendingManifest) -> None:
         write_record(
@@ -368,16 +366,19 @@ class Staging:
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""
 
-        def make_fill(source: CopySource) -> Fill:
-            return copying.pace_fill(self._streams.make_fill(source, wait=True))
+        def fill_of(file: FileEntry) -> Fill:
+            source = part.planned.source_of_peer(file.rank)
+            fill, start = (
+                copying.pace_fill(self._streams.make_fill(source, wait=True)),
+                file.data_at,
+            )
+            return lambda low, high, out: fill(low - start, high - start, out)
 
         def take_slot(nbytes: int, excluding: Collection[str]) -> Slot:
             device_bytes = self._bytes_to_lock(nbytes, ring)
             return self._wait_for_slot(self._ring_slots, nbytes, device_bytes, excluding)
 
-        peers = ring.others if ring.parity else ring.members_to_copy()
-        data = {each.rank: make_fill(part.planned.source_of_peer(each.rank)) for each in peers}
-        RingProtection(ring, data, take_slot, part.place, self._pool, self._threads).make()
+        protect_ring(ring, fill_of, take_slot, part.place, self._pool, self._threads)
 
     def _wait_for_slot(
         self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
@@ -391,7 +392,7 @@ class Staging:
             if check_nodes is not None:
                 check_nodes()
             free_uncommittable(self._run, self._commit_timeout, self._record_cache)
-            self._wake()
+            self._home.wake()
         raise _NoSlotError(
             f"no slot became free within {self._options.wait:.0f} s: the agent of {self._home} is "
             f"behind or stuck (its log: {self._home.log_path}); pass more Memory(slots=…), or a "
@@ -400,7 +401,7 @@ class Staging:
 
     def _bytes_to_lock(self, nbytes: int, ring: Ring) -> int:
         """Return how many bytes of a copy for another node devices write; 0 for parity."""
-        return nbytes if ring.copies and self._streams.has_devices() else 0
+        return nbytes if ring.group.copies and self._streams.has_devices() else 0
 
 
 def _bytes_from_devices(source: FileSource) -> int:
