@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardwise as sw
 from shardwise.divergence.replica_sets import saves_per_round
-from tests.faults.memory.scenario import infos
 from tests.memory.test_divergence import short_rounds
+from tests.tools.agents import agents_below
 from tests.tools.gang import Gang
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_agents_do_not_open_the_device(
         handle = checkpointer.save(1, state)
         assert handle is not None
         handle.result()
-        agents = [each.process for each in infos(shm)]
+        agents = [each["process"] for each in agents_below(shm)]
         assert agents
         assert uses_device(os.getpid())
         assert not any(map(uses_device, agents))

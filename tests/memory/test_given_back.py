@@ -18,8 +18,9 @@ from shardwise.memory.seal import MappedFiles
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
 from tests.memory.reconciling import Attendant
-from tests.memory.test_snapshots import shm, signal_agents
+from tests.memory.test_snapshots import shm
 from tests.memory.test_supervise import until
+from tests.tools.agents import signal_agents
 
 __all__ = ["run_command", "shm"]
 LINGER, LONGEST = DEFAULT_PERIODS.until_freed_if_stored, DEFAULT_PERIODS.until_freed

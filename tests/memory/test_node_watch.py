@@ -16,7 +16,8 @@ import shardwise as sw
 from shardwise.memory.trainer import node_watch
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from tests.memory.test_snapshots import memory_of, rows, shm, signal_agents
+from tests.memory.test_snapshots import memory_of, rows, shm
+from tests.tools.agents import signal_agents
 from tests.tools.gang import Gang
 
 __all__ = ["shm"]

@@ -25,8 +25,8 @@ from shardwise.memory.registry import (
 )
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore, private
-from tests.faults.memory.scenario import end_agents, until
 from tests.memory.test_server import RUN, TOKEN, serve
+from tests.tools.agents import end_agents, until
 
 HERE = AgentInfo("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
 THERE = AgentInfo("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")

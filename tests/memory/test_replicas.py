@@ -19,7 +19,8 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.trainer.rings import form_rings
 from tests.breadth import mostly_long
-from tests.memory.test_snapshots import lose, memory_of, shm
+from tests.memory.test_snapshots import memory_of, shm
+from tests.tools.agents import lose
 from tests.tools.gang import Gang
 
 __all__ = ["shm"]
@@ -105,7 +106,7 @@ def test_a_lost_node_comes_back(
     expected = min(lost, ring - 1)
     assert made == [[expected] * 4] * 4
     for node in range(min(lost, ring - 1)):
-        lose(shm, node if kind == "replicated" else 2 * node)
+        lose(shm / f"node{node if kind == 'replicated' else 2 * node}")
     found = gang.run(recover, root, str(shm), kind, 4, world=4)
     assert found == [(4, "memory", "()")] * 4
 
@@ -117,7 +118,7 @@ def test_replicas_that_differ_are_not_taken_for_copies(
     """What protects the owner's bytes is then made of the owner's bytes."""
     root = str(tmp_path / "root")
     gang.run(save, root, str(shm), "unequal", 1, options, world=4)
-    lose(shm, 3)
+    lose(shm / "node3")
     assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
 
 

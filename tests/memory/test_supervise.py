@@ -26,7 +26,7 @@ from shardwise.memory.spawn import ensure_agent, running_agent
 from shardwise.memory.trainer import agents
 from shardwise.memory.trainer.agents import AgentSupervisor
 from tests.memory.certificates import Authority
-from tests.memory.test_snapshots import end_agents
+from tests.tools.agents import end_agents
 
 pytestmark = pytest.mark.usefixtures("spawned_agents")
 

@@ -32,8 +32,9 @@ from shardwise.memory.remote.search import list_own_files
 from shardwise.memory.trainer import staging
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.save_handle import PendingSave
-from tests.memory.test_snapshots import end_agents, shm
+from tests.memory.test_snapshots import shm
 from tests.memory.test_sweep import forked
+from tests.tools.agents import end_agents
 from tests.tools.gang import Gang
 
 __all__ = ["shm"]
