@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.divergence.replica_sets import saves_per_round
-from tests.memory.test_divergence import short_rounds
+from tests.memory.test_divergence import SAVES
 from tests.tools.agents import agents_below
 from tests.tools.gang import Gang
 
@@ -199,9 +198,9 @@ def compare_replicas(root: str, shm: str, flips: bool) -> list[list[str]]:
     state = {"model": model}
     memory = sw.Memory(dir=shm, overlap=True, when_full="wait")
     found = []
-    with short_rounds(2), sw.Checkpointer(root, save_every=1000, memory=memory) as checkpointer:
+    with sw.Checkpointer(root, save_every=1000, memory=memory) as checkpointer:
         checkpointer.prepare(state)
-        for step in range(1, 5 + saves_per_round(2)):
+        for step in range(1, 5 + SAVES * 2):
             if step == 3 and flips and dist.get_rank() == 1:
                 model[0].weight.data[7, 5] += 1
             handle = checkpointer.save(step, state)

@@ -17,6 +17,7 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.lead import Leader
+from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.decide import Action, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
@@ -199,3 +200,20 @@ def test_what_is_no_note_is_a_store_error(place: SnapshotDirectory, damage: byte
     write_record(place.path / "note.json", damage)
     with pytest.raises(StoreError, match=r"note\.json"):
         read_record(place.path / "note.json", PendingManifest)
+
+
+def test_what_was_begun_to_be_completed_is_not_completed_again(place: SnapshotDirectory) -> None:
+    """An agent that is killed in mid-work leaves a mixture, to which nothing must be added."""
+    name = f"r00001-{ONE}.safetensors"
+    note = records.file_record(f"r00000-{ONE}.safetensors", "kept-0")
+    made = records.ring_file_name(note)
+    record = RingFile(made, "slot", {})
+    assert claim_ring_file(place, note, record, name) is None
+    for _ in range(2):  # the second time, the agent was killed between the record and the move
+        (place.path / made).write_bytes(b"copy")
+        assert claim_ring_file(place, note, record, name) == record
+        (claimed,) = place.ring_files()
+        assert claimed.file == place.temporary_path(name).name
+        assert place.temporary_path(name).read_bytes() == b"copy"
+        record = claimed
+    assert claim_ring_file(place, note, record, name) is None
