@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
+import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
@@ -33,7 +34,9 @@ from shardwise.memory.records import (
 from shardwise.memory.seal import MappedFiles
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
+from tests.memory.test_snapshots import shm
 
+__all__ = ["shm"]
 ONE, OTHER = "0" * 16, "1" * 16
 DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
 
@@ -217,3 +220,36 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(place: SnapshotDi
         assert place.temporary_path(name).read_bytes() == b"copy"
         record = claimed
     assert claim_ring_file(place, note, record, name) is None
+
+
+def test_what_was_committed_of_another_save_of_a_step_is_not_published(
+    tmp_path: Path, shm: Path
+) -> None:
+    with sw.Checkpointer(
+        tmp_path / "root", save_every=2, memory=sw.Memory(dir=str(shm), wait=10.0)
+    ) as cp:
+        handle = cp.save(1, {"t": 1})
+        assert handle is not None
+        handle.result(20.0)
+        home = Home(shm)
+        snapshot = SnapshotDirectory(home.runs()[0], 1)
+        pending = PendingManifest(
+            save_id="0" * 16,
+            step=1,
+            manifest="",
+            files=[],
+            nodes=snapshot.pending_manifests()[0].nodes,
+            leader=snapshot.pending_manifests()[0].leader,
+            durable=True,
+            storage=StorageTask(root=str(tmp_path / "root")),
+        )
+        write_record(
+            snapshot.path / records.save_record("commit", pending.save_id, "all"),
+            records.StageOutcome(save_id=pending.save_id, stage="commit"),
+        )
+        write_record(snapshot.path / records.save_record("pending", pending.save_id), pending)
+        Leader(pending.leader).perform(Action("persist", snapshot, pending.save_id))
+        done = read_outcome(snapshot, "persist", pending.save_id)
+        assert done is not None
+        assert "step 1 was saved again meanwhile" in done.failure
+        assert cp.steps() == []
