@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.memory.scenario import end_agents
+from tests.tools.agents import end_agents
 
 # Without it, cuBLAS may compute other bits when kernels run on several streams.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.divergence.replica_sets import saves_per_round
-from tests.faults.memory.scenario import infos
-from tests.memory.test_divergence import short_rounds
+from tests.memory.test_divergence import SAVES
+from tests.tools.agents import agents_below
 from tests.tools.gang import Gang
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +103,7 @@ def test_agents_do_not_open_the_device(
         handle = checkpointer.save(1, state)
         assert handle is not None
         handle.result()
-        agents = [each.process for each in infos(shm)]
+        agents = [each["process"] for each in agents_below(shm)]
         assert agents
         assert uses_device(os.getpid())
         assert not any(map(uses_device, agents))
@@ -199,9 +198,9 @@ def compare_replicas(root: str, shm: str, flips: bool) -> list[list[str]]:
     state = {"model": model}
     memory = sw.Memory(dir=shm, overlap=True, when_full="wait")
     found = []
-    with short_rounds(2), sw.Checkpointer(root, save_every=1000, memory=memory) as checkpointer:
+    with sw.Checkpointer(root, save_every=1000, memory=memory) as checkpointer:
         checkpointer.prepare(state)
-        for step in range(1, 5 + saves_per_round(2)):
+        for step in range(1, 5 + SAVES * 2):
             if step == 3 and flips and dist.get_rank() == 1:
                 model[0].weight.data[7, 5] += 1
             handle = checkpointer.save(step, state)

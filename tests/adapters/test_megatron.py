@@ -15,8 +15,8 @@ import torch
 import shardwise as sw
 from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
-from tests.memory.test_snapshots import end_agents
 from tests.multirank.test_matrix import contents
+from tests.tools.agents import end_agents
 from tests.tools.gang import GangError
 from tests.tools.hosted_gang import HostedGang, hosted_gang
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwise as sw
+from shardwise.convert import write as writing
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, TensorPart, size_of
 from shardwise.convert.targets.archive import ArchiveBuilder, FileBuilder
 from shardwise.convert.targets.torch_file import add_torch_file
@@ -106,3 +108,27 @@ def test_many_entries(tmp_path: Path, count: int) -> None:
         FileRange.whole_file(LocalStore(tmp_path).open("many.zip"), "many.zip", "many.zip")
     )
     assert len(entries) == count == len(zipfile.ZipFile(tmp_path / "many.zip").namelist())
+
+
+@pytest.mark.parametrize("to", ["native", "torch", "dcp", "hf", "deepspeed-universal"])
+def test_files_are_the_same_in_chunks_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Chunks end within tensors, and within bytes that are computed from checksums."""
+    model = torch.nn.Linear(50, 70)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(50)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "source", {"model": model, "optimizer": optimizer}, step=1)
+    found = []
+    for name, size in (("large", writing.CHUNK), ("small", 4096)):
+        monkeypatch.setattr(writing, "CHUNK", size)
+        sw.export(tmp_path / "source", tmp_path / "new", to=to)  # names depend on the target
+        (tmp_path / "new").rename(tmp_path / name)
+        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        found.append(
+            {p.relative_to(tmp_path / name): p.read_bytes() for p in files if p.suffix != ".json"}
+        )
+    assert found[0] == found[1]
+    place = tmp_path / "small"
+    sw.open(place / "checkpoint.pt" if to == "torch" else place).verify()

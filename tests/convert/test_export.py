@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import safetensors.torch
 import torch
 
 import shardwise as sw
-from shardwise.convert import write
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import mostly_long
+from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore
 from tests.tools.gang import Gang
 
 RECORDS = ".shardwise-convert"
@@ -128,23 +124,18 @@ def test_ranks_share_the_files(source: Path, tmp_path: Path) -> None:
     assert stored(tmp_path / "hf").keys() == state()["model"].keys() - {"tied"}
 
 
-def test_what_was_broken_off_is_no_checkpoint_and_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new, calls = tmp_path / "new", itertools.count(1)
-    fill = write._fill
+def test_what_was_broken_off_is_no_checkpoint_and_refused(source: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
 
-    def failing(*args: Any) -> None:
-        if next(calls) == 3:
-            raise OSError("the disk is gone")
-        fill(*args)
+    def gone(operation: str) -> None:
+        raise OSError("the disk is gone")
 
-    def export() -> sw.ConversionReport:
-        return sw.export(source, new, to="native", max_file=100_000)
+    def export(fault: Fault | None = None) -> sw.ConversionReport:
+        target = new if fault is None else FaultyStore(new, fault)
+        return sw.export(source, target, to="native", max_file=100_000)
 
-    monkeypatch.setattr(write, "_fill", failing)
     with pytest.raises(OSError, match="gone"):
-        export()
+        export(Fault(2, gone, verbs=("write_at",)))
     with pytest.raises(sw.CheckpointNotFoundError):
         sw.open(new)
     with pytest.raises(sw.CheckpointExistsError, match=r"new is not empty|was interrupted"):
@@ -156,62 +147,45 @@ def test_what_was_broken_off_is_no_checkpoint_and_refused(
     assert RECORDS not in os.listdir(new)
 
 
-def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> object:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(write, "_fill", full)
+def test_a_full_disk_is_told(source: Path, tmp_path: Path) -> None:
+    full = FaultyStore(tmp_path / "new", Fault(0, FULL_DISK, verbs=("write_at",), sticky=True))
     with pytest.raises(OSError, match=r"No space left.*: free some space.*new/r00000") as caught:
-        sw.export(source, tmp_path / "new", to="native")
+        sw.export(source, full, to="native")
     assert caught.value.errno == errno.ENOSPC
-    monkeypatch.undo()
     shutil.rmtree(tmp_path / "new")
     sw.export(source, tmp_path / "new", to="native")
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
 
 
-def test_what_is_damaged_on_the_way_is_noticed(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_file = write.write_file
-
-    def damaging(output: Any, *args: Any) -> object:
-        sums = write_file(output, *args)
-        path = tmp_path / "hf" / output.name
+def test_what_is_damaged_on_the_way_is_noticed(source: Path, tmp_path: Path) -> None:
+    def damage(operation: str) -> None:
+        (path,) = (tmp_path / "hf").glob("*.safetensors")
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-        return sums
 
-    monkeypatch.setattr(write, "write_file", damaging)
+    target = FaultyStore(tmp_path / "hf", Fault(0, damage, verbs=("open",)))
     with pytest.raises(sw.CorruptionError, match="does not read back as written"):
-        sw.export(source, tmp_path / "hf")
+        sw.export(source, target)
 
 
-def export_and_die(source: Path, target: Path, number: int) -> None:
-    """Export a checkpoint; kill this process at a chunk, counted from 1, 0 for none."""
-    seen, fill = itertools.count(1), write._fill
-
-    def dying(*args: Any) -> None:
-        if next(seen) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fill(*args)
-
-    with patch.object(write, "_fill", dying):
-        sw.export(source, target, to="native", max_file=2_000_000)
+def export_and_die(source: Path, target: Path, at: int | None) -> None:
+    """Export a checkpoint; kill this process at a chunk, counted from 0."""
+    fault = Fault(at, verbs=("write_at",))
+    sw.export(source, FaultyStore(target, fault), to="native", max_file=2_000_000)
 
 
-@pytest.mark.parametrize("number", mostly_long([1, 4], [4]))
+@pytest.mark.parametrize("at", mostly_long([0, 3], [3]))
 def test_a_kill_leaves_nothing_that_looks_whole(
-    gang: Gang, source: Path, tmp_path: Path, number: int
+    gang: Gang, source: Path, tmp_path: Path, at: int
 ) -> None:
     new = tmp_path / "new"
-    (outcome,) = gang.run_outcomes(export_and_die, source, new, number, world=1)
+    (outcome,) = gang.run_outcomes(export_and_die, source, new, at, world=1)
     assert outcome.kind == "died", outcome.report
     with pytest.raises(sw.CheckpointNotFoundError):
         sw.open(new)
     shutil.rmtree(new)
-    gang.run(export_and_die, source, new, 0, world=1)
+    gang.run(export_and_die, source, new, None, world=1)
     assert sw.open(new).verify().bytes_checked > 0
 
 
@@ -265,21 +239,17 @@ def test_a_target_may_be_a_url(source: Path, tmp_path: Path) -> None:
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
 
 
-def test_of_two_at_once_one_is_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def export() -> sw.ConversionReport:
-        return sw.export(source, tmp_path / "new", to="native")
+def test_of_two_at_once_one_is_refused(source: Path, tmp_path: Path) -> None:
+    refused = []
 
-    write_file = write.write_file
-
-    def with_another(*args: Any) -> object:
+    def export_another(operation: str) -> None:
         with pytest.raises(sw.CheckpointExistsError, match="another process is writing"):
-            export()
-        return write_file(*args)
+            sw.export(source, tmp_path / "new", to="native")
+        refused.append(operation)
 
-    monkeypatch.setattr(write, "write_file", with_another)
-    export()
+    target = FaultyStore(tmp_path / "new", Fault(0, export_another, verbs=("create",)))
+    sw.export(source, target, to="native")
+    assert len(refused) == 1
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
     assert RECORDS not in os.listdir(tmp_path / "new")
 
@@ -301,27 +271,3 @@ def test_what_safetensors_cannot_hold_is_told(tmp_path: Path) -> None:
         sw.export(tmp_path / "source", tmp_path / "hf", dtype="float32")
     sw.export(tmp_path / "source", tmp_path / "hf", skip=["*.c"])
     assert list(stored(tmp_path / "hf")) == ["w"]
-
-
-@pytest.mark.parametrize("to", ["native", "torch", "dcp", "hf", "deepspeed-universal"])
-def test_files_are_the_same_in_chunks_of_any_size(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
-    """Chunks end within tensors, and within bytes that are computed from checksums."""
-    model = torch.nn.Linear(50, 70)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(50)).sum().backward()
-    optimizer.step()
-    sw.save(tmp_path / "source", {"model": model, "optimizer": optimizer}, step=1)
-    found = []
-    for name, size in (("large", write.CHUNK), ("small", 4096)):
-        monkeypatch.setattr(write, "CHUNK", size)
-        sw.export(tmp_path / "source", tmp_path / "new", to=to)  # names depend on the target
-        (tmp_path / "new").rename(tmp_path / name)
-        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        found.append(
-            {p.relative_to(tmp_path / name): p.read_bytes() for p in files if p.suffix != ".json"}
-        )
-    assert found[0] == found[1]
-    place = tmp_path / "small"
-    sw.open(place / "checkpoint.pt" if to == "torch" else place).verify()

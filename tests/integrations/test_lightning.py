@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler
 from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
-from tests.faults.memory.scenario import signal_agents
 from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, run, steps_in
+from tests.tools.agents import signal_agents
 from tests.tools.gang import Gang
 
 TIMEOUT = 120.0

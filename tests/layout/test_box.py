@@ -7,24 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import LayoutError
-from shardwise.layout import Box
+import shardwise as sw
 
 
 @st.composite
-def boxes_of_one_tensor(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+def boxes_of_one_tensor(draw: st.DrawFn) -> tuple[tuple[int, ...], sw.Box, sw.Box]:
     """A shape, and two boxes within it, which may be empty."""
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     return shape, draw(box_within(shape)), draw(box_within(shape))
 
 
 @st.composite
-def box_within(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def box_within(draw: st.DrawFn, shape: tuple[int, ...]) -> sw.Box:
     edges = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    return Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
+    return sw.Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
 
 
-def marked(shape: tuple[int, ...], box: Box) -> np.ndarray:
+def marked(shape: tuple[int, ...], box: sw.Box) -> np.ndarray:
     """A mask of a tensor that is set inside a box."""
     mask = np.zeros(shape, bool)
     mask[box.slices()] = True
@@ -33,7 +32,7 @@ def marked(shape: tuple[int, ...], box: Box) -> np.ndarray:
 
 @given(boxes_of_one_tensor())
 def test_intersect_and_contains_are_those_of_sets(
-    case: tuple[tuple[int, ...], Box, Box],
+    case: tuple[tuple[int, ...], sw.Box, sw.Box],
 ) -> None:
     shape, one, other = case
     both = marked(shape, one) & marked(shape, other)
@@ -53,7 +52,7 @@ def test_intersect_and_contains_are_those_of_sets(
 
 @given(boxes_of_one_tensor())
 def test_a_common_box_is_found_in_the_local_array(
-    case: tuple[tuple[int, ...], Box, Box],
+    case: tuple[tuple[int, ...], sw.Box, sw.Box],
 ) -> None:
     shape, one, other = case
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -64,14 +63,14 @@ def test_a_common_box_is_found_in_the_local_array(
 
 
 def test_a_box_is_written_as_an_index() -> None:
-    assert str(Box((0, 3), (2, 4))) == "[0:2,3:7]"
-    assert str(Box((), ())) == "[]"
-    assert Box.whole((2, 3)).stop == (2, 3)
+    assert str(sw.Box((0, 3), (2, 4))) == "[0:2,3:7]"
+    assert str(sw.Box((), ())) == "[]"
+    assert sw.Box.whole((2, 3)).stop == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("offset", "shape"), [((0,), ()), ((0,), (1, 2)), ((-1,), (2,)), ((0, 0), (1, -1))]
 )
 def test_a_box_validates_itself(offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError):
-        Box(offset, shape)
+    with pytest.raises(sw.LayoutError):
+        sw.Box(offset, shape)

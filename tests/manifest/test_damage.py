@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StateError
 from shardwise.layout import Box, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
@@ -191,6 +191,15 @@ def test_what_is_encoded_is_decoded(
     assert decode_manifest(encode_manifest(manifest)) == manifest
     assert json.loads(encode_manifest(manifest))["crc32"] > 0
     layout_of_manifest(manifest)
+
+
+def test_a_manifest_that_would_not_be_read_is_not_written(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = decode_manifest((pristine / "manifest.json").read_bytes())
+    monkeypatch.setattr("shardwise.manifest.manifest.LARGEST_MANIFEST", 1000)
+    with pytest.raises(StateError, match="at most 1000 are read: save large plain values as"):
+        encode_manifest(manifest)
 
 
 @st.composite

@@ -17,24 +17,13 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.agent.agent import NICENESS
-from shardwise.memory.home import Home
-from shardwise.memory.records import AgentInfo
-from shardwise.memory.spawn import running_agent
 from tests.memory.certificates import Authority
-from tests.memory.test_snapshots import (
-    columns,
-    end_agents,
-    lose,
-    memory_of,
-    recover,
-    rows,
-    shm,
-    train,
-)
+from tests.memory.test_snapshots import columns, memory_of, recover, rows, shm, train
+from tests.tools.agents import agents_below, end_agents, lose, until
 from tests.tools.gang import Gang
 
 __all__ = ["shm"]
+NICENESS = 10
 BESIDE = {"start_agent": False}
 
 
@@ -52,14 +41,27 @@ def started(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             process.stderr.close()
 
 
-def living(directory: Path, seconds: float = 60.0) -> AgentInfo:
-    """The info of the agent of a home, once it lives."""
-    home = Home(directory)
-    deadline = time.monotonic() + seconds
-    while (info := running_agent(home)) is None:
-        assert time.monotonic() < deadline, "no agent came to life"
-        time.sleep(0.02)
-    return info
+def home_of(directory: Path) -> Path:
+    """The directory of a node within that of `Memory(dir=…)`."""
+    return directory / f"shardwise-{os.getuid()}"
+
+
+def living(directory: Path) -> sw.NodeStatus:
+    """The status of the agent of a node, once it lives."""
+    found = []
+
+    def answers() -> bool:
+        found[:] = [sw.NodeAgent(directory).status()]
+        return found[0].alive and found[0].process is not None
+
+    until(answers)
+    return found[0]
+
+
+def secret_of(directory: Path) -> str:
+    """The secret that the agent of a node accepts."""
+    (agent,) = agents_below(directory)
+    return str(agent["token"])
 
 
 def recover_at_the_first_node(root: str, shm: str, **options: Any) -> Any:
@@ -72,7 +74,8 @@ def test_nodes_that_speak_tls_protect_and_serve_each_other(
 ) -> None:
     root, tls = str(tmp_path / "root"), Authority(tmp_path / "authority").issue("node")
     gang.run(train, root, str(shm), 2, 2, 2, world=2, copies=1, tls=tls)
-    assert all(living(shm / f"node{n}").url.startswith("https:") for n in range(2))
+    urls = [living(shm / f"node{n}").url for n in range(2)]
+    assert all(url is not None and url.startswith("https:") for url in urls)
     (copy,) = (shm / "node0").glob("**/step-00000002/r00001-*.safetensors")
     (original,) = (shm / "node1").glob("**/step-00000002/r00001-*.safetensors")
     assert copy.read_bytes() == original.read_bytes()
@@ -111,14 +114,13 @@ def test_a_node_without_trainers_is_found_though_its_agent_is_another(
 ) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 2, 3, 100, world=2)
-    before = living(shm / "node1")
+    before, secret = living(shm / "node1"), secret_of(shm / "node1")
     end_agents(shm / "node1")
-    while running_agent(Home(shm / "node1")) is not None:
-        time.sleep(0.01)
+    until(lambda: not sw.NodeAgent(shm / "node1").status().alive)
     with started(shm / "node1"):
         after = living(shm / "node1")
         assert after.process != before.process
-        assert (after.url, after.token) == (before.url, before.token)
+        assert (after.url, secret_of(shm / "node1")) == (before.url, secret)
         assert gang.run(recover_at_the_first_node, root, str(shm), world=1)[0][:2] == (3, "memory")
 
 
@@ -128,18 +130,15 @@ def test_an_agent_that_is_started_beside_training_stays(
     secret = tmp_path / "secret"
     secret.write_text("a-secret-that-was-given")
     with started(shm / "node0", f"--secret-file={secret}", "--domain=rack") as process:
-        info = living(shm / "node0")
-        assert (info.token, info.domain, info.process) == (
-            "a-secret-that-was-given",
-            "rack",
-            process.pid,
-        )
+        found = living(shm / "node0")
+        assert (found.domain, found.process) == ("rack", process.pid)
+        assert secret_of(shm / "node0") == "a-secret-that-was-given"
         gang.run(train, str(tmp_path / "root"), str(shm), 1, 2, 2, world=2, **BESIDE)
-        assert living(shm / "node0") == info
+        assert living(shm / "node0").process == process.pid
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    assert not (Home(shm / "node0").info_path).exists()
+    assert not (home_of(shm / "node0") / "agent.json").exists()
 
 
 def niceness_of(process: int) -> dict[int, int]:
@@ -207,7 +206,7 @@ def go_on(root: str, shm: str) -> list[int]:
 def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, shm: Path) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 4, 3, 100, world=4, copies=1)
-    lose(shm, 3)
+    lose(shm / "node3")
     assert gang.run(go_on, root, str(shm), world=4)[0] == [5]
 
 

@@ -1,30 +1,40 @@
-"""What a node discards when its run goes on from a step, with ranks on it or not."""
+"""What a node discards when its run goes on from a step or has ended, with ranks on it or not."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from msgspec import Raw
 
+import shardwise as sw
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.decide import Periods, is_superseded
+from shardwise.memory.agent.actions import Follower
+from shardwise.memory.decide import DEFAULT_PERIODS, Periods, is_superseded
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
 from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
+from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
 from tests.memory.reconciling import Attendant
+from tests.memory.test_given_back import train
+from tests.memory.test_snapshots import shm
+from tests.tools.agents import until
 
+__all__ = ["shm"]
 HERE, GONE = "here", "gone"
 
 
@@ -301,3 +311,68 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
     assert run.steps() == [1, 5, 6, 7]
     free = {path.name for path in run.free_directory.iterdir()}
     assert free == {f"r00000-{s}.slot" for s in (2, 3, 4)}
+
+
+LINGER, LONGEST = DEFAULT_PERIODS.until_freed_if_stored, DEFAULT_PERIODS.until_freed
+
+
+class Node:
+    """A node after its trainer has left; time passes as the test says."""
+
+    def __init__(self, shm: Path) -> None:
+        self._agent = Attendant(Home(shm))
+        self._agent.rescue = Follower(
+            read_or_create_node_name(self._agent.home), MappedFiles()
+        ).rescue
+
+    def after(self, seconds: float) -> int:
+        """Return how many snapshots are left so many seconds later."""
+        self._agent.after(seconds)
+        (run,) = self._agent.home.runs()
+        return len(run.steps())
+
+    def is_empty(self) -> bool:
+        """Whether nothing of any run is left, a little later."""
+        self._agent.after(DEFAULT_PERIODS.until_removed)
+        home = self._agent.home
+        return not home.runs() and not list(home.path.glob("**/*.slot"))
+
+
+def test_what_storage_has_leaves_memory_half_an_hour_after_the_run(
+    tmp_path: Path, shm: Path
+) -> None:
+    train(tmp_path / "root", shm, every=1)
+    node = Node(shm)
+    assert node.after(LINGER - 1) == 2
+    assert node.after(20.0) == 0
+    assert node.is_empty()
+
+
+def test_what_only_memory_has_is_persisted_first(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    train(root, shm, every=1000)
+    node = Node(shm)
+    assert node.after(LINGER + 20) == 2
+    until(lambda: list(root.glob("step-*/manifest.json")))
+    found = torch.zeros(1000, dtype=torch.int64)
+    sw.load(root / "step-00000002", {"t": found})
+    assert torch.equal(found, torch.full((1000,), 2))
+    assert node.after(20.0) == 0
+    assert node.is_empty()
+
+
+def test_a_run_whose_root_was_removed_leaves_memory_too(tmp_path: Path, shm: Path) -> None:
+    train(tmp_path / "root", shm, every=1000)
+    shutil.rmtree(tmp_path / "root")
+    node = Node(shm)
+    assert node.after(LINGER - 1) == 2
+    assert node.after(20.0) == 0
+    assert node.is_empty()
+
+
+def test_what_is_not_to_be_persisted_stays_for_a_day(tmp_path: Path, shm: Path) -> None:
+    train(tmp_path / "root", shm, every=1000, rescue=False)
+    node = Node(shm)
+    assert node.after(LONGEST - 1) == 2
+    assert node.after(20.0) == 0
+    assert node.is_empty()

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, Pace, Slack
+from shardwise.errors import StoreError
+from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, CopyProgress, Pace, Slack
+from tests.memory.test_sweep import forked
 
 
 def run(total: int, bucket: int, target: float, seconds_a_byte: float) -> tuple[float, list[float]]:
@@ -73,3 +75,13 @@ def test_after_a_fence_that_had_to_wait_the_next_goes_at_full_speed() -> None:
     assert slack.seconds_to_spread() == 0
     slack.add(2.0, has_waited=False)
     assert slack.seconds_to_spread() == pytest.approx(SLACK_SHARE * 2.0)
+
+
+def test_a_forked_child_waits_for_no_copy() -> None:
+    copying = CopyProgress(1, None)
+
+    def child() -> None:
+        with pytest.raises(StoreError, match="wait in that process"):
+            copying.wait()
+
+    assert forked(child) == 0

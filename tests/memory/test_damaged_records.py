@@ -38,7 +38,8 @@ from shardwise.memory.view import Failing
 from shardwise.tiers.options import MirrorRequest
 from tests.memory.test_client import dripping
 from tests.memory.test_server import TOKEN, serve
-from tests.memory.test_snapshots import shm, signal_agents
+from tests.memory.test_snapshots import shm
+from tests.tools.agents import signal_agents
 
 __all__ = ["shm"]
 SAVE = "0123456789abcdef"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.divergence import replica_sets
-from shardwise.divergence.replica_sets import SHARE, saves_per_round
 from shardwise.errors import MismatchError
 from tests.memory.test_snapshots import memory_of, shm
 from tests.tools.gang import Gang
@@ -25,6 +20,7 @@ from tests.tools.gang import Gang
 __all__ = ["shm"]
 
 FLIPPED_AT = 3
+SAVES = 20  # of each replica, until all of its bytes were compared
 Report = tuple[int, int | None, str, list[sw.Box], tuple[int, ...]]
 
 
@@ -53,31 +49,17 @@ def flip_bit(state: dict[str, Any], kind: str) -> tuple[str, tuple[int, ...]]:
     return name, divmod(1001, 33)
 
 
-@contextmanager
-def short_rounds(share: int) -> Iterator[None]:
-    """Compare more at a save than users do, so that a round needs fewer saves."""
-    with mock.patch.object(replica_sets, "SHARE", share):
-        yield
-
-
 def reports_of(cp: sw.Checkpointer) -> list[Report]:
     return [(e.step, e.equal_at, e.tensor, list(e.boxes), e.minority) for e in cp.divergences]
 
 
-def save_with_flip(
-    root: str, shm: str, kind: str, rank: int, sync: bool, share: int
-) -> list[Report]:
+def save_with_flip(root: str, shm: str, kind: str, rank: int, sync: bool) -> list[Report]:
     """Save again and again until a difference is found; what all ranks know of it."""
-    with short_rounds(share):
-        return save_until_found(root, shm, kind, rank, sync)
-
-
-def save_until_found(root: str, shm: str, kind: str, rank: int, sync: bool) -> list[Report]:
     state = trained_state()
     memory = None if sync else memory_of(shm, 1)
     every = 1 if sync else 1000
     with sw.Checkpointer(root, save_every=every, memory=memory, keep=sw.Keep(last=1)) as cp:
-        for step in range(1, FLIPPED_AT + saves_per_round(dist.get_world_size()) + 1):
+        for step in range(1, FLIPPED_AT + SAVES * dist.get_world_size() + 1):
             if step == FLIPPED_AT and dist.get_rank() == rank:
                 flip_bit(state, kind)
             cp.save(step, state)
@@ -87,19 +69,19 @@ def save_until_found(root: str, shm: str, kind: str, rank: int, sync: bool) -> l
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "sync", "share"),
+    ("kind", "world", "sync"),
     [
-        ("model", 2, True, 4),
-        ("optimizer", 3, False, 4),
-        pytest.param("optimizer", 2, True, SHARE, marks=pytest.mark.long),
-        ("master", 3, False, SHARE),
+        ("model", 2, True),
+        ("optimizer", 3, False),
+        pytest.param("optimizer", 2, True, marks=pytest.mark.long),
+        ("master", 3, False),
     ],
 )
 def test_one_flipped_bit_is_found_and_named(
-    gang: Gang, tmp_path: Path, shm: Path, kind: str, world: int, sync: bool, share: int
+    gang: Gang, tmp_path: Path, shm: Path, kind: str, world: int, sync: bool
 ) -> None:
     root = str(tmp_path / "root")
-    reports = gang.run(save_with_flip, root, str(shm), kind, 1, sync, share, world=world)
+    reports = gang.run(save_with_flip, root, str(shm), kind, 1, sync, world=world)
     assert reports == [reports[0]] * world
     ((step, equal_at, tensor, boxes, minority),) = reports[0]
     name, element = flip_bit(trained_state(), kind)
@@ -110,8 +92,8 @@ def test_one_flipped_bit_is_found_and_named(
         for low, i, high in zip(boxes[0].offset, element, boxes[0].stop, strict=True)
     )
     assert boxes[0].size < 33 * 64, "a part of the tensor"
-    assert FLIPPED_AT <= step < FLIPPED_AT + share * world
-    assert equal_at == (step - share * world if step > share * world else None)
+    assert FLIPPED_AT <= step < FLIPPED_AT + SAVES * world
+    assert equal_at == (step - SAVES * world if step > SAVES * world else None)
     assert minority == ((1,) if world == 3 else ())
 
 
@@ -144,11 +126,6 @@ def harmless_state(step: int) -> dict[str, Any]:
 
 def save_harmless(root: str, shm: str, overlap: bool) -> list[str]:
     """Save replicas that are equal at each save, and differ as soon as they may; the warnings."""
-    with short_rounds(3):
-        return save_and_change(root, shm, overlap)
-
-
-def save_and_change(root: str, shm: str, overlap: bool) -> list[str]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -157,7 +134,7 @@ def save_and_change(root: str, shm: str, overlap: bool) -> list[str]:
     try:
         memory = memory_of(shm, 1, overlap=overlap)
         with sw.Checkpointer(root, save_every=1000, memory=memory, on_divergence="raise") as cp:
-            for step in range(1, saves_per_round(world) + 2):
+            for step in range(1, SAVES * world + 2):
                 state = harmless_state(step)
                 handle = cp.save(step, state)
                 assert handle is not None
@@ -191,17 +168,16 @@ def train_with_ddp(
     torch.manual_seed(dist.get_rank())
     found: set[str] = set()
     options: Any = {"on_divergence": on_divergence, "save_every": 1000}
-    with short_rounds(3):
-        try:
-            with sw.Checkpointer(root, memory=memory_of(shm, 1), **options) as cp:
-                for step in range(1, saves_per_round(dist.get_world_size()) + 3):
-                    model(torch.randn(4, 8)).square().sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    cp.save(step, state)
-                    found |= {each.tensor for each in cp.divergences}
-        except MismatchError as error:
-            return sorted(found), str(error)
+    try:
+        with sw.Checkpointer(root, memory=memory_of(shm, 1), **options) as cp:
+            for step in range(1, SAVES * dist.get_world_size() + 3):
+                model(torch.randn(4, 8)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                cp.save(step, state)
+                found |= {each.tensor for each in cp.divergences}
+    except MismatchError as error:
+        return sorted(found), str(error)
     return sorted(found), ""
 
 
@@ -287,13 +263,8 @@ def test_what_is_ignored_is_not_compared(gang: Gang, tmp_path: Path, shm: Path) 
 
 def restore_and_flip(root: str, shm: str) -> tuple[int | None, int, list[Report]]:
     """Continue on other ranks; saves without a report, and the report after a flip."""
-    with short_rounds(4):
-        return continue_and_flip(root, shm)
-
-
-def continue_and_flip(root: str, shm: str) -> tuple[int | None, int, list[Report]]:
     state = trained_state()
-    saves = saves_per_round(dist.get_world_size())
+    saves = SAVES * dist.get_world_size()
     quiet = 0
     with sw.Checkpointer(root, save_every=1000, memory=memory_of(shm, 1)) as cp:
         step = restored = cp.restore(state)
@@ -316,7 +287,7 @@ def test_another_number_of_ranks_begins_anew(gang: Gang, tmp_path: Path, shm: Pa
     root = str(tmp_path / "root")
     gang.run(save_harmless_state, root, str(shm), world=3)
     found = gang.run(restore_and_flip, root, str(shm), world=2)
-    saves = 4 * 2
+    saves = SAVES * 2
     assert found == [found[0]] * 2
     restored, quiet, ((step, equal_at, tensor, _, minority),) = found[0]
     assert restored == 5

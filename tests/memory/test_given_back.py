@@ -1,50 +1,19 @@
-"""Runs that have ended leave no memory behind, whatever became of their root."""
+"""Users clear runs and stop agents; a run that ends leaves its last step in storage."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 from pathlib import Path
 
 import torch
 
 import shardwise as sw
-from shardwise.memory.agent.actions import Follower
-from shardwise.memory.decide import DEFAULT_PERIODS
-from shardwise.memory.home import Home
-from shardwise.memory.identity import read_or_create_node_name
-from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.seal import MappedFiles
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
-from tests.memory.reconciling import Attendant
-from tests.memory.test_snapshots import shm, signal_agents
-from tests.memory.test_supervise import until
+from tests.memory.test_snapshots import shm
+from tests.tools.agents import signal_agents
 
 __all__ = ["run_command", "shm"]
-LINGER, LONGEST = DEFAULT_PERIODS.until_freed_if_stored, DEFAULT_PERIODS.until_freed
-
-
-class Node:
-    """A node after its trainer has left; time passes as the test says."""
-
-    def __init__(self, shm: Path) -> None:
-        self._agent = Attendant(Home(shm))
-        self._agent.rescue = Follower(
-            read_or_create_node_name(self._agent.home), MappedFiles()
-        ).rescue
-
-    def after(self, seconds: float) -> int:
-        """Return how many snapshots are left so many seconds later."""
-        self._agent.after(seconds)
-        (run,) = self._agent.home.runs()
-        return len(run.steps())
-
-    def is_empty(self) -> bool:
-        """Whether nothing of any run is left, a little later."""
-        self._agent.after(DEFAULT_PERIODS.until_removed)
-        home = self._agent.home
-        return not home.runs() and not list(home.path.glob("**/*.slot"))
 
 
 def train(root: Path, shm: Path, *, every: int, steps: int = 2, rescue: bool = True) -> None:
@@ -62,14 +31,14 @@ def test_a_user_clears_runs_that_have_ended(
     tmp_path: Path, shm: Path, run_command: RunCommand
 ) -> None:
     train(tmp_path / "one", shm, every=1)
-    home = Home(shm)
-    (one,) = (run.name for run in home.runs())
+    node = sw.NodeAgent(shm)
+    (one,) = (run.run for run in node.runs())
     memory = sw.Memory(dir=str(shm), when_full="wait")
     with sw.Checkpointer(tmp_path / "two", save_every=1000, memory=memory) as cp:
         handle = cp.save(7, {"t": torch.full((1000,), 7)})
         assert handle is not None
         handle.result(20.0)
-        (two,) = {run.name for run in home.runs()} - {one}
+        (two,) = {run.run for run in node.runs()} - {one}
 
         listed = run_command("agent", "clear", "--dir", shm, "--json").document
         assert listed["cleared"] == []
@@ -88,12 +57,12 @@ def test_a_user_clears_runs_that_have_ended(
         refused = run_command("agent", "clear", "--dir", shm, "--all")
         assert refused.status == 2
         assert "nothing was removed" in refused.err
-        assert {run.name for run in home.runs()} == {one, two}
+        assert {run.run for run in node.runs()} == {one, two}
 
         cleared = run_command("agent", "clear", "--dir", shm, "--run", one)
         assert cleared.status == 0
         assert "cleared 1 run" in cleared.out
-        assert [run.name for run in home.runs()] == [two]
+        assert [run.run for run in node.runs()] == [two]
         assert run_command("agent", "clear", "--dir", shm, "--run", one).status == 2
 
         forced = run_command("agent", "clear", "--dir", shm, "--all", "--force", "--json")
@@ -108,19 +77,21 @@ def test_a_user_stops_the_agent_and_the_next_one_goes_on(
 ) -> None:
     assert run_command("agent", "stop", "--dir", shm).status == 2
     train(tmp_path / "root", shm, every=1000)
-    home = Home(shm)
-    rank = RankLock(home.runs()[0], 0)
+    memory = sw.Memory(dir=str(shm))
+    node, found = sw.NodeAgent(shm), torch.zeros(1000, dtype=torch.int64)
+    training = sw.Checkpointer(tmp_path / "root", memory=memory)
+    assert training.restore({"t": found}) == 2
     refused = run_command("agent", "stop", "--dir", shm)
     assert refused.status == 2
     assert "training runs on this node" in refused.err
-    rank.release()
-    assert home.has_agent()
+    training.close(wait=False)
+    assert node.status().alive
     stopped = run_command("agent", "stop", "--dir", shm)
     assert stopped.status == 0
     assert "stopped the agent" in stopped.out
-    assert not home.has_agent()
-    found = torch.zeros(1000, dtype=torch.int64)
-    with sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm))) as cp:
+    assert not node.status().alive
+    found.zero_()
+    with sw.Checkpointer(tmp_path / "root", memory=memory) as cp:
         assert cp.restore({"t": found}) == 2
     assert torch.equal(found, torch.full((1000,), 2))
 
@@ -142,43 +113,3 @@ def test_the_last_step_is_saved_at_the_end_though_no_slot_was_free_for_it(
     with sw.Checkpointer(tmp_path / "root", memory=memory) as cp:
         assert cp.restore({"t": found}) == 4
     assert torch.equal(found, values)
-
-
-def test_what_storage_has_leaves_memory_half_an_hour_after_the_run(
-    tmp_path: Path, shm: Path
-) -> None:
-    train(tmp_path / "root", shm, every=1)
-    node = Node(shm)
-    assert node.after(LINGER - 1) == 2
-    assert node.after(20.0) == 0
-    assert node.is_empty()
-
-
-def test_what_only_memory_has_is_persisted_first(tmp_path: Path, shm: Path) -> None:
-    root = tmp_path / "root"
-    train(root, shm, every=1000)
-    node = Node(shm)
-    assert node.after(LINGER + 20) == 2
-    until(lambda: list(root.glob("step-*/manifest.json")))
-    found = torch.zeros(1000, dtype=torch.int64)
-    sw.load(root / "step-00000002", {"t": found})
-    assert torch.equal(found, torch.full((1000,), 2))
-    assert node.after(20.0) == 0
-    assert node.is_empty()
-
-
-def test_a_run_whose_root_was_removed_leaves_memory_too(tmp_path: Path, shm: Path) -> None:
-    train(tmp_path / "root", shm, every=1000)
-    shutil.rmtree(tmp_path / "root")
-    node = Node(shm)
-    assert node.after(LINGER - 1) == 2
-    assert node.after(20.0) == 0
-    assert node.is_empty()
-
-
-def test_what_is_not_to_be_persisted_stays_for_a_day(tmp_path: Path, shm: Path) -> None:
-    train(tmp_path / "root", shm, every=1000, rescue=False)
-    node = Node(shm)
-    assert node.after(LONGEST - 1) == 2
-    assert node.after(20.0) == 0
-    assert node.is_empty()

@@ -17,7 +17,8 @@ from shardwise.memory.observe import RecordCache
 from shardwise.memory.rank_locks import is_rank_alive, lost_ranks
 from shardwise.memory.records import Retry
 from shardwise.memory.seal import map_file
-from tests.memory.test_snapshots import end_agents, shm
+from tests.memory.test_snapshots import shm
+from tests.tools.agents import end_agents
 
 __all__ = ["shm"]
 KINDS = ("a link to itself", "a link to a device", "a pipe", "a directory")

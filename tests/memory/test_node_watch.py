@@ -8,19 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.trainer import node_watch
-from shardwise.memory.trainer.copying import CopyProgress
-from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from tests.memory.test_snapshots import memory_of, rows, shm, signal_agents
+from tests.memory.test_snapshots import memory_of, rows, shm
+from tests.tools.agents import signal_agents
 from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 WAIT = 60.0
+NOTICED = 3.0  # seconds in which a node that is lost would be noticed
 
 
 def error_of(work: Callable[[], object]) -> tuple[str, str, float]:
@@ -34,25 +33,18 @@ def error_of(work: Callable[[], object]) -> tuple[str, str, float]:
 
 
 def lose_a_node(root: str, shm: str) -> list[tuple[str, str, float]]:
-    """The second node takes part in two saves but stages nothing, and is lost then."""
-
-    def stage_nothing(_: Staging, part: SnapshotPart, copying: CopyProgress) -> None:
-        if part.planned.sample is not None:
-            part.planned.sample.cancel()
-        copying.finish("")
-
+    """The agent of the second node is stopped; the node takes part in two saves, and is lost."""
     memory = replace(memory_of(shm, 2, slots=1, overlap=True), wait=WAIT)
     cp = sw.Checkpointer(root, save_every=100, memory=memory)
     first = cp.save(1, rows(1))
     assert first is not None
     first.result(WAIT)
     if dist.get_rank() == 1:
-        with patch.object(Staging, "_stage", stage_nothing):
-            cp.save(2, rows(2))
-            cp.save(3, rows(3))
-            signal_agents(Path(shm) / "node1", signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+        signal_agents(Path(shm) / "node1", signal.SIGSTOP)
     second, third = cp.save(2, rows(2)), cp.save(3, rows(3))
+    if dist.get_rank() == 1:
+        signal_agents(Path(shm) / "node1", signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     assert second is not None
     assert third is not None
     return [error_of(third.staged), error_of(second.result)]
@@ -74,33 +66,35 @@ def test_a_save_that_waits_for_a_slot_names_the_node_that_is_lost(
     assert outcomes[0].value[1][1] == "LostRankError"
 
 
-def watch(root: str, shm: str) -> list[str]:
-    """A node without an agent, one that is suspended, and one whose ranks have ended."""
-    memory = memory_of(shm, 2)
-    cp = sw.Checkpointer(root, save_every=100, memory=memory)
-    assert cp._saver is not None
-    nodes = cp._saver._staging.watch
-    assert nodes is not None
-    other, said = Path(shm) / f"node{1 - dist.get_rank()}", []
+def wait_for_a_silent_node(root: str, shm: str, victim: str) -> str:
+    """Of the second node, the agent is lost, or is stopped while its rank lives or is killed."""
+    cp = sw.Checkpointer(root, save_every=1, memory=memory_of(shm, 2))
+    if dist.get_rank() == 1:
+        number = signal.SIGKILL if victim == "agent" else signal.SIGSTOP
+        signal_agents(Path(shm) / "node1", number)
     dist.barrier()
-    said.append(error_of(nodes.check)[0])
-    # This process did not run until the time had passed: the answers count nevertheless.
-    with patch.multiple(node_watch, FIRST_TIMEOUT=0.0, SECOND_TIMEOUT=0.0):
-        said.append(error_of(nodes.check)[0])
-    dist.barrier()
-    signal_agents(other, signal.SIGSTOP)
-    said.append(error_of(nodes.check)[0])
-    signal_agents(other, signal.SIGCONT)
-    dist.barrier()
-    nodes.close()
-    dist.barrier()
-    said.append(error_of(nodes.check)[0])
-    dist.barrier()
+    handle = cp.save(1, rows(1))
+    assert handle is not None
+    if dist.get_rank() == 1 and victim == "rank":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if victim != "agent":
+        with pytest.raises(TimeoutError):
+            handle.result(NOTICED)
+        if dist.get_rank() == 0:
+            signal_agents(Path(shm) / "node1", signal.SIGCONT)
+    report = handle.result(WAIT)
     cp.close(wait=False)
-    return said
+    return str(report.step)
 
 
+@pytest.mark.parametrize("victim", ["agent", "nobody", "rank"])
 def test_a_node_whose_agent_or_ranks_go_on_is_not_lost(
-    gang: Gang, tmp_path: Path, shm: Path
+    gang: Gang, tmp_path: Path, shm: Path, victim: str
 ) -> None:
-    assert gang.run(watch, str(tmp_path / "root"), str(shm), world=2) == [["", "", "", ""]] * 2
+    root = tmp_path / "root"
+    outcomes = gang.run_outcomes(
+        wait_for_a_silent_node, str(root), str(shm), victim, world=2, timeout=90.0
+    )
+    assert outcomes[0].kind == "value", outcomes[0].report
+    assert outcomes[1].kind == ("died" if victim == "rank" else "value"), outcomes[1].report
+    sw.open(root / "step-00000001").verify()

@@ -20,6 +20,7 @@ from shardwise.memory.records import AgentInfo, PendingManifest, StageOutcome, S
 from shardwise.memory.redundancy.parity import encode_parity
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
+from shardwise.memory.trainer import node_watch
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]
@@ -189,6 +190,12 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
             assert 0.25 < time.monotonic() - started < 4.5  # of 60, or 5
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
                 nodes.write_to_others((REQUEST, b"{}"))
+
+
+def test_answers_count_though_this_process_did_not_run_until_the_time_had_passed() -> None:
+    with silent() as listening, unreachable() as lost:
+        nodes = {"silent": ("127.0.0.1", listening), "lost": ("127.0.0.1", lost)}
+        assert list(node_watch._why_unreachable(nodes, 0.0)) == ["lost"]
 
 
 def test_many_nodes_are_talked_to_at_a_time() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
-from shardwise.manifest.manifest import FileEntry
-from shardwise.memory import records
+from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.memory import decide, observe, records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
@@ -145,3 +146,51 @@ def test_records_are_read_again_only_when_they_are_replaced(place: SnapshotDirec
     assert read() is not second
     path.unlink()
     assert cache.read(path, StagedFile) is None
+
+
+def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest comes just after the names of files were read."""
+    first, second = "a" * 16, "b" * 16
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1)
+    place.path.mkdir(parents=True)
+
+    def commit(save_id: str) -> None:
+        manifest = Manifest(
+            save_id=save_id,
+            step=1,
+            created="",
+            world_size=1,
+            files=(),
+            objects=(),
+            tensors=Raw(b"[]"),
+        )
+        write_record(place.path / "manifest.json", encode_manifest(manifest))
+        done = StageOutcome(save_id=save_id, stage="commit")
+        write_record(place.path / records.save_record("commit", save_id, "all"), done)
+
+    for save_id in (first, second):
+        file = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
+        (place.path / file.name).touch()
+        write_record(
+            place.path / records.file_record(file.name, "staged"),
+            StagedFile(file, "slot", 2, ("commit",)),
+        )
+    commit(first)
+    named = SnapshotDirectory.list_names
+
+    def named_just_before(self: SnapshotDirectory, suffix: str) -> list[str]:
+        found = named(self, suffix)
+        commit(second)
+        return found
+
+    monkeypatch.setattr(SnapshotDirectory, "list_names", named_just_before)
+    seen = observe.read_run_view(place.run)
+    freed = [each for each in decide.decide_run(seen, 0.0) if each.kind == decide.FREE]
+    assert all(each.names == (first,) for each in freed)
+    monkeypatch.undo()
+    seen = observe.read_run_view(place.run)
+    assert decide.Action(
+        decide.FREE, place, why=decide.REPLACED, names=(first,)
+    ) in decide.decide_run(seen, 0.0)

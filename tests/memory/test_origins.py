@@ -11,15 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from tests.memory.test_snapshots import (
-    COLUMNS,
-    ROWS,
-    end_agents,
-    lose,
-    memory_of,
-    reference,
-    train,
-)
+from tests.memory.test_snapshots import COLUMNS, ROWS, memory_of, reference, train
+from tests.tools.agents import end_agents, lose
 from tests.tools.gang import Gang
 
 CHECKSUMS = 1 << 13
@@ -71,13 +64,13 @@ def test_bytes_are_counted_by_where_they_came_from(gang: Gang, tmp_path: Path, s
         check(found, "local memory")
     for found in gang.run(origins, root, str(shm), 1, None, world=WORLD, **options):
         check(found, "other nodes")
-    lose(shm, 2)
+    lose(shm / "node2")
     for rank, found in enumerate(
         gang.run(origins, root, str(shm), 0, None, world=WORLD, **options)
     ):
         check(found, "decoded" if rank == 2 else "local memory")
     for node in (0, 1, 2):
-        lose(shm, node)
+        lose(shm / f"node{node}")
     for found in gang.run(origins, root, str(shm), 0, None, world=WORLD, **options):
         check(found, "root")
         assert "no reachable node has" in found[2]

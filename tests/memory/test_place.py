@@ -12,11 +12,13 @@ import msgspec
 import pytest
 from msgspec import Raw
 
+import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.lead import Leader
+from shardwise.memory.agent.protect import claim_ring_file
 from shardwise.memory.decide import Action, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
@@ -32,7 +34,9 @@ from shardwise.memory.records import (
 from shardwise.memory.seal import MappedFiles
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
+from tests.memory.test_snapshots import shm
 
+__all__ = ["shm"]
 ONE, OTHER = "0" * 16, "1" * 16
 DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
 
@@ -199,3 +203,53 @@ def test_what_is_no_note_is_a_store_error(place: SnapshotDirectory, damage: byte
     write_record(place.path / "note.json", damage)
     with pytest.raises(StoreError, match=r"note\.json"):
         read_record(place.path / "note.json", PendingManifest)
+
+
+def test_what_was_begun_to_be_completed_is_not_completed_again(place: SnapshotDirectory) -> None:
+    """An agent that is killed in mid-work leaves a mixture, to which nothing must be added."""
+    name = f"r00001-{ONE}.safetensors"
+    note = records.file_record(f"r00000-{ONE}.safetensors", "kept-0")
+    made = records.ring_file_name(note)
+    record = RingFile(made, "slot", {})
+    assert claim_ring_file(place, note, record, name) is None
+    for _ in range(2):  # the second time, the agent was killed between the record and the move
+        (place.path / made).write_bytes(b"copy")
+        assert claim_ring_file(place, note, record, name) == record
+        (claimed,) = place.ring_files()
+        assert claimed.file == place.temporary_path(name).name
+        assert place.temporary_path(name).read_bytes() == b"copy"
+        record = claimed
+    assert claim_ring_file(place, note, record, name) is None
+
+
+def test_what_was_committed_of_another_save_of_a_step_is_not_published(
+    tmp_path: Path, shm: Path
+) -> None:
+    with sw.Checkpointer(
+        tmp_path / "root", save_every=2, memory=sw.Memory(dir=str(shm), wait=10.0)
+    ) as cp:
+        handle = cp.save(1, {"t": 1})
+        assert handle is not None
+        handle.result(20.0)
+        home = Home(shm)
+        snapshot = SnapshotDirectory(home.runs()[0], 1)
+        pending = PendingManifest(
+            save_id="0" * 16,
+            step=1,
+            manifest="",
+            files=[],
+            nodes=snapshot.pending_manifests()[0].nodes,
+            leader=snapshot.pending_manifests()[0].leader,
+            durable=True,
+            storage=StorageTask(root=str(tmp_path / "root")),
+        )
+        write_record(
+            snapshot.path / records.save_record("commit", pending.save_id, "all"),
+            records.StageOutcome(save_id=pending.save_id, stage="commit"),
+        )
+        write_record(snapshot.path / records.save_record("pending", pending.save_id), pending)
+        Leader(pending.leader).perform(Action("persist", snapshot, pending.save_id))
+        done = read_outcome(snapshot, "persist", pending.save_id)
+        assert done is not None
+        assert "step 1 was saved again meanwhile" in done.failure
+        assert cp.steps() == []

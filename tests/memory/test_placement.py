@@ -24,6 +24,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_name,
     parity_file_size,
 )
+from shardwise.memory.trainer.rings import form_rings
 from tests.breadth import examples
 
 SAVE = "0123456789abcdef"
@@ -278,3 +279,29 @@ def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
         for each in members:
             group, _ = groups_of_node(placed, each.node)[0]
             assert {each.node, *holders(group, each.node)} - set(lost)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), min_size=1, max_size=24),
+    st.sampled_from([(1, 0), (2, 0), (0, 1), (0, 2)]),
+    st.integers(2, 5),
+)
+def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
+    ranks: list[tuple[str, int]], way: tuple[int, int], group_size: int
+) -> None:
+    alike = [key.encode() for key, _ in ranks]
+    node_of = [f"n{node}" for _, node in ranks]
+    copies, parity = way
+    rings = form_rings(
+        alike,
+        node_of,
+        dict.fromkeys(node_of, ""),
+        copies=copies,
+        parity=parity,
+        group_size=group_size,
+    )
+    listed = [rank for ring in rings for rank in ring]
+    assert len(listed) == len(set(listed))
+    for ring in rings:
+        assert len({alike[rank] for rank in ring}) == 1
+        assert len({node_of[rank] for rank in ring}) == len(ring) > 1

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 import shardwise as sw
+from shardwise.checkpointer.restoring import _describe_first_nodes
 from shardwise.errors import StoreError
 from shardwise.memory.home import Home
 from shardwise.memory.identity import make_run_token, read_or_create_node_name
@@ -25,8 +26,8 @@ from shardwise.memory.registry import (
 )
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore, private
-from tests.faults.memory.scenario import end_agents, until
 from tests.memory.test_server import RUN, TOKEN, serve
+from tests.tools.agents import end_agents, until
 
 HERE = AgentInfo("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
 THERE = AgentInfo("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")
@@ -188,3 +189,15 @@ def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(
         end_agents(shm)
         assert restored("third") == (2, "storage", [read_or_create_node_name(Home(shm / "first"))])
         assert "did not say which snapshots" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (1, "n0: off"),
+        (3, "n0: off; n1: off; n2: off"),
+        (9, "n0: off; n1: off; n2: off; and 6 more"),
+    ],
+)
+def test_only_the_first_unanswered_nodes_are_listed(count: int, shown: str) -> None:
+    assert _describe_first_nodes({f"n{i}": "off" for i in range(count)}) == shown

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.memory import records
-from shardwise.memory.agent.protect import claim_ring_file
-from shardwise.memory.files import write_record
-from shardwise.memory.home import Run, SnapshotDirectory
-from shardwise.memory.trainer.rings import form_rings
 from tests.breadth import mostly_long
-from tests.memory.test_snapshots import lose, memory_of, shm
+from tests.memory.test_snapshots import memory_of, shm
+from tests.tools.agents import lose
 from tests.tools.gang import Gang
 
 __all__ = ["shm"]
@@ -55,8 +49,9 @@ def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) ->
         handle = cp.save(step, state)
         assert handle is not None
         handle.protected(20.0)
-        kept = SnapshotDirectory(cp._saver.run, step).ring_files()  # type: ignore[union-attr]
-        made.append(sum(each.file.startswith(".") for each in kept))  # the agent has taken it up
+        notes = Path(memory.dir).glob(f"*/runs/*/step-{step:08d}/*.kept-*.json")
+        kept = [json.loads(note.read_bytes())["record"]["file"] for note in notes]
+        made.append(sum(file.startswith(".") for file in kept))  # the agent has taken it up
     cp.close(wait=False)
     return made
 
@@ -105,7 +100,7 @@ def test_a_lost_node_comes_back(
     expected = min(lost, ring - 1)
     assert made == [[expected] * 4] * 4
     for node in range(min(lost, ring - 1)):
-        lose(shm, node if kind == "replicated" else 2 * node)
+        lose(shm / f"node{node if kind == 'replicated' else 2 * node}")
     found = gang.run(recover, root, str(shm), kind, 4, world=4)
     assert found == [(4, "memory", "()")] * 4
 
@@ -117,53 +112,5 @@ def test_replicas_that_differ_are_not_taken_for_copies(
     """What protects the owner's bytes is then made of the owner's bytes."""
     root = str(tmp_path / "root")
     gang.run(save, root, str(shm), "unequal", 1, options, world=4)
-    lose(shm, 3)
+    lose(shm / "node3")
     assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
-
-
-def test_what_was_begun_to_be_completed_is_not_completed_again(
-    gang: Gang, tmp_path: Path, shm: Path
-) -> None:
-    """An agent that is killed in mid-work leaves a mixture, to which nothing must be added."""
-    gang.run(save, str(tmp_path / "root"), str(shm), "replicated", 1, {"parity": 1}, world=4)
-    ((run, step),) = {
-        (each.parent.parent, each.parent) for each in shm.glob("node0/*/runs/*/*/*.kept-*.json")
-    }
-    place = SnapshotDirectory(Run(run), 1)
-    (kept,) = place.ring_files()
-    (note,) = (each.name for each in step.glob("*.kept-*.json"))
-    assert kept.file.startswith(".")
-    assert claim_ring_file(place, note, kept, kept.file[1:]) is None
-    made = records.ring_file_name(note)
-    (place.path / kept.file[1:]).rename(place.path / made)
-    assert claim_ring_file(place, note, kept, kept.file[1:]) is not None  # it was killed in between
-    write_record(place.path / note, msgspec.structs.replace(kept, file=made))
-    place.temporary_path(kept.file[1:]).rename(place.path / made)
-    assert claim_ring_file(place, note, kept, kept.file[1:]) is not None
-    assert claim_ring_file(place, note, kept, kept.file[1:]) is None
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), min_size=1, max_size=24),
-    st.sampled_from([(1, 0), (2, 0), (0, 1), (0, 2)]),
-    st.integers(2, 5),
-)
-def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
-    ranks: list[tuple[str, int]], way: tuple[int, int], group_size: int
-) -> None:
-    alike = [key.encode() for key, _ in ranks]
-    node_of = [f"n{node}" for _, node in ranks]
-    copies, parity = way
-    rings = form_rings(
-        alike,
-        node_of,
-        dict.fromkeys(node_of, ""),
-        copies=copies,
-        parity=parity,
-        group_size=group_size,
-    )
-    listed = [rank for ring in rings for rank in ring]
-    assert len(listed) == len(set(listed))
-    for ring in rings:
-        assert len({alike[rank] for rank in ring}) == 1
-        assert len({node_of[rank] for rank in ring}) == len(ring) > 1

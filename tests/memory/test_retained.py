@@ -336,3 +336,33 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: SnapshotDi
     with pytest.raises(StoreError, match=r"step 4: the stage 'retain' of .* failed: busy"):
         begun.raise_failure()
     assert not begun.is_last_durable()
+
+
+def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, shm: Path) -> None:
+    """Its memory may go before anybody has told that it is protected."""
+    home = Home(shm)
+    place = SnapshotDirectory(home.run("0" * 16), 1)
+    save_id = "f" * 16
+    place.path.mkdir(parents=True)
+    commit = records.save_record("commit", save_id, "all")
+    write_record(place.path / commit, StageOutcome(save_id=save_id, stage="commit"))
+    stages = PendingSave(
+        agents=SaveAgents(home, None, None, 10.0),
+        place=place,
+        save_id=save_id,
+        stages=("commit", "protect", "persist"),
+        logs_failures=True,
+    )
+    assert stages.outcome("protect") is None
+    ended = place.run.path / OUTCOMES_DIRECTORY
+    ended.mkdir()
+    (place.path / commit).rename(ended / commit)
+    assert stages.wait_for("protect", 10.0).failure == ""
+    assert stages.wait_for("retain", 10.0).failure == ""
+    with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
+        stages.wait_for("persist", 10.0)
+    write_record(
+        ended / records.save_record("persist", save_id, "all"),
+        StageOutcome(save_id=save_id, stage="persist"),
+    )
+    assert stages.wait_for("persist", 10.0).failure == ""

@@ -144,3 +144,11 @@ def pending(nodes: list[AgentInfo]) -> PendingManifest:
         leader="a",
         storage=StorageTask(root=""),
     )
+
+
+def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(tmp_path: Path) -> None:
+    run = Home(tmp_path).run("0" * 16)
+    run.step_path(1).mkdir(parents=True)
+    (run.step_path(1) / "manifest.json").write_bytes(b"{}")
+    (run.step_path(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
+    assert list_own_files(run, "n").steps == {1: {"manifest.json": 2}}

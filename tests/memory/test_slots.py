@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from msgspec import Raw
@@ -15,9 +18,23 @@ from shardwise.engine.copy_file import Throttle
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
-from shardwise.memory.home import Home, Run, SnapshotDirectory, SnapshotInUse, new_run_id
-from shardwise.memory.reclaim import discard, discard_all
+from shardwise.memory.free_files import (
+    add_spare,
+    bytes_needed_for_others,
+    bytes_stored_for_others,
+    delete_smallest_spares,
+    list_spares,
+    reuse_spare,
+)
+from shardwise.memory.home import (
+    OUTCOMES_DIRECTORY,
+    Home,
+    Run,
+    SnapshotDirectory,
+    SnapshotInUse,
+    new_run_id,
+)
+from shardwise.memory.reclaim import discard, discard_all, free
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from tests.memory.reconciling import free_decided
@@ -379,3 +396,83 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
     free_decided(run)
     assert SnapshotDirectory(run, 5).list_names("") == [request]
     assert not SnapshotDirectory(run, 5).is_committed()
+
+
+def leave_made(run: Run, step: int, *made: tuple[str, int]) -> None:
+    """A committed snapshot of rank 0, and what the agent has made for others, so large."""
+    save = f"{step:016x}"
+    place = SnapshotDirectory(run, step)
+    place.path.mkdir(parents=True)
+    file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
+    (place.path / file.name).write_bytes(bytes(10))
+    write_record(
+        place.path / records.file_record(file.name, "staged"),
+        StagedFile(file, f"r00000-{step}.slot", 1, ()),
+    )
+    write_record(place.path / "manifest.json", b"{}")
+    for name, size in made:
+        (place.path / f"{name}-{save}.safetensors").write_bytes(bytes(size))
+
+
+def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
+    run.free_directory.mkdir(parents=True)
+    leave_made(run, 1, ("r00001", 300), (".r00002", 20))
+    leave_made(run, 2, ("r00001", 300), ("r00002", 20))
+    assert free_decided(run)
+    assert [size for size, _ in list_spares(run)] == [20, 300]
+    assert [each.name for each in run.free_directory.glob("*.slot")] == ["r00000-1.slot"]
+    assert bytes_stored_for_others(run) == 2 * 320
+    leave_made(run, 3)
+    assert free_decided(run)
+    assert not list_spares(run)  # nothing is made for others any more
+    assert bytes_stored_for_others(run) == 0
+
+
+def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -> None:
+    run.free_directory.mkdir(parents=True)
+    for size in (10, 500, 300):
+        path = run.path / "made"
+        path.write_bytes(bytes(size))
+        add_spare(run, path)
+    to = run.path / "to"
+    for wanted, taken in ((200, 300), (600, 500), (600, 10)):
+        reuse_spare(run, wanted, to)
+        assert to.stat().st_size == taken
+        reuse_spare(run, wanted, to)  # there is one already
+        to.unlink()
+    reuse_spare(run, 1, to)
+    assert not to.exists()
+
+
+def test_the_largest_stay(run: Run) -> None:
+    run.free_directory.mkdir(parents=True)
+    for size in (10, 500, 300):
+        path = run.path / "made"
+        path.write_bytes(bytes(size))
+        add_spare(run, path)
+    delete_smallest_spares(run, 5)
+    assert len(list_spares(run)) == 3
+    delete_smallest_spares(run, 1)
+    assert [size for size, _ in list_spares(run)] == [500]
+
+
+def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(tmp_path: Path) -> None:
+    """A trainer and the agent of its node free snapshots at the same time."""
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1)
+    place.path.mkdir(parents=True)
+    ended = place.run.path / OUTCOMES_DIRECTORY
+    ended.mkdir()
+    for i in range(3):
+        (ended / f"{i}.json").write_bytes(b"{}")
+    scandir = os.scandir
+
+    def scan(path: Path) -> Any:
+        if Path(path) != ended:
+            return scandir(path)
+        entries = [*scandir(path)]
+        (ended / "1.json").unlink()
+        return nullcontext(entries)
+
+    with patch("os.scandir", scan):
+        assert free(place)
+    assert sorted(os.listdir(ended)) == ["0.json", "2.json"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +17,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.files import read_record
-from shardwise.memory.home import Home
-from shardwise.memory.records import AgentInfo
-from shardwise.memory.trainer import staging
-from shardwise.memory.trainer.copying import Fill
-from shardwise.store.store import Buffer
 from tests.breadth import mostly_long
+from tests.tools.agents import end_agents, lose, signal_agents
 from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 48, 1024
-
-
-def end_agents(directory: Path) -> None:
-    """Kill the agents of all homes below a directory; wait until they are gone."""
-    for process in signal_agents(directory, signal.SIGKILL):
-        while Path(f"/proc/{process}").exists() and not _is_zombie(process):
-            time.sleep(0.01)
-
-
-def signal_agents(directory: Path, number: int) -> list[int]:
-    """Send a signal to the agents of all homes below a directory; their processes."""
-    infos = [read_record(info, AgentInfo) for info in directory.glob("**/agent.json")]
-    processes = [info.process for info in infos if info is not None]
-    for process in processes:
-        os.kill(process, number)
-    return processes
-
-
-def _is_zombie(process: int) -> bool:
-    try:
-        return " Z " in Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return True
 
 
 @pytest.fixture
@@ -118,14 +92,6 @@ def recover(root: str, shm: str, nodes: int, **options: Any) -> tuple[int | None
         return step, cp.last_restore.source, str(cp.last_restore.skipped)
 
 
-def lose(shm: Path, node: int) -> None:
-    """A node is lost, with its agent and all of its memory."""
-    directory = shm / f"node{node}"
-    end_agents(directory)
-    for path in sorted(directory.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
 @pytest.fixture(scope="module")
 def trained(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """The root and the nodes of a run of four ranks: step 5 in memory, steps 2 and 4 persisted."""
@@ -172,7 +138,7 @@ def test_a_node_that_is_lost_is_made_up_for(
 ) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 4, 3, 100, world=4, **protection)
-    lose(shm, lost)
+    lose(shm / f"node{lost}")
     assert gang.run(recover, root, str(shm), 4, world=4)[0][:2] == (3, "memory")
 
 
@@ -261,18 +227,15 @@ def test_what_fails_in_the_background_is_told_on_all_ranks(
 
 
 def fail_while_copying(root: str, shm: str) -> str:
-    """On rank 1, the copy fails; what the end of the run says."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("the copy failed")
-
-    cp = sw.Checkpointer(root, memory=memory_of(shm, 1))
-    with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank() == 1:
-            patched.setattr(staging, "copy_range", fail)
-        cp.save(1, rows(1))
-        with pytest.raises((sw.ShardwiseError, RuntimeError)) as caught:
-            cp.close()
+    """On rank 1, a link lies in the way of the copy; what the end of the run says."""
+    memory = replace(memory_of(shm, 2), wait=1.0)
+    cp = sw.Checkpointer(root, memory=memory)
+    if dist.get_rank() == 1:
+        (run,) = Path(memory.dir).glob("*/runs/*")
+        (run / "step-00000001").symlink_to("nowhere")
+    cp.save(1, rows(1))
+    with pytest.raises((sw.ShardwiseError, RuntimeError)) as caught:
+        cp.close()
     return str(caught.value)
 
 
@@ -280,7 +243,7 @@ def test_a_copy_that_fails_on_one_rank_ends_the_run_on_all(
     gang: Gang, tmp_path: Path, shm: Path
 ) -> None:
     for said in gang.run(fail_while_copying, str(tmp_path / "root"), str(shm), world=2):
-        assert "the copy failed" in said
+        assert "staging step 1: [Errno 17] File exists" in said
 
 
 def die_while_copying(root: str, shm: str) -> None:
@@ -291,13 +254,16 @@ def die_while_copying(root: str, shm: str) -> None:
         assert handle is not None
         handle.result(40.0)
 
-    def killed(fill: Fill, low: int, high: int, out: Buffer, pool: object, **_: bool) -> None:
-        fill(0, 5000, out[:5000])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if dist.get_rank() == 1:
-        staging.copy_range = killed  # type: ignore[assignment]
-    cp.save(3, rows(3))
+    state = rows(3)
+    if dist.get_rank() == 1:  # a read after the first two pages kills the process
+        (fragment,) = state["t"].fragments
+        path = Path(shm) / "values"
+        path.write_bytes(fragment.data.numpy().tobytes())
+        torn = torch.from_file(str(path), shared=True, size=fragment.data.numel())
+        os.truncate(path, 2 * mmap.PAGESIZE)
+        part = (fragment.box, torn.view(fragment.box.shape))
+        state["t"] = sw.Shards((ROWS, COLUMNS), torch.float32, [part])
+    cp.save(3, state)
     cp.save(4, rows(4))
 
 
@@ -343,56 +309,57 @@ def test_what_changes_between_saves_is_saved_as_it_is(
 
 
 def step_while_copying(root: str, shm: str) -> tuple[list[str], bool]:
-    """Step an optimizer while a copy is under way: what ends in which order; what is saved."""
-    copy, resumed = staging.copy_range, threading.Event()
+    """Step an optimizer while a copy waits for memory: what ends in which order; what is saved."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 8)).sum().backward()
+    state = {"model": model, "optimizer": [optimizer]}
     ended: list[str] = []
 
-    def slowly(*args: Any, **options: Any) -> None:
-        resumed.wait(20.0)
-        copy(*args, **options)
-        ended.append("copy")
+    def free_memory() -> None:
+        ended.append("memory")
+        signal_agents(Path(shm), signal.SIGCONT)
 
-    staging.copy_range = slowly
-    try:
-        model = torch.nn.Linear(8, 8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        before = model.weight.detach().clone()
-        model(torch.ones(1, 8)).sum().backward()
-        state = {"model": model, "optimizer": [optimizer]}
-        with sw.Checkpointer(root, memory=memory_of(shm, 1, overlap=True)) as cp:
-            cp.prepare(state)
-            handle = cp.save(1, state)
-            ended.append("save")
-            threading.Timer(0.2, resumed.set).start()
-            optimizer.step()
-            ended.append("step")
+    with sw.Checkpointer(root, memory=memory_of(shm, 1, slots=1, overlap=True)) as cp:
+        cp.prepare(state)
+        for step in (1, 2):  # then no slot is free
+            handle = cp.save(step, state)
             assert handle is not None
-            handle.staged(0.0)
-            handle.result(40.0)
-        assert not torch.equal(model.weight, before)
-        stored = sw.open(f"{root}/step-00000001")["model.weight"][...]  # type: ignore[index]
-        return ended, torch.equal(stored, before)
-    finally:
-        staging.copy_range = copy
+            handle.staged()
+            if step == 1:
+                handle.result(40.0)
+                signal_agents(Path(shm), signal.SIGSTOP)
+        handle = cp.save(3, state)
+        ended.append("save")
+        threading.Timer(0.2, free_memory).start()
+        optimizer.step()
+        ended.append("step")
+        assert handle is not None
+        handle.staged(0.0)
+        handle.result(40.0)
+    assert not torch.equal(model.weight, before)
+    stored = sw.open(f"{root}/step-00000003")["model.weight"][...]  # type: ignore[index]
+    return ended, torch.equal(stored, before)
 
 
 def test_a_step_waits_for_the_copy_that_it_would_tear(
     gang: Gang, tmp_path: Path, shm: Path
 ) -> None:
-    found = gang.run(step_while_copying, str(tmp_path / "root"), str(shm), world=2)
-    # The part of the snapshot is copied, and the replicas that are compared.
-    assert found == [(["save", "copy", "copy", "step"], True)] * 2
+    found = gang.run(step_while_copying, str(tmp_path / "root"), str(shm), world=1)
+    assert found == [(["save", "memory", "step"], True)]
 
 
-def test_homes_are_private(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    assert home.path.stat().st_mode & 0o777 == 0o700
-    assert not home.has_agent()
+def test_homes_are_private(tmp_path: Path, shm: Path) -> None:
+    sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm))).close()
+    end_agents(shm)
+    (home,) = shm.iterdir()
+    assert home.stat().st_mode & 0o777 == 0o700
     (tmp_path / "elsewhere").mkdir()
-    home.path.rename(tmp_path / "moved")
-    home.path.symlink_to(tmp_path / "elsewhere")
+    home.rename(tmp_path / "moved")
+    home.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(sw.StoreError, match="is a link"):
-        Home(tmp_path)
+        sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm)))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -401,7 +368,7 @@ def test_ranks_of_a_host_of_which_some_have_the_files_in_memory_and_some_not(
 ) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 2, 2, 100, world=2, copies=1)
-    lose(shm, 1)
+    lose(shm / "node1")
     found = gang.run(recover, root, str(shm), 2, world=2, timeout=60.0)
     assert [each[:2] for each in found] == [(2, "memory")] * 2
 
@@ -416,7 +383,7 @@ def train_and_lose(root: str, shm: str, nodes: int, lost: int, *, node: bool) ->
         handle.protected(40.0)
     if dist.get_rank() == lost:
         if node:
-            lose(Path(shm), lost)
+            lose(Path(shm) / f"node{lost}")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1.0 if node else 0.5)
     if node:
@@ -447,7 +414,7 @@ def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     assert_rescued(root, 60.0)
     end_agents(shm)
     for node in (0, 1):
-        lose(shm, node)
+        lose(shm / f"node{node}")
     assert gang.run(recover, str(root), str(shm), 2, world=2)[0][:2] == (3, "storage")
 
 

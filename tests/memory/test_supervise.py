@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from shardwise.memory.spawn import ensure_agent, running_agent
 from shardwise.memory.trainer import agents
 from shardwise.memory.trainer.agents import AgentSupervisor
 from tests.memory.certificates import Authority
-from tests.memory.test_snapshots import end_agents
+from tests.tools.agents import end_agents
 
 pytestmark = pytest.mark.usefixtures("spawned_agents")
 
@@ -216,3 +217,16 @@ def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.Monk
     with home.lock("agent.lock"):
         del supervisor
         until(lambda: not thread.is_alive())
+
+
+def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process is stopped, and keeps its lock."""
+    home = Home(tmp_path)
+    monkeypatch.setattr(spawn, "LOCK_TIMEOUT", 0.05)
+    fd = home.open_lock("start.lock")
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(sw.StoreError, match="another process has been starting the agent"):
+        spawn.ensure_agent(home, Memory(dir=str(tmp_path)))
+    os.close(fd)

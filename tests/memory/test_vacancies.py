@@ -1,24 +1,31 @@
-"""What trainers leave who ended before their first snapshot."""
+"""What trainers leave who ended before their first snapshot, or before their mirror answered."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import reclaim, records
 from shardwise.memory.agent import process
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import lock_directory, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.memory.mirror_tasks import TASKS_DIRECTORY, set_mirror_task
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
 from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
+from shardwise.tiers.options import MirrorRequest
 from tests.memory.reconciling import Attendant
 from tests.memory.test_server import serve
+from tests.tiers.test_mirror import state
+from tests.tools.agents import until
 
 
 @pytest.fixture
@@ -191,3 +198,32 @@ def test_records_of_a_save_that_must_still_be_persisted_are_kept(home: Home) -> 
     write_record(place.path / records.save_record("pending", save, "copy"), pending)
     Attendant(home).after(10.0)
     assert run.steps() == [7]
+
+
+def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: Path) -> None:
+    root, mirror = tmp_path / "root", tmp_path / "mirror"
+    sw.save(root / "step-00000001", state(1), step=1)
+    mirror.write_text("in the way")
+    home = Home(tmp_path / "home")
+    set_mirror_task(
+        home.run("0" * 16), StorageTask(root=str(root), mirror=MirrorRequest(str(mirror)))
+    )
+    now = time.time()
+    mirrors = Mirrors(home, lambda: now)
+    mirrors.update_tasks()
+    until(lambda: (root / "mirror.json").exists())
+    mirrors.update_tasks()
+    assert mirrors.is_busy()
+    first = mirrors._active[home.run("0" * 16)].worker
+    now += 601.0
+    until(
+        lambda: (mirrors.update_tasks(), mirrors._active[home.run("0" * 16)].worker is not first)[1]
+    )  # opened anew
+    now += 86500.0
+    until(lambda: (mirrors.update_tasks(), not mirrors.is_busy())[1])
+    mirrors.stop()
+    (home.path / TASKS_DIRECTORY / f"{'0' * 16}.json").write_text("{")  # damaged: ignored
+    mirrors.update_tasks()
+    shutil.rmtree(home.path / TASKS_DIRECTORY)
+    mirrors.update_tasks()
+    assert not mirrors.is_busy()

@@ -69,6 +69,26 @@ class Server:
         keys = [upload["Key"] for upload in found.get("Uploads", [])]
         return [key for key in keys if key.partition("/")[0] == path.partition("/")[0]]
 
+    def key(self, url: str, name: str = "") -> str:
+        """Return the key of the object with this name below a URL."""
+        prefix = url.partition("?")[0].removeprefix(f"{self.scheme}://{BUCKET}/")
+        return f"{prefix}/{name}"
+
+    def read(self, url: str, name: str) -> bytes:
+        """Return the bytes of an object below a URL (S3 only)."""
+        client = s3_client(self.endpoint)
+        found: bytes = client.get_object(Bucket=BUCKET, Key=self.key(url, name))["Body"].read()
+        return found
+
+    def put(self, url: str, name: str, data: bytes) -> None:
+        """Write or replace an object below a URL (S3 only)."""
+        client = s3_client(self.endpoint)
+        client.put_object(Bucket=BUCKET, Key=self.key(url, name), Body=data)
+
+    def delete(self, url: str, name: str) -> None:
+        """Delete an object below a URL (S3 only)."""
+        s3_client(self.endpoint).delete_object(Bucket=BUCKET, Key=self.key(url, name))
+
     def keys(self, url: str) -> list[str]:
         """Return the keys of all objects below a URL (S3 only)."""
         prefix = url.partition("?")[0].removeprefix(f"{self.scheme}://{BUCKET}/")

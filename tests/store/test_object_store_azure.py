@@ -15,9 +15,9 @@ import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.ports.store import Store, exists, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
-from tests.faults.memory.scenario import end_agents
 from tests.store.azurite_server import CONTAINER, AzureServer, azurite  # noqa: F401 - a fixture
 from tests.store.test_object_faults import KINDS, REQUESTS, Place, check_one_fault
+from tests.tools.agents import end_agents
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 
 pytestmark = pytest.mark.long

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import shardwise as sw
-from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.home import Home
-from shardwise.memory.mirror_tasks import (
-    TASKS_DIRECTORY,
-    read_mirror_task,
-    set_mirror_task,
-)
-from shardwise.memory.records import StorageTask
-from shardwise.memory.spawn import running_agent
-from shardwise.retention import committed_steps
-from shardwise.store import LocalStore
-from shardwise.tiers.options import MirrorRequest
-from shardwise.tiers.record import read_mirror_record
 from tests.memory.test_snapshots import shm
-from tests.tiers.test_mirror import data_file, files_of, flip, state
+from tests.tiers.test_mirror import data_file, files_of, flip, mirror_of, state, steps_of
+from tests.tools.agents import signal_agents, until
 
 __all__ = ["shm"]
-RUN = "0" * 16
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def open_run(tmp_path: Path, shm: Path, keep: sw.Keep | None = None) -> sw.Checkpointer:
@@ -57,8 +33,8 @@ def test_the_agent_copies_and_the_trainer_does_not(tmp_path: Path, shm: Path) ->
                 assert files_of(root, 3) == files_of(mirror, 3)
         names = {thread.name for thread in threading.enumerate()}
         assert not [name for name in names if "mirror" in name]
-    assert committed_steps(LocalStore(root)) == [4, 5]
-    assert committed_steps(LocalStore(mirror)) == [3, 4, 5]
+    assert steps_of(root) == [4, 5]
+    assert steps_of(mirror) == [3, 4, 5]
     for step in (4, 5):
         assert files_of(root, step) == files_of(mirror, step)
     flip(data_file(root, 5), 70_000)
@@ -75,7 +51,6 @@ def test_a_new_agent_continues_what_a_killed_agent_began(tmp_path: Path, shm: Pa
     """The mirror cannot be created, the agent is killed, the training ends; then it can."""
     root, mirror = tmp_path / "root", tmp_path / "mirror"
     mirror.write_text("in the way")
-    home = Home(shm)
     checkpointer = open_run(tmp_path, shm, sw.Keep(last=1))
     for step in (1, 2):
         handle = checkpointer.save(step, state(step))
@@ -83,67 +58,30 @@ def test_a_new_agent_continues_what_a_killed_agent_began(tmp_path: Path, shm: Pa
         handle.result(60.0)
 
     def failing() -> bool:
-        record = read_mirror_record(LocalStore(root))
+        record = mirror_of(root)
         return record is not None and record.failing_since is not None and record.pinned == (1,)
 
     until(failing)
-    assert committed_steps(LocalStore(root)) == [1, 2]
-    info = running_agent(home)
-    assert info is not None
-    os.kill(info.process, signal.SIGKILL)
-    until(lambda: (now := running_agent(home)) is not None and now.process != info.process)
+    assert steps_of(root) == [1, 2]
+    node = sw.NodeAgent(shm)
+    before = node.status().process
+    (process,) = signal_agents(shm, signal.SIGKILL)
+    assert process == before
+    until(lambda: node.status().process not in (None, process))
     checkpointer.close(wait=False)
+    open_run(tmp_path, shm, sw.Keep(last=1)).close(wait=False)  # forgets no step that was saved
     mirror.unlink()
-    until(lambda: mirror.is_dir() and committed_steps(LocalStore(mirror)) == [1, 2], 90.0)
-    until(lambda: committed_steps(LocalStore(root)) == [2])
+    until(lambda: mirror.is_dir() and steps_of(mirror) == [1, 2], 90.0)
+    until(lambda: steps_of(root) == [2])
     assert files_of(root, 2) == files_of(mirror, 2)
 
 
-def test_a_task_ends_when_the_run_has_ended_and_all_is_copied(tmp_path: Path) -> None:
+def test_a_task_ends_when_the_run_has_ended_and_all_is_copied(tmp_path: Path, shm: Path) -> None:
     root, mirror = tmp_path / "root", tmp_path / "mirror"
-    sw.save(root / "step-00000001", state(1), step=1)
-    home = Home(tmp_path / "home")
-    run = home.run(RUN)
-    request = MirrorRequest(str(mirror))
-    set_mirror_task(run, StorageTask(root=str(root), mirror=request, newest=1, damaged=[7]))
-    set_mirror_task(run, StorageTask(root=str(root), mirror=request))
-    task = read_mirror_task(run)
-    assert task is not None
-    assert (task.newest, task.damaged) == (1, [7])  # a restart of the training does not forget
-    mirrors = Mirrors(home)
-    assert mirrors.is_busy()
-
-    def is_finished() -> bool:
-        mirrors.update_tasks()
-        return not mirrors.is_busy()
-
-    until(is_finished)
-    assert committed_steps(LocalStore(mirror)) == [1]
-    mirrors.stop()
-
-
-def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: Path) -> None:
-    root, mirror = tmp_path / "root", tmp_path / "mirror"
-    sw.save(root / "step-00000001", state(1), step=1)
-    mirror.write_text("in the way")
-    home = Home(tmp_path / "home")
-    set_mirror_task(home.run(RUN), StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
-    now = time.time()
-    mirrors = Mirrors(home, lambda: now)
-    mirrors.update_tasks()
-    until(lambda: (root / "mirror.json").exists())
-    mirrors.update_tasks()
-    assert mirrors.is_busy()
-    first = mirrors._active[home.run(RUN)].worker
-    now += 601.0
-    until(
-        lambda: (mirrors.update_tasks(), mirrors._active[home.run(RUN)].worker is not first)[1]
-    )  # opened anew
-    now += 86500.0
-    until(lambda: (mirrors.update_tasks(), not mirrors.is_busy())[1])
-    mirrors.stop()
-    (home.path / TASKS_DIRECTORY / f"{RUN}.json").write_text("{")  # damaged: ignored
-    mirrors.update_tasks()
-    shutil.rmtree(home.path / TASKS_DIRECTORY)
-    mirrors.update_tasks()
-    assert not mirrors.is_busy()
+    node = sw.NodeAgent(shm)
+    with open_run(tmp_path, shm) as checkpointer:
+        checkpointer.save(1, state(1))
+        (task,) = node.status().mirrors
+        assert (task.root, task.mirror) == (str(root), str(mirror))
+    assert steps_of(mirror) == [1]
+    until(lambda: not node.status().mirrors)

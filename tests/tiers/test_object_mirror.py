@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.names import MANIFEST, step_directory
-from shardwise.retention import committed_steps
-from shardwise.store import LocalStore, open_store
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
-from shardwise.tiers.record import read_mirror_record
 from tests.store.servers import Server, moto
-from tests.tiers.test_mirror import data_file, flip, save, state
+from tests.tiers.test_mirror import data_file, files_of, flip, mirror_of, save, state, steps_of
+from tests.tools.agents import until
 
 __all__ = ["moto"]
 REFUSED = "http://127.0.0.1:9/"  # nobody listens there
@@ -33,14 +28,13 @@ def test_a_bucket_mirrors_a_directory(moto: Server, tmp_path: Path) -> None:
     root, url = tmp_path / "root", moto.new_url()
     mirror = sw.Mirror(url, keep=sw.Keep(multiple_of=2))
     save(root, 1, 2, 3, 4, 5, keep=sw.Keep(last=1), mirror=mirror)
-    store = open_store(url)
-    assert committed_steps(LocalStore(root)) == [5]
-    assert committed_steps(store) == [2, 4, 5]
+    assert steps_of(root) == [5]
+    assert steps_of(url) == [2, 4, 5]
     for step in (2, 4, 5):
         target = state(0)
-        sw.load(store.at(step_directory(step)), target)
+        sw.load(url, target, step=step)
         assert torch.equal(target["t"], state(step)["t"])
-    assert not [name for name in store.at(step_directory(5)).list() if "lock" in name]
+    assert not [name for name in moto.keys(url) if "lock" in name or "lease" in name]
     flip(data_file(root, 5), 70_000)
     with sw.Checkpointer(root, mirror=mirror, memory=None) as checkpointer:
         target = state(0)
@@ -64,38 +58,40 @@ def test_a_step_that_is_saved_again_is_replaced_in_a_bucket(
     target = state(0)
     sw.load(url, target)
     assert torch.equal(target["t"], state(101)["t"])
-    names = {path.name for path in (root / step_directory(1)).iterdir()}
-    assert {MANIFEST} < names <= set(open_store(url).at(step_directory(1)).list())
+    for name, content in files_of(root, 1).items():
+        assert moto.read(url, f"step-00000001/{name}") == content
 
 
 def test_a_copy_to_a_bucket_is_continued(moto: Server, tmp_path: Path) -> None:
     """Of a killed copy without a manifest, the whole file is not sent again."""
     root, url = tmp_path / "root", moto.new_url()
     save(root, 1, mirror=url)
-    store = open_store(url)
-    store.at(step_directory(1)).delete(MANIFEST)
-    each = Mirroring(LocalStore(root), store, TierRules(sw.Keep(), sw.Keep()))
-    assert each.catch_up(SavedSteps)
-    assert each.record.steps[1].bytes == 0
-    assert committed_steps(store) == [1]
+    moto.delete(url, "step-00000001/manifest.json")
+    sw.Checkpointer(root, mirror=url, memory=None).close()
+    record = mirror_of(root)
+    assert record is not None
+    assert record.steps[1].bytes == 0
+    assert steps_of(url) == [1]
     assert not moto.unfinished_uploads(url)
 
 
 def test_a_bucket_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    save(root, 1, 2)
-    store = open_store(f"s3://bucket/run?endpoint={REFUSED}&region=us-east-1&retry=1")
-    each = Mirroring(LocalStore(root), store, TierRules(sw.Keep(last=1), sw.Keep()))
-    done: list[bool] = []
-    thread = threading.Thread(target=lambda: done.append(each.catch_up(lambda: SavedSteps(2))))
-    thread.start()
-    thread.join(60.0)
-    assert done == [False]  # in a bounded time
-    record = read_mirror_record(LocalStore(root))
-    assert record is not None
-    assert (record.waiting, record.pinned) == ((2, 1), (1,))
-    assert record.failure
-    assert committed_steps(LocalStore(root)) == [1, 2]
+    save(root, 1)
+    url = f"s3://bucket/run?endpoint={REFUSED}&region=us-east-1&retry=1"
+    checkpointer = sw.Checkpointer(root, mirror=url, keep=sw.Keep(last=1), memory=None)
+    handle = checkpointer.save(2, state(2), overwrite=True)
+    assert handle is not None
+
+    def is_failing() -> bool:
+        record = mirror_of(root)
+        return record is not None and (record.waiting, record.pinned) == ((2, 1), (1,))
+
+    until(is_failing)  # in a bounded time
+    with pytest.raises(TimeoutError, match=r"step 2 is not in the mirror .*Reason: "):
+        handle.mirrored(0.1)
+    checkpointer.close(wait=False)
+    assert steps_of(root) == [1, 2]
 
 
 def test_a_mirror_serves_a_bucket_but_its_record_is_not_followed(
@@ -104,11 +100,9 @@ def test_a_mirror_serves_a_bucket_but_its_record_is_not_followed(
     """Whoever may write to the bucket could have written the record."""
     url, mirror = moto.new_url(), tmp_path / "mirror"
     save(url, 1, mirror=mirror)  # type: ignore[arg-type]  # a URL
-    store = open_store(url).at(step_directory(1))
-    (name,) = [name for name in store.list() if name.endswith(".safetensors")]
-    intact = store.read(name, limit=1 << 30)
-    damaged = intact[:70_000] + bytes([intact[70_000] ^ 1]) + intact[70_001:]
-    store.publish(name, damaged, replace=True)
+    (name,) = [name for name in moto.keys(url) if name.endswith(".safetensors")]
+    intact = moto.read(url, name)
+    moto.put(url, name, intact[:70_000] + bytes([intact[70_000] ^ 1]) + intact[70_001:])
     with pytest.raises(sw.CorruptionError):
         sw.load(url, state(0))
     with sw.Checkpointer(url, mirror=mirror, memory=None) as checkpointer:

@@ -9,20 +9,13 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.names import step_directory
-from shardwise.memory.agent.status import read_status
-from shardwise.memory.home import Home
-from shardwise.memory.mirror_tasks import set_mirror_task
-from shardwise.memory.records import StorageTask
-from shardwise.retention import committed_steps
-from shardwise.store import LocalStore
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
-from shardwise.tiers.options import MirrorRequest
-from shardwise.tiers.record import MIRROR_FILE
 from tests.cli.conftest import Run, run
-from tests.tiers.test_mirror import data_file, flip, save, state
+from tests.memory.test_snapshots import shm
+from tests.tiers.test_mirror import data_file, flip, save, state, steps_of
+from tests.tools.agents import until
+from tests.tools.faulty_store import Fault, FaultyStore
 
-__all__ = ["run"]
+__all__ = ["run", "shm"]
 
 
 @pytest.fixture
@@ -39,18 +32,18 @@ def test_a_load_of_the_root_uses_the_mirror(root: Path) -> None:
     assert sw.load(root, target).step == 4
     assert torch.equal(target["t"], state(4)["t"])
     assert sw.open(root, step=1)["t"][7] == 8.0
-    sw.load(root / step_directory(4), target)
-    sw.load(root / step_directory(1), target)
+    sw.load(root / "step-00000004", target)
+    sw.load(root / "step-00000001", target)
     assert torch.equal(target["t"], state(1)["t"])
     with pytest.raises(sw.CorruptionError):  # a store is only itself
-        sw.load(LocalStore(root / step_directory(4)), target)
+        sw.load(FaultyStore(root / "step-00000004", Fault()), target)
 
 
 @pytest.mark.parametrize("how", ["others may read it", "damaged", "unknown scheme"])
 def test_a_record_that_cannot_be_trusted_is_not_followed(
     root: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = root / MIRROR_FILE
+    record = root / "mirror.json"
     if how == "others may read it":
         record.chmod(0o644)
     elif how == "damaged":
@@ -64,7 +57,7 @@ def test_a_record_that_cannot_be_trusted_is_not_followed(
 
 
 def test_ls_shows_what_is_mirrored(root: Path, run: Run) -> None:
-    sw.save(root / step_directory(5), state(5), step=5)
+    sw.save(root / "step-00000005", state(5), step=5)
     document = run("ls", root, "--json").document
     assert [(each["step"], each["mirrored"]) for each in document["checkpoints"]] == [
         (3, True),
@@ -85,26 +78,28 @@ def test_verify_checks_each_tier_alone(root: Path, run: Run) -> None:
 
 
 def test_the_status_of_an_agent_shows_a_failing_mirror(
-    root: Path, tmp_path: Path, run: Run
+    root: Path, tmp_path: Path, shm: Path, run: Run
 ) -> None:
     mirror = tmp_path / "mirror"
     shutil.rmtree(mirror)
     mirror.write_text("in the way")
-    rules = TierRules(sw.Keep(last=1), sw.Keep())
-    assert not Mirroring(LocalStore(root), LocalStore(mirror), rules).catch_up(
-        lambda: SavedSteps(4)
-    )
-    assert committed_steps(LocalStore(root)) == [3, 4]
-    home = Home(tmp_path / "shm")
-    task = StorageTask(root=str(root), mirror=MirrorRequest(str(mirror)), newest=4)
-    set_mirror_task(home.run("0" * 16), task)
-    (status,) = read_status(home).mirrors
-    assert (status.root, status.mirror) == (str(root), str(mirror))
-    assert (status.waiting, status.pinned) == ([4, 3], [3])
-    assert status.failing is not None
-    assert "NotADirectoryError" in status.failure
-    shown = run("agent", "status", "--dir", tmp_path / "shm").out
-    assert f"mirror {mirror} of {root}: has nothing; step 3…4 waits to be copied" in shown
-    assert "step 3 stays in the root only until it is copied" in shown
-    shown = run("ls", root).out
-    assert "copying to the mirror fails, and is tried again: NotADirectoryError" in shown
+    memory = sw.Memory(dir=str(shm), snapshot_every=0)
+    options = {"mirror": mirror, "keep": sw.Keep(last=1), "memory": memory}
+    with sw.Checkpointer(root, **options) as checkpointer:  # type: ignore[arg-type]
+        handle = checkpointer.save(5, state(5), overwrite=True)
+        assert handle is not None
+        handle.result(60.0)
+        agent = sw.NodeAgent(shm)
+        until(lambda: any(each.pinned == [3, 4] for each in agent.status().mirrors))
+        (status,) = agent.status().mirrors
+        assert (status.root, status.mirror) == (str(root), str(mirror))
+        assert status.waiting == [5, 4, 3]
+        assert status.failing is not None
+        assert "NotADirectoryError" in status.failure
+        shown = run("agent", "status", "--dir", shm).out
+        assert f"mirror {mirror} of {root}: has nothing; step 3…5 waits to be copied" in shown
+        assert "step 3…4 stays in the root only until it is copied" in shown
+        shown = run("ls", root).out
+        assert "copying to the mirror fails, and is tried again: NotADirectoryError" in shown
+        assert steps_of(root) == [3, 4, 5]
+        checkpointer.close(wait=False)

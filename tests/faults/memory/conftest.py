@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.memory.scenario import end_agents
+from tests.tools.agents import end_agents
 
 
 @pytest.fixture

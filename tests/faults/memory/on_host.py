@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from tests.faults.memory.scenario import Cluster, begin, go_on, train
-from tests.faults.memory.scenario import until as wait_until
+from tests.tools.agents import until as wait_until
 
 WAIT = 3.0
 

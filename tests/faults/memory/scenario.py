@@ -7,10 +7,7 @@ values, or repeats or skips a step, can therefore never match a run without faul
 from __future__ import annotations
 
 import logging
-import os
 import re
-import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.files import read_record
 from shardwise.memory.home import ABANDONED_MARKER, KNOWN_NODES_RECORD
-from shardwise.memory.records import AgentInfo
+from tests.tools.agents import until
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005
@@ -175,53 +171,6 @@ def go_on(
             handle.result(40.0)
     cp.close(wait=False)
     return went
-
-
-def infos(directory: Path) -> list[AgentInfo]:
-    """Return the records of the agents of all homes below a directory."""
-    found = [read_record(info, AgentInfo) for info in directory.glob("**/agent.json")]
-    return [info for info in found if info is not None]
-
-
-def signal_agents(directory: Path, number: signal.Signals) -> list[int]:
-    """Send a signal to the agents of all homes below a directory; return their process ids."""
-    processes = [info.process for info in infos(directory)]
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, number)
-    return processes
-
-
-def end_agents(directory: Path) -> None:
-    """Kill the agents of all homes below a directory, and wait until they have exited."""
-    processes = signal_agents(directory, signal.SIGKILL)
-    until(lambda: not any(is_running(process) for process in processes))
-
-
-def is_running(process: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return (
-            Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-            != "Z"
-        )
-    except OSError:
-        return False
-
-
-def lose(directory: Path) -> None:
-    """Lose a node: kill its agent and delete its memory."""
-    end_agents(directory)
-    for path in sorted(directory.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
-def until(true: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait until a condition is true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"the condition was not true within {seconds:g} s"
-        time.sleep(0.002)
 
 
 def steps_in(root: Path) -> list[int]:

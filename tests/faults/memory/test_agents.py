@@ -15,19 +15,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from tests.faults.memory import deaths
-from tests.faults.memory.scenario import (
-    Cluster,
-    assert_tidy,
-    begin,
-    end_agents,
-    go_on,
-    infos,
-    is_running,
-    signal_agents,
-    steps_in,
-    train,
-    until,
-)
+from tests.faults.memory.scenario import Cluster, assert_tidy, begin, go_on, steps_in, train
+from tests.tools.agents import agents_below, end_agents, is_running, signal_agents, until
 from tests.tools.gang import Gang
 
 SECONDS = 30.0
@@ -51,7 +40,7 @@ def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Pope
     (home / f"shardwise-{os.getuid()}" / "agent.json").unlink()
     command = [sys.executable, deaths.__file__, pattern, when, "agent", "run", f"--dir={home}"]
     agent = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    until(lambda: infos(home))
+    until(lambda: agents_below(home))
     return agent
 
 
@@ -111,7 +100,7 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     last = 1 + 2 * len(records)
     went = gang.run(go_on, copied, last + 3, world=2, by="columns")
     assert {(each.step, each.source) for each in went} == {(last, "memory")}
-    assert len(infos(shm)) == 2
+    assert len(agents_below(shm)) == 2
     assert_tidy(shm, 2)
 
 
@@ -217,6 +206,6 @@ def test_a_card_of_an_agent_that_is_gone_is_not_taken_for_one(shm: Path) -> None
     root = shm / "root"
     with sw.Checkpointer(root, memory=sw.Memory(dir=str(shm))) as cp:
         assert cp.restore({"step": 0}) is None
-        (info,) = infos(shm)
+        (info,) = agents_below(shm)
         assert info.process != 1
         assert is_running(info.process)

@@ -10,7 +10,8 @@ import torch
 
 import shardwise as sw
 from tests.breadth import mostly_long
-from tests.faults.memory.scenario import ROWS, Cluster, box_of, end_agents, strays, until
+from tests.faults.memory.scenario import ROWS, Cluster, box_of, strays
+from tests.tools.agents import end_agents, until
 from tests.tools.gang import Gang
 
 COLUMNS = 256

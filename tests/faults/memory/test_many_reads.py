@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from tests.breadth import mostly_long
-from tests.faults.memory.scenario import Cluster, lose
+from tests.faults.memory.scenario import Cluster
+from tests.tools.agents import lose
 from tests.tools.gang import Gang
 
 SHAPE = (1000, 768)

@@ -10,18 +10,8 @@ import pytest
 
 from tests.breadth import mostly_long
 from tests.faults.memory.deaths import die
-from tests.faults.memory.scenario import (
-    Cluster,
-    Went,
-    begin,
-    end_agents,
-    go_on,
-    infos,
-    lose,
-    steps_in,
-    train,
-    until,
-)
+from tests.faults.memory.scenario import Cluster, Went, begin, go_on, steps_in, train
+from tests.tools.agents import agents_below, end_agents, lose, until
 from tests.tools.gang import Gang
 
 STEPS = 3
@@ -146,7 +136,7 @@ def test_nodes_that_know_none_of_the_idle_ones_find_them(gang: Gang, root: Path,
 def test_a_node_that_does_not_answer_is_named(gang: Gang, root: Path, shm: Path) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=2, every=2)
     gang.run(go_on, cluster, 3, world=2)
-    silent = next(info.node for info in infos(cluster.directory(1)))
+    silent = next(agent["node"] for agent in agents_below(cluster.directory(1)))
     end_agents(cluster.directory(1))
     ((went, unanswered),) = gang.run(restore_and_list_unanswered, cluster, world=1)
     assert (went.step, went.source, unanswered) == (2, "storage", [silent])

@@ -19,17 +19,8 @@ from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
-from tests.faults.memory.scenario import (
-    Cluster,
-    Went,
-    assert_tidy,
-    begin,
-    go_on,
-    lose,
-    signal_agents,
-    strays,
-    train,
-)
+from tests.faults.memory.scenario import Cluster, Went, assert_tidy, begin, go_on, strays, train
+from tests.tools.agents import lose, signal_agents
 from tests.tools.gang import Gang
 
 needs_pyeclib = pytest.mark.skipif(

@@ -14,9 +14,9 @@ import pytest
 
 from examples.hosts import Host, Hosts, HostsUnavailable
 from tests.faults.memory import bucket_on_host
-from tests.faults.memory.scenario import until
 from tests.faults.memory.test_network import RankStarter, paths_of_tests, said, start
 from tests.store.servers import Server
+from tests.tools.agents import until
 
 PORT = 9000
 LOCK_SECONDS = 3

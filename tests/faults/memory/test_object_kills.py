@@ -23,8 +23,8 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.retention import committed_steps
 from shardwise.store import abort_uploads, open_store
-from tests.faults.memory.scenario import end_agents, lose, until
 from tests.store.servers import Server, moto, seaweedfs  # noqa: F401 - fixtures
+from tests.tools.agents import end_agents, lose, until
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.tools.gang import Gang, Outcome
 

@@ -16,8 +16,8 @@ import torch
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
 from shardwise.ports.store import open_store
-from tests.faults.memory.scenario import signal_agents, until
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.agents import signal_agents, until
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.tools.faulty_store import Fault, FaultyStore
 from tests.tools.gang import Gang

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from tests.faults.memory.scenario import Cluster, Went, begin, end_agents, lose, steps_in, train
+from tests.faults.memory.scenario import Cluster, Went, begin, steps_in, train
+from tests.tools.agents import end_agents, lose
 from tests.tools.gang import Gang
 
 NOT_GIVEN = {

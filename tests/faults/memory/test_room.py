@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from tests.breadth import mostly_long
-from tests.faults.memory.scenario import WAIT, Cluster, begin, end_agents, go_on, steps_in, train
+from tests.faults.memory.scenario import WAIT, Cluster, begin, go_on, steps_in, train
+from tests.tools.agents import end_agents
 from tests.tools.gang import Gang
 
 MEGABYTE = 1 << 20

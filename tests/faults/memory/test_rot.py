@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.breadth import mostly_long
-from tests.faults.memory.scenario import Cluster, Went, assert_tidy, go_on, lose, until
+from tests.faults.memory.scenario import Cluster, Went, assert_tidy, go_on
+from tests.tools.agents import lose, until
 from tests.tools.gang import Gang
 
 SNAPSHOT = "shardwise-*/runs/*/step-{step:08d}/{name}"

@@ -25,12 +25,11 @@ from tests.faults.memory.scenario import (
     Logged,
     assert_tidy,
     begin,
-    end_agents,
     go_on,
     steps_in,
     train,
-    until,
 )
+from tests.tools.agents import end_agents, until
 from tests.tools.gang import Gang
 
 BUCKETS = 3

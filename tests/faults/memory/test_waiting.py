@@ -18,17 +18,8 @@ from shardwise.memory.records import StageOutcome
 from shardwise.memory.trainer.save_handle import PendingSave
 from shardwise.store.store import Buffer
 from tests.breadth import mostly_long
-from tests.faults.memory.scenario import (
-    SLOTS,
-    Cluster,
-    Logged,
-    assert_tidy,
-    begin,
-    signal_agents,
-    steps_in,
-    train,
-    until,
-)
+from tests.faults.memory.scenario import SLOTS, Cluster, Logged, assert_tidy, begin, steps_in, train
+from tests.tools.agents import signal_agents, until
 from tests.tools.gang import Gang
 
 PATIENCE = 1.0
