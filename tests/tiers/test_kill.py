@@ -14,7 +14,8 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
+from shardwise.tiers.decide import SavedSteps
+from shardwise.tiers.mirroring import Mirroring
 from tests.breadth import mostly_long
 from tests.tiers.test_mirror import state
 from tests.tools.faulty_store import Fault, FaultyStore
@@ -37,9 +38,9 @@ def loaded(root: Path, step: int) -> int:
 
 
 def catch_up(root: Path, mirror: Path, fault: Fault) -> bool:
-    tiers = (FaultyStore(LocalStore(each), fault) for each in (root, mirror))
-    rules = TierRules(sw.Keep(last=1), sw.Keep(last=2))
-    return Mirroring(*tiers, rules).catch_up(lambda: SavedSteps(3))
+    source, target = (FaultyStore(LocalStore(each), fault) for each in (root, mirror))
+    options = sw.Mirror(target, keep=sw.Keep(last=2))
+    return Mirroring(source, sw.Keep(last=1), options).catch_up(lambda: SavedSteps(3))
 
 
 def kill_at(root: Path, mirror: Path, index: int) -> None:

@@ -13,7 +13,8 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore, open_store
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
+from shardwise.tiers.decide import SavedSteps
+from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.record import read_mirror_record
 from tests.store.servers import Server, moto
 from tests.tiers.test_mirror import data_file, flip, save, state
@@ -74,7 +75,7 @@ def test_a_copy_to_a_bucket_is_continued(moto: Server, tmp_path: Path) -> None:
     save(root, 1, mirror=url)
     store = open_store(url)
     store.at(step_directory(1)).delete(MANIFEST)
-    each = Mirroring(LocalStore(root), store, TierRules(sw.Keep(), sw.Keep()))
+    each = Mirroring(LocalStore(root), sw.Keep(), sw.Mirror(store))
     assert each.catch_up(SavedSteps)
     assert each.record.steps[1].bytes == 0
     assert committed_steps(store) == [1]
@@ -85,7 +86,7 @@ def test_a_bucket_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "root"
     save(root, 1, 2)
     store = open_store(f"s3://bucket/run?endpoint={REFUSED}&region=us-east-1&retry=1")
-    each = Mirroring(LocalStore(root), store, TierRules(sw.Keep(last=1), sw.Keep()))
+    each = Mirroring(LocalStore(root), sw.Keep(last=1), sw.Mirror(store))
     done: list[bool] = []
     thread = threading.Thread(target=lambda: done.append(each.catch_up(lambda: SavedSteps(2))))
     thread.start()

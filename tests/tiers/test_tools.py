@@ -16,7 +16,8 @@ from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.records import StorageTask
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
+from shardwise.tiers.decide import SavedSteps
+from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.options import MirrorRequest
 from shardwise.tiers.record import MIRROR_FILE
 from tests.cli.conftest import Run, run
@@ -90,8 +91,7 @@ def test_the_status_of_an_agent_shows_a_failing_mirror(
     mirror = tmp_path / "mirror"
     shutil.rmtree(mirror)
     mirror.write_text("in the way")
-    rules = TierRules(sw.Keep(last=1), sw.Keep())
-    assert not Mirroring(LocalStore(root), LocalStore(mirror), rules).catch_up(
+    assert not Mirroring(LocalStore(root), sw.Keep(last=1), sw.Mirror(mirror)).catch_up(
         lambda: SavedSteps(4)
     )
     assert committed_steps(LocalStore(root)) == [3, 4]
