@@ -56,26 +56,18 @@ class ObjectStore:
     Args:
         url: the URL; see docs/storage.md for its options.
         client: the client of the bucket, which the stores below share; None to open one.
-        times: the times of locks.
 
     Raises:
         StoreError: the URL is wrong.
     """
 
-    def __init__(
-        self,
-        url: str | StoreUrl,
-        client: Client | None = None,
-        times: leases.LeaseTimes | None = None,
-    ) -> None:
+    def __init__(self, url: str | StoreUrl, client: Client | None = None) -> None:
         self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
         self._client = client or Client(self.url)
-        lock_seconds = self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2)
-        self._times = times or leases.LeaseTimes(lease=lock_seconds)
         self._requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
         self.traits = StoreTraits(
             alignment=1,
-            lock_expiry=self._times.lease,
+            lock_expiry=self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2),
             reading_grace=self.url.number("grace_seconds", READING_GRACE, smallest=0),
             transfer=REMOTE_TRANSFER,
         )
@@ -89,7 +81,7 @@ class ObjectStore:
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
         check_name(name, str(self))
-        return ObjectStore(self.url.below(name), self._client, self._times)
+        return ObjectStore(self.url.below(name), self._client)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is known about an object; None for a prefix of others."""
@@ -195,7 +187,7 @@ class ObjectStore:
             names = self.list()
             if names:
                 raise OSError(errno.ENOTEMPTY, f"not empty: it has {names[0]}", str(self))
-            leases.remove_expired(self._leases(), times=self._times)
+            self._leases().remove_expired()
             return
         path = self._path_to_write(key)
         self._refuse_read_only(key)
@@ -207,12 +199,13 @@ class ObjectStore:
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Lock an object by a lease; see `store/leases.py`. There are no shared locks."""
         check_name_to_write(key, str(self))
-        return leases.hold(self._leases(), key, times=self._times)
+        return self._leases().hold(key)
 
     def _leases(self) -> leases.LeasesIn:
         return leases.LeasesIn(
             self,
             lambda: {name: o["last_modified"].timestamp() for name, o in self._list()[1].items()},
+            self.traits.lock_expiry,
         )
 
     def _probe_conditions(self) -> None:
