@@ -32,7 +32,7 @@ from shardwise.errors import (
 )
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
-from shardwise.store import Store, stores_with
+from shardwise.store import Store
 from shardwise.store.local_files import NotRegularFileError
 
 Metrics = Mapping[str, float | None]
@@ -256,8 +256,9 @@ def duration_in_seconds(duration: Duration, label: str = "") -> float:
 
 def committed_steps(root: Store) -> list[int]:
     """Return the steps of a root that have a manifest, ascending."""
-    steps = map(step_of_directory, stores_with(root, MANIFEST))
-    return sorted(step for step in steps if step is not None)
+    names = {step: name for name in root.list() if (step := step_of_directory(name)) is not None}
+    manifests = map_in_threads(lambda step: root.at(names[step]).stat(MANIFEST), names)
+    return sorted(step for step, found in zip(names, manifests, strict=True) if found is not None)
 
 
 def apply_retention(
