@@ -265,7 +265,7 @@ class Simulation:
     def run(self, seconds: float) -> int:
         """Let time pass; return the number of attempts."""
         end, attempts = self.now + seconds, 0
-        while (due := self.worker.seconds_until_due()) <= end - self.now:
+        while (due := max(0.0, self.worker._due_at - self.now)) <= end - self.now:
             self.now += due + 0.001
             self.worker.attempt()
             attempts += 1

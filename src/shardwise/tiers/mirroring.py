@@ -89,7 +89,8 @@ class Mirroring:
         """
         with self._root.lock(LOCK) as held:
             if not held:
-                self._read_record_of_other()
+                with suppress(ShardwiseError, OSError):  # another process copies to the mirror
+                    self.record = read_mirror_record(self._root) or self.record
                 return False
             try:
                 return self._catch_up(saved)
@@ -98,11 +99,6 @@ class Mirroring:
             except (ShardwiseError, OSError) as error:
                 self._update_record(plan=None, failures={}, failure=describe_error(error))
                 return False
-
-    def _read_record_of_other(self) -> None:
-        """Read the record of the process that copies to the mirror instead of this one."""
-        with suppress(ShardwiseError, OSError):
-            self.record = read_mirror_record(self._root) or self.record
 
     def _catch_up(self, saved: Callable[[], SavedSteps]) -> bool:
         failures: dict[int, str] = {}
