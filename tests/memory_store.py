@@ -104,8 +104,7 @@ class MemoryStore(Store):
             self.server.objects.pop(self._prefix + key, None)
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
-        times = leases.LeaseTimes(lease=self.server.lease, pause=0.001)
-        return leases.hold(leases.LeasesIn(self, self._times), key, times=times)
+        return leases.LeasesIn(self, self._times, self.server.lease, pause=0.001).hold(key)
 
     def _times(self) -> dict[str, float]:
         self.server.count("list", self._prefix)

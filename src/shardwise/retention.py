@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from itertools import takewhile
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import msgspec
 
-from shardwise.decoding import prepare_decoding
 from shardwise.engine.leftovers import (
     map_in_threads,
     mark_as_removed,
@@ -33,7 +32,7 @@ from shardwise.errors import (
 )
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
-from shardwise.store import Store, stores_with
+from shardwise.store import Store
 from shardwise.store.local_files import NotRegularFileError
 
 Metrics = Mapping[str, float | None]
@@ -175,16 +174,28 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The data of a checkpoint that retention rules use.
+    """The data of a checkpoint by which it is kept, removed or copied to a mirror.
 
     Attributes:
         saved_at: time of the save, in seconds since 1970; None if the manifest has no readable
             time.
         metrics: the metrics that were saved with the checkpoint.
+        save_id: the id of its save. Two saves of the same step have different ids.
     """
 
     saved_at: float | None = None
     metrics: Metrics = field(default_factory=dict)
+    save_id: str = ""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> CheckpointInfo:
+        """Return the data in a manifest."""
+        try:
+            moment = datetime.fromisoformat(manifest.created)
+        except ValueError:
+            return cls(None, manifest.metrics, manifest.save_id)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        return cls(moment.timestamp(), manifest.metrics, manifest.save_id)
 
 
 Choice = Literal["newest"] | SupportsIndex | Best
@@ -208,27 +219,17 @@ def parse_choice(step: object) -> Choice:
     return check_step(step)
 
 
-def decode_keep(data: Mapping[str, object]) -> Keep:
+def decode_keep(data: Mapping[str, Any]) -> Keep:
     """Decode rules from the plain values of `dataclasses.asdict`.
 
     Raises:
         msgspec.ValidationError: the values are not valid rules.
     """
-    return msgspec.convert(data, type=_KeepFields).make_keep()
-
-
-@prepare_decoding
-class _KeepFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of `Keep`, with durations as text."""
-
-    last: int | None = None
-    multiple_of: int | None = None
-    best: Best | None = None
-    latest_for: str | None = None
-    every_time: str | None = None
-
-    def make_keep(self) -> Keep:
-        return Keep(**msgspec.structs.asdict(self))
+    try:
+        best = None if data.get("best") is None else Best(**data["best"])
+        return Keep(**{**data, "best": best})
+    except (TypeError, ValueError) as error:
+        raise msgspec.ValidationError(str(error)) from error
 
 
 def duration_in_seconds(duration: Duration, label: str = "") -> float:
@@ -255,8 +256,9 @@ def duration_in_seconds(duration: Duration, label: str = "") -> float:
 
 def committed_steps(root: Store) -> list[int]:
     """Return the steps of a root that have a manifest, ascending."""
-    steps = map(step_of_directory, stores_with(root, MANIFEST))
-    return sorted(step for step in steps if step is not None)
+    names = {step: name for name in root.list() if (step := step_of_directory(name)) is not None}
+    manifests = map_in_threads(lambda step: root.at(names[step]).stat(MANIFEST), names)
+    return sorted(step for step, found in zip(names, manifests, strict=True) if found is not None)
 
 
 def apply_retention(
@@ -393,18 +395,4 @@ def _read_info(store: Store) -> CheckpointInfo:
         if isinstance(error, StoreError) or error.errno == errno.EIO:  # the file is damaged
             return CheckpointInfo()
         raise
-    return info_of_manifest(manifest)
-
-
-def info_of_manifest(manifest: Manifest) -> CheckpointInfo:
-    """Return the time and metrics of a checkpoint, from its manifest."""
-    return CheckpointInfo(time_in_seconds(manifest.created), manifest.metrics)
-
-
-def time_in_seconds(created: str) -> float | None:
-    """Return the time in a manifest, in seconds since 1970; None if it is not readable."""
-    try:
-        moment = datetime.fromisoformat(created)
-    except ValueError:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    return CheckpointInfo.of(manifest)

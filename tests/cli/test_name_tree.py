@@ -18,8 +18,8 @@ def tensor(name: str, *shape: int) -> NameLeaf:
     return NameLeaf(name, "", "float32", shape, 4)
 
 
-def labels(nodes: tuple[NameNode, ...]) -> list[str]:
-    return [f"{row.line_prefix}{row.node.label} ×{row.node.count}" for row in list_rows(nodes)]
+def labels(nodes: list[NameNode]) -> list[str]:
+    return [f"{prefix}{node.label} ×{node.count}" for prefix, node in list_rows(nodes)]
 
 
 def test_numbered_siblings_that_are_alike_become_one() -> None:
@@ -47,7 +47,7 @@ def test_groups_within_groups_keep_their_sizes() -> None:
     (node,) = build_tree(names, collapse=True)
     assert node.nbytes == 4 * 12
     assert (node.label, node.count) == ("l.0…2", 3)
-    assert [child.label for child in node.children] == ["e.0…3.w"]
+    assert [child.label for child in node.children.values()] == ["e.0…3.w"]
 
 
 def test_a_name_may_hold_something_and_have_names_below() -> None:

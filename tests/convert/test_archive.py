@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.convert import write as writing
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, TensorPart, size_of
-from shardwise.convert.targets.archive import ArchiveBuilder, FileBuilder
+from shardwise.convert.targets.archive import ArchiveBuilder
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import read_directory
@@ -46,9 +46,9 @@ def sums(path: Path, cuts: list[int]) -> list[int]:
 
 
 def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
-    file = FileBuilder("x.zip")
+    file = OutputFile("x.zip")
     file.add(b"before")
-    file.align()
+    file.align(64)
     start = file.size
     archive = ArchiveBuilder(file)
     part = TensorPart("w", Box.whole((5,)), "float32")
@@ -58,7 +58,7 @@ def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
     archive.add("a/again", part)
     archive.close()
     data = bytes(range(20))
-    write(file.build(), tmp_path / "x", data)
+    write(file, tmp_path / "x", data)
     (tmp_path / "x.zip").write_bytes((tmp_path / "x").read_bytes()[start:])
     read = zipfile.ZipFile(tmp_path / "x.zip")
     assert read.testzip() is None
@@ -78,10 +78,10 @@ def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
         "large": TensorPart("large", Box.whole((5 << 30,)), "uint8"),
         "behind": TensorPart("behind", Box.whole((10,)), "float32"),
     }
-    file = FileBuilder("large.pt")
+    file = OutputFile("large.pt")
     add_torch_file(file, value, "large.pt")
     path = tmp_path / "large.pt"
-    write(file.build(), path, None)
+    write(file, path, None)
     read = zipfile.ZipFile(path)
     sizes = {each.filename: each.file_size for each in read.infolist()}
     assert sizes["archive/data/0"] == 5 << 30
@@ -98,12 +98,12 @@ def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 65_535])
 def test_many_entries(tmp_path: Path, count: int) -> None:
-    file = FileBuilder("many.zip")
+    file = OutputFile("many.zip")
     archive = ArchiveBuilder(file)
     for number in range(count):
         archive.add(f"{number}", b"")
     archive.close()
-    write(file.build(), tmp_path / "many.zip", None)
+    write(file, tmp_path / "many.zip", None)
     entries = read_directory(
         FileRange.whole_file(LocalStore(tmp_path).open("many.zip"), "many.zip", "many.zip")
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import pytest
 
-from shardwise.store.leases import LeaseTimes, hold, is_lease, remove_expired
+from shardwise.store.leases import LeasesIn, is_lease
 
 KEY = "manifest.json"
 
@@ -27,22 +27,20 @@ class Server:
     shown: dict[str, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def touch(self, name: str) -> None:
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         if not self.may_write:
             raise PermissionError(name)
         with self.lock:
             self.shown = dict(self.files)
             self.files[name] = self.now
 
-    def create_empty(self, name: str) -> None:
-        with self.lock:
-            self.files.setdefault(name, self.now)
+    def stat(self, name: str) -> float | None:
+        return self.files.get(name)
 
-    def modification_times(self, prefix: str) -> Mapping[str, float]:
+    def times(self) -> Mapping[str, float]:
         with self.lock:
             self.lag -= 1
-            files = self.shown if self.lag >= 0 else self.files
-            return {name: time for name, time in files.items() if name.startswith(prefix)}
+            return dict(self.shown if self.lag >= 0 else self.files)
 
     def delete(self, name: str) -> None:
         if not self.may_delete:
@@ -54,11 +52,17 @@ class Server:
         return [name for name in self.files if is_lease(name)]
 
 
-def times(server: Server) -> LeaseTimes:
+def hold(server: Server, key: str, **times: float) -> AbstractContextManager[bool]:
+    return LeasesIn(server, server.times, **times).hold(key)
+
+
+def hold_at_once(server: Server, key: str) -> AbstractContextManager[bool]:
+    """Lock a file; waiting moves the clock of the server."""
+
     def sleep(seconds: float) -> None:
         server.now += seconds
 
-    return LeaseTimes(sleep=sleep)
+    return LeasesIn(server, server.times, sleep=sleep).hold(key)
 
 
 @pytest.fixture
@@ -67,9 +71,9 @@ def server() -> Server:
 
 
 def test_of_two_locks_one_is_held(server: Server) -> None:
-    with hold(server, KEY, times=times(server)) as held:
+    with hold_at_once(server, KEY) as held:
         assert held
-        with hold(server, KEY, times=times(server)) as also:
+        with hold_at_once(server, KEY) as also:
             assert not also
         assert len(server.leases()) == 1
     assert server.files == {KEY: 0.0}
@@ -96,7 +100,7 @@ def test_locks_of_other_files_do_not_conflict(server: Server) -> None:
 def test_the_lease_of_a_dead_process_expires(server: Server, age: float, held: bool) -> None:
     dead = f"{KEY}.{'0' * 16}.lease"
     server.files[dead] = server.now - age
-    with hold(server, KEY, times=times(server)) as locked:
+    with hold_at_once(server, KEY) as locked:
         assert locked == held
     assert (dead in server.files) != held
 
@@ -106,15 +110,15 @@ def test_attempts_that_failed_do_not_delay_later_attempts(server: Server) -> Non
     server.files[f"{KEY}.{'0' * 16}.lease"] = server.now
     with ExitStack() as locks:
         for _ in range(3):
-            lock = hold(server, KEY, times=times(server))
+            lock = hold_at_once(server, KEY)
             assert not locks.enter_context(lock)
             assert len(server.leases()) == 1
             server.now += 20
-        assert locks.enter_context(hold(server, KEY, times=times(server)))
+        assert locks.enter_context(hold_at_once(server, KEY))
 
 
 def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
-    with hold(server, KEY, times=LeaseTimes(lease=0.2)) as held:
+    with hold(server, KEY, lease=0.2) as held:
         assert held
         (lease,) = server.leases()
         server.now += 100
@@ -125,7 +129,7 @@ def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
 def test_a_lost_lease_is_reported_and_not_written_again(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hold(server, KEY, times=LeaseTimes(lease=0.2)):
+    with hold(server, KEY, lease=0.2):
         server.files = {KEY: 0.0}
         wait_until(lambda: "lost the lock" in caplog.text)
     assert not server.leases()
@@ -153,7 +157,7 @@ def test_a_listing_that_lags_is_waited_for_a_while(server: Server, lag: int, hel
     """A lock is not granted on a listing that lacks the holder's own lease."""
     server.shown = dict(server.files)
     server.lag = lag
-    with hold(server, KEY, times=times(server)) as locked:
+    with hold_at_once(server, KEY) as locked:
         assert locked == held
 
 
@@ -167,7 +171,7 @@ def test_of_many_exclusive_holders_at_most_one_has_the_lock(server: Server) -> N
 
         def take(barrier: threading.Barrier = barrier, done: threading.Barrier = done) -> bool:
             barrier.wait()
-            with hold(server, KEY, times=LeaseTimes(pause=0.001)) as held:
+            with hold(server, KEY, pause=0.001) as held:
                 done.wait()
                 return held
 
@@ -180,15 +184,15 @@ def test_of_many_exclusive_holders_at_most_one_has_the_lock(server: Server) -> N
 
 
 def test_expired_leases_of_all_files_are_removed(server: Server) -> None:
-    assert remove_expired(server) == []
+    assert LeasesIn(server, server.times).remove_expired() == []
     old = f"a.{'1' * 16}.lease"
     server.files[old] = server.now - 61
     with ExitStack() as locks:
         locks.enter_context(hold(server, KEY))
         (live,) = set(server.leases()) - {old}
-        assert remove_expired(server) == [live]
+        assert LeasesIn(server, server.times).remove_expired() == [live]
         assert server.leases() == [live]
-    assert remove_expired(server) == []
+    assert LeasesIn(server, server.times).remove_expired() == []
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

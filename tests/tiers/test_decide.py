@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.retention import CheckpointInfo
-from shardwise.tiers.decide import StoredCheckpoint, TierPlan, Tiers, decide_tiers
+from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
 
 ALL = sw.Keep()
 
 
-def tier(steps: str, *, loss: dict[int, float] | None = None) -> dict[int, StoredCheckpoint]:
+def tier(steps: str, *, loss: dict[int, float] | None = None) -> dict[int, CheckpointInfo]:
     """Return the checkpoints in a text like "1 2 3b"; the letter stands for another save."""
     found = {}
     for word in steps.split():
         step, save = int(word.rstrip("ab?")), word.lstrip("0123456789") or "a"
         metrics = {"loss": loss[step]} if loss and step in loss else {}
-        found[step] = StoredCheckpoint(save, CheckpointInfo(step * 3600.0, metrics))
+        found[step] = CheckpointInfo(step * 3600.0, metrics, save)
     return found
 
 
@@ -94,13 +94,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_table(case: Case) -> None:
-    tiers = Tiers(
-        root=tier(case.root, loss=case.loss),
-        mirror=tier(case.mirror, loss=case.loss),
-        newest=case.newest,
-        damaged=frozenset(case.damaged),
-    )
-    assert decide_tiers(tiers, case.keep, case.mirror_keep) == TierPlan(
+    root, mirror = tier(case.root, loss=case.loss), tier(case.mirror, loss=case.loss)
+    saved = SavedSteps(case.newest, frozenset(case.damaged))
+    assert decide_tiers(root, mirror, saved, case.keep, case.mirror_keep) == TierPlan(
         copy=case.copy,
         remove_from_root=case.from_root,
         remove_from_mirror=case.from_mirror,
@@ -117,21 +113,18 @@ keeps = st.builds(
     best=st.none() | st.just(sw.Best("loss")),
 )
 stored = st.builds(
-    StoredCheckpoint,
+    CheckpointInfo,
+    st.none() | st.floats(0, 1e5),
+    st.dictionaries(st.just("loss"), st.floats(0, 1)),
     st.sampled_from("ab"),
-    st.builds(
-        CheckpointInfo,
-        st.none() | st.floats(0, 1e5),
-        st.dictionaries(st.just("loss"), st.floats(0, 1)),
-    ),
 )
 checkpoints = st.dictionaries(st.integers(0, 12), stored, max_size=8)
 
 
 @given(checkpoints, checkpoints, keeps, keeps, st.none() | st.integers(0, 12))
 def test_it_ends_and_nothing_is_lost(
-    root: dict[int, StoredCheckpoint],
-    mirror: dict[int, StoredCheckpoint],
+    root: dict[int, CheckpointInfo],
+    mirror: dict[int, CheckpointInfo],
     keep: sw.Keep,
     mirror_keep: sw.Keep,
     newest: int | None,
@@ -142,11 +135,11 @@ def test_it_ends_and_nothing_is_lost(
         if root[step].save_id == mirror[step].save_id:
             mirror[step] = root[step]  # the same save has the same time and metrics
     for _ in range(40):
-        plan = decide_tiers(Tiers(root=root, mirror=mirror, newest=newest), keep, mirror_keep)
+        plan = decide_tiers(root, mirror, SavedSteps(newest), keep, mirror_keep)
         assert not set(plan.remove_from_root) & set(plan.copy)
         for step in plan.remove_from_root:
             wanted = step in mirror_keep.steps_to_keep(
-                {s: each.info for s, each in {**mirror, **root}.items() if s <= (newest or 0)}
+                {s: each for s, each in {**mirror, **root}.items() if s <= (newest or 0)}
             )
             assert not wanted or mirror[step].save_id == root[step].save_id
         root = {s: each for s, each in root.items() if s not in plan.remove_from_root}
@@ -156,7 +149,7 @@ def test_it_ends_and_nothing_is_lost(
         if not plan.copy:
             break
         mirror = {**mirror, plan.copy[0]: root[plan.copy[0]]}
-    plan = decide_tiers(Tiers(root=root, mirror=mirror, newest=newest), keep, mirror_keep)
+    plan = decide_tiers(root, mirror, SavedSteps(newest), keep, mirror_keep)
     assert plan == TierPlan(copy=(), remove_from_root=(), remove_from_mirror=(), pinned=())
     if before:
         last = max((s for s in before if newest is None or s <= newest), default=None)

@@ -17,7 +17,8 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
+from shardwise.tiers.decide import SavedSteps
+from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.record import MIRROR_FILE, read_mirror_record
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
@@ -83,7 +84,7 @@ def mirror(tmp_path: Path) -> Path:
 
 
 def mirroring(root: Path, mirror: Path, keep: sw.Keep, mirror_keep: sw.Keep) -> Mirroring:
-    return Mirroring(LocalStore(root), LocalStore(mirror), TierRules(keep, mirror_keep))
+    return Mirroring(LocalStore(root), keep, sw.Mirror(mirror, keep=mirror_keep))
 
 
 def test_every_checkpoint_is_copied_and_the_record_says_so(root: Path, mirror: Path) -> None:
@@ -270,18 +271,18 @@ class Simulation:
     def start(self) -> None:
         """Start, as another process after the first one has ended."""
         store = Outage(self.mirror, self.down, self.calls)
-        rules = TierRules(self.keep, sw.Keep())
-        self.mirroring = Mirroring(LocalStore(self.root), store, rules, lambda: self.now)
+        options = sw.Mirror(store)
+        self.mirroring = Mirroring(LocalStore(self.root), self.keep, options, lambda: self.now)
         self.worker = MirrorWorker(self.mirroring, lambda: self.now)
 
     def save(self, step: int) -> None:
         sw.save(self.root / step_directory(step), state(step), step=step)
-        self.worker.set_saved(SavedSteps(step))
+        self.worker.set_saved(step)
 
     def run(self, seconds: float) -> int:
         """Let time pass; return the number of attempts."""
         end, attempts = self.now + seconds, 0
-        while (due := self.worker.seconds_until_due()) <= end - self.now:
+        while (due := max(0.0, self.worker._due_at - self.now)) <= end - self.now:
             self.now += due + 0.001
             self.worker.attempt()
             attempts += 1
@@ -348,7 +349,7 @@ def test_a_broken_copy_is_continued(root: Path, mirror: Path) -> None:
     whole.rename(whole.with_name(f"{whole.name}.part"))
     calls: list[str] = []
     store = Outage(mirror, threading.Event(), calls)
-    each = Mirroring(LocalStore(root), store, TierRules(sw.Keep(), sw.Keep()))
+    each = Mirroring(LocalStore(root), sw.Keep(), sw.Mirror(store))
     assert each.catch_up(SavedSteps)
     assert calls.count("create") == 1
     assert [each.record.steps[step].bytes > 0 for step in (1, 2)] == [True, False]
@@ -378,7 +379,7 @@ def test_a_mirror_that_refuses_deletes_gets_everything(root: Path, mirror: Path)
         def delete(self, key: str) -> None:
             raise PermissionError(1, "AccessDenied", key)
 
-    each = Mirroring(LocalStore(root), WithoutDelete(mirror), TierRules(LAST, LAST))
+    each = Mirroring(LocalStore(root), LAST, sw.Mirror(WithoutDelete(mirror), keep=LAST))
     assert each.catch_up(lambda: SavedSteps(2))  # step 3 is of another branch
     assert committed_steps(target) == [2, 3]
     save(root, 4)

@@ -184,7 +184,7 @@ class Checkpointer:
         else:
             saver = Snapshots(settings.root, settings.memory, group, comparison, watch)
         if place is not None:
-            hooks.add(RunMirror(settings, place, group, saver.request_mirroring, self._damaged))
+            hooks.add(RunMirror(settings, group, saver.request_mirroring, self._damaged))
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
         hooks.add(DivergenceWatch(comparison, group, settings.on_event))

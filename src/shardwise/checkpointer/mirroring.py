@@ -13,7 +13,7 @@ from shardwise.events import Recorder
 from shardwise.memory.records import StorageTask
 from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
+from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
 
@@ -28,7 +28,6 @@ class RunMirror(RunHook):
 
     Args:
         settings: the options of the Checkpointer.
-        place: the mirror.
         group: the ranks.
         request: has the agent of this node mirror the root; None without agents.
         damaged: steps of the root whose root and mirror are both known to be damaged.
@@ -37,7 +36,6 @@ class RunMirror(RunHook):
     def __init__(
         self,
         settings: Settings,
-        place: Store,
         group: Group,
         request: Callable[[StorageTask], None] | None,
         damaged: set[int],
@@ -53,16 +51,15 @@ class RunMirror(RunHook):
             self._watch.report(Recorder())  # events of earlier trainings are not reported
         self._is_mirroring = group.rank == 0 and is_writable(settings.root)
         if self._is_mirroring and request is None and settings.mirror is not None:
-            rules = TierRules(settings.keep, settings.mirror.keep, settings.mirror.budget)
-            self._worker = MirrorWorker(Mirroring(settings.root, place, rules))
+            mirroring = Mirroring(settings.root, settings.keep, settings.mirror)
+            self._worker = MirrorWorker(mirroring)
             self._worker.start()
         self._update()
 
     def _update(self) -> None:
         """Say what was saved to the thread or agent that copies."""
         if self._worker is not None:
-            damaged = frozenset(self._damaged)
-            self._worker.set_saved(SavedSteps(self._newest, damaged))
+            self._worker.set_saved(self._newest, self._damaged)
         elif self._is_mirroring and self._request is not None:
             self._request(self._settings.storage_task(None, ()))
 

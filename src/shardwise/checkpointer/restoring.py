@@ -30,7 +30,7 @@ from shardwise.memory.remote.assembled import MEMORY_ORIGINS
 from shardwise.ports.hooks import RestoreReport
 from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
-from shardwise.tiers.store import MIRROR, ROOT, TIERS, TieredStore, have_other_saves
+from shardwise.tiers.store import MIRROR, ROOT, TieredStore
 
 MOST_NODES_SHOWN = 3
 START = "start"
@@ -102,7 +102,7 @@ def resolve_choice(step: object, best: Best | None) -> Choice:
 
 def all_origins(nbytes: Mapping[str, int]) -> dict[str, int]:
     """Return bytes by origin, with all origins."""
-    return {**dict.fromkeys((*MEMORY_ORIGINS, *TIERS, START), 0), **nbytes}
+    return {**dict.fromkeys((*MEMORY_ORIGINS, ROOT, MIRROR, START), 0), **nbytes}
 
 
 class Restoring:
@@ -268,21 +268,22 @@ class Restoring:
             root, mirror = self._root.at(directory), self._mirror and self._mirror.at(directory)
             if mirror is None:
                 yield _Candidate(step, "storage", root, only_origin=ROOT)
-            else:
-                tiered = TieredStore(root, mirror)
-                yield _Candidate(step, "storage", tiered, tiered.origins)
+                self._damaged.add(step)
+                continue
+            tiered = TieredStore(root, mirror)
+            yield _Candidate(step, "storage", tiered, tiered.origins)
             self._damaged.add(step)
-            if mirror is not None and self._is_any_other_save(root, mirror):
+            if self._has_two_saves(tiered):
                 if self._group.rank == 0:
                     log.warning(
                         "step %d was saved again; trying its earlier save in %s", step, mirror
                     )
                 yield _Candidate(step, "storage", mirror, only_origin=MIRROR)
 
-    def _is_any_other_save(self, root: Store, mirror: Store) -> bool:
+    def _has_two_saves(self, tiered: TieredStore) -> bool:
         """Return whether root and mirror have different saves of a step. All ranks call this."""
         with Round(self._group, "looking for an earlier save", first_only=True) as all_ranks:
-            return all_ranks.share(self._group.rank == 0 and have_other_saves(root, mirror), bool)
+            return all_ranks.share(self._group.rank == 0 and tiered.has_two_saves(), bool)
 
     def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
         """Load a checkpoint on all ranks.

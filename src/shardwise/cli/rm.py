@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Annotated
 
@@ -53,8 +53,7 @@ def rm(
       shardwise rm RUN --before 1000 --older-than 7d
     """
     listed = sw.list_checkpoints(root).checkpoints
-    selects = _parse_selection(root, listed, step, before, older_than)
-    selected = [each for each in listed if selects(each)]
+    selected = _select(root, listed, step, before, older_than)
     if not selected:
         raise sw.CheckpointNotFoundError(
             f"no checkpoint of {root} is selected; nothing was removed"
@@ -94,14 +93,14 @@ def _show_removed(checkpoint: sw.ListedCheckpoint, kept: Sequence[str], *, dry_r
         console.print(Text(message, "yellow"), soft_wrap=True)
 
 
-def _parse_selection(
+def _select(
     root: str,
     listed: Sequence[sw.ListedCheckpoint],
     steps: Sequence[str] | None,
     before: int | None,
     older_than: str | None,
-) -> Callable[[sw.ListedCheckpoint], bool]:
-    """Return the function that tells whether the options select a checkpoint.
+) -> list[sw.ListedCheckpoint]:
+    """Return the checkpoints that all given options select.
 
     Raises:
         StateError: an option is invalid, or there is none.
@@ -109,8 +108,9 @@ def _parse_selection(
     """
     if not steps and before is None and older_than is None:
         raise sw.StateError("nothing was removed: pass --step, --before or --older-than")
+    selected = [each for each in listed if each.step is not None]
+    found = [each.step for each in selected]
     ranges = {text: _parse_steps(text) for text in steps or ()}
-    found = [each.step for each in listed if each.step is not None]
     missing = [text for text, numbers in ranges.items() if not any(n in numbers for n in found)]
     if missing:
         newest_steps = ", ".join(map(str, found[-5:])) or "none"
@@ -118,20 +118,17 @@ def _parse_selection(
             f"{root} has no checkpoint of step {', '.join(missing)} (newest steps: "
             f"{newest_steps}); nothing was removed. `shardwise ls {root}` lists all steps"
         )
-    oldest = None if older_than is None else datetime.now(timezone.utc) - _parse_age(older_than)
-
-    def selects(checkpoint: sw.ListedCheckpoint) -> bool:
-        number = checkpoint.step
-        if number is None or (before is not None and number >= before):
-            return False
-        if ranges and not any(number in numbers for numbers in ranges.values()):
-            return False
-        if oldest is None:
-            return True
-        saved = None if checkpoint.saved_at is None else fmt.parse_time(checkpoint.saved_at)
-        return saved is not None and saved < oldest
-
-    return selects
+    if ranges:
+        chosen = list(ranges.values())
+        selected = [each for each in selected if any(each.step in numbers for numbers in chosen)]
+    if before is not None:
+        selected = [each for each in selected if (each.step or 0) < before]
+    if older_than is not None:
+        oldest = datetime.now(timezone.utc) - _parse_age(older_than)
+        times = [fmt.parse_time(each.saved_at or "") for each in selected]
+        pairs = zip(selected, times, strict=True)
+        selected = [each for each, saved in pairs if saved is not None and saved < oldest]
+    return selected
 
 
 def _parse_steps(text: str) -> range:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -48,8 +47,8 @@ def verify(
         verdicts.append(_verify(place, step))
         if not as_json:
             _show_verdict(verdicts[-1], console)
-    damaged = sum(each.intact is False for each in verdicts)
-    unchecked = sum(each.intact is None for each in verdicts)
+    damaged = sum(each["intact"] is False for each in verdicts)
+    unchecked = sum(each["intact"] is None for each in verdicts)
     if as_json:
         intact = False if damaged else None if unchecked else True
         document = {"path": path, "intact": intact, "unfinished": unfinished, "removed": removed}
@@ -70,53 +69,41 @@ def verify(
         raise typer.Exit(2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The result for one checkpoint, as docs/cli.md describes it."""
-
-    path: str
-    step: int | None
-    intact: bool | None
-    bytes: int = 0
-    files: int = 0
-    compared: int = 0
-    unchecked: int = 0
-    damage: tuple[sw.Damage, ...]
-
-
-def _verify(path: str, step: int | None) -> Verdict:
+def _verify(path: str, step: int | None) -> dict[str, Any]:
+    """Return the result for one checkpoint, as docs/cli.md describes it."""
     try:
         checkpoint = sw.open(path, skip_unknown=True)
     except sw.CorruptionError as error:  # the manifest is damaged
-        damage = (sw.Damage(file=None, problem=str(error), tensors=[]),)
-        return Verdict(path=path, step=step, intact=False, damage=damage)
+        damage = [sw.Damage(file=None, problem=str(error), tensors=[])]
+        numbers = dict.fromkeys(("bytes", "files", "compared", "unchecked"), 0)
+        return {"path": path, "step": step, "intact": False, **numbers, "damage": damage}
     with progress(sum(file.size for file in checkpoint.layout.files)) as on_event:
         report = checkpoint.find_damage(on_event)
-    return Verdict(
-        path=report.path,
-        step=report.step,
-        intact=report.intact,
-        bytes=report.bytes_checked,
-        files=report.files,
-        compared=report.bytes_compared,
-        unchecked=report.bytes_unchecked,
-        damage=report.damage,
-    )
+    return {
+        "path": report.path,
+        "step": report.step,
+        "intact": report.intact,
+        "bytes": report.bytes_checked,
+        "files": report.files,
+        "compared": report.bytes_compared,
+        "unchecked": report.bytes_unchecked,
+        "damage": report.damage,
+    }
 
 
-def _show_verdict(verdict: Verdict, console: Console) -> None:
+def _show_verdict(verdict: dict[str, Any], console: Console) -> None:
     symbols = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
     details = []
-    if verdict.files:
-        details.append(f"{fmt.size(verdict.bytes)} in {fmt.count(verdict.files, 'file')}")
-    if verdict.compared:
-        details.append(f"{fmt.size(verdict.compared)} of copies compared")
-    if verdict.unchecked:
-        details.append(f"{fmt.size(verdict.unchecked)} not checked, without checksums")
+    if verdict["files"]:
+        details.append(f"{fmt.size(verdict['bytes'])} in {fmt.count(verdict['files'], 'file')}")
+    if verdict["compared"]:
+        details.append(f"{fmt.size(verdict['compared'])} of copies compared")
+    if verdict["unchecked"]:
+        details.append(f"{fmt.size(verdict['unchecked'])} not checked, without checksums")
     detail = f"  {'; '.join(details)}" if details else ""
-    line = Text.assemble(symbols[verdict.intact], verdict.path, (detail, "dim"))
+    line = Text.assemble(symbols[verdict["intact"]], verdict["path"], (detail, "dim"))
     console.print(line, soft_wrap=True)
-    for each in verdict.damage:
+    for each in verdict["damage"]:
         location = "" if each.start is None else f"{each.file}, bytes {each.start}:{each.stop}: "
         text = Text(f"  {location}{each.problem}")
         if each.tensors:

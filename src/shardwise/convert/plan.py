@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import TypeVar
 
 from shardwise.errors import StateError
@@ -63,36 +61,55 @@ class BytesFromChecksums:
 Segment = bytes | TensorPart | BytesFromChecksums
 
 
-@dataclass(frozen=True)
 class OutputFile:
-    """A file to write.
+    """A file to write, which is planned from front to back.
 
-    Attributes:
+    Args:
         name: path below the target directory, with `/` as the separator.
-        segments: contents of the file, in order. The offset of a `TensorPart` is a multiple of the
-            size of its elements.
+        segments: the first segments.
         checksum_boundaries: ascending offsets in bytes, without the start and the end of the file.
             They divide the file into ranges, and each range gets a checksum.
+
+    Attributes:
+        segments: contents of the file, in order.
+        starts: the offset of each segment in the file.
+        size: the size in bytes.
     """
 
-    name: str
-    segments: tuple[Segment, ...]
-    checksum_boundaries: tuple[int, ...] = ()
+    def __init__(
+        self, name: str, segments: Iterable[Segment] = (), checksum_boundaries: Iterable[int] = ()
+    ) -> None:
+        self.name = name
+        self.segments: list[Segment] = []
+        self.starts: list[int] = []
+        self.size = 0
+        self.checksum_boundaries = list(checksum_boundaries)
+        for segment in segments:
+            self.add(segment)
 
-    def __post_init__(self) -> None:
-        for start, segment in zip(self.starts, self.segments, strict=True):
-            if isinstance(segment, TensorPart) and start % DTYPES[segment.dtype].itemsize:
-                raise ValueError(f"{self.name}: {segment.name} is not aligned: at byte {start}")
+    def add(self, segment: Segment) -> None:
+        """Append a segment.
 
-    @cached_property
-    def starts(self) -> Sequence[int]:
-        """The offset of each segment in the file."""
-        return [0, *accumulate(map(size_of, self.segments))][: len(self.segments)]
+        Raises:
+            ValueError: the offset of a part of a tensor is no multiple of the size of its elements.
+        """
+        if isinstance(segment, TensorPart) and self.size % DTYPES[segment.dtype].itemsize:
+            raise ValueError(f"{self.name}: {segment.name} is not aligned: at byte {self.size}")
+        self.segments.append(segment)
+        self.starts.append(self.size)
+        self.size += size_of(segment)
 
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return self.starts[-1] + size_of(self.segments[-1]) if self.segments else 0
+    def add_with_checksum(self, part: TensorPart) -> int:
+        """Append a nonempty part. Return the index of its checksum in the checksums of the file."""
+        if self.checksum_boundaries[-1:] != [self.size] and self.size:
+            self.checksum_boundaries.append(self.size)
+        self.add(part)
+        self.checksum_boundaries.append(self.size)
+        return len(self.checksum_boundaries) - 1
+
+    def align(self, alignment: int) -> None:
+        """Pad the file to a multiple of `alignment` bytes."""
+        self.add(bytes(-self.size % alignment))
 
     def tensor_parts(self) -> list[TensorPart]:
         """Return the parts of tensors in the file."""

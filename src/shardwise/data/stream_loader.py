@@ -154,8 +154,8 @@ class ElasticStreamLoader:
                     f"ElasticStreamLoader: {len(self._ahead)} batches were taken, but advance() "
                     "was not called: call it after each training step"
                 )
-            self._ahead.append(join_states(own))
-            yield self._collate([item for part in own for item in part.items])
+            self._ahead.append({s: state for _, states in own for s, state in states.items()})
+            yield self._collate([item for items, _ in own for item in items])
 
     def state_dict(self) -> dict[str, object]:
         """Return the states of this rank's streams after the last batch trained on.
@@ -197,18 +197,6 @@ class ElasticStreamLoader:
                 generator=own_generator,
             )
         )
-
-
-def join_states(parts: list[Part]) -> dict[int, StreamState]:
-    """Return the states of the streams of all workers after a batch.
-
-    Raises:
-        StateError: the parts are of different batches.
-    """
-    if len({part.number for part in parts}) > 1:
-        numbers = [part.number for part in parts]
-        raise StateError(f"workers sent parts of different batches: {numbers}. This is a defect")
-    return {stream: state for part in parts for stream, state in part.states.items()}
 
 
 class _PartsOfWorker(IterableDataset[Part]):

@@ -255,19 +255,9 @@ class Stream:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one worker contributes to a batch.
-
-    Attributes:
-        number: the number of the batch, counted from the start of the iteration.
-        items: the items, in the order of their streams.
-        states: the states of the worker's streams after these items.
-    """
-
-    number: int
-    items: list[Any]
-    states: dict[int, StreamState]
+Part = tuple[list[Any], dict[int, StreamState]]
+"""What one worker contributes to a batch: the items, in the order of their streams, and the states
+of the worker's streams after these items."""
 
 
 def produce_parts(
@@ -280,8 +270,6 @@ def produce_parts(
         items_per_stream: how many items each stream contributes to a batch.
     """
     streams = {number: Stream(dataset, number, state) for number, state in states.items()}
-    number = 0
     while True:
         items = [stream.next_item() for stream in streams.values() for _ in range(items_per_stream)]
-        yield Part(number, items, {each: stream.state() for each, stream in streams.items()})
-        number += 1
+        yield items, {number: stream.state() for number, stream in streams.items()}

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
@@ -57,21 +56,6 @@ ADVICE = (
 log = logging.getLogger("shardwise")
 
 
-@dataclass(frozen=True, slots=True)
-class SampledSet:
-    """The part of a set of replicas that is compared at a save.
-
-    Attributes:
-        number, holders: as in `ReplicaSet`.
-        first, last: its rows in the pieces of the sample.
-    """
-
-    number: int
-    holders: int
-    first: int
-    last: int
-
-
 class ReplicaSample:
     """The boxes that this rank compares at one save.
 
@@ -84,6 +68,7 @@ class ReplicaSample:
         position: the number of the comparison.
         source: the bytes of the boxes, one after the other.
         sets: the sets of replicas that the boxes belong to.
+        limits: the index of the first box of each set, and the number of boxes.
         description: the fragments of this rank.
 
     Attributes:
@@ -97,12 +82,14 @@ class ReplicaSample:
         step: int,
         position: int,
         source: FileSource,
-        sets: Sequence[SampledSet],
+        sets: Sequence[ReplicaSet],
+        limits: Sequence[int],
         description: Description,
     ) -> None:
         self.save_id, self.step, self.position = save_id, step, position
         self.nbytes, self.devices = source.entry.size, source.devices
-        self.sets = tuple(sets)
+        self.sets = sets
+        self._boxes = {s.number: slice(*b) for s, b in zip(sets, pairwise(limits), strict=True)}
         self._source: FileSource | None = source
         self._pieces = source.pieces
         self._description = description
@@ -144,9 +131,9 @@ class ReplicaSample:
         """Whether the checksums were taken."""
         return self._checksums is not None
 
-    def key_of(self, sampled: SampledSet) -> tuple[int, int]:
+    def key_of(self, replicas: ReplicaSet) -> tuple[int, int]:
         """Return the number of a set, and the position of this sample in the set's round."""
-        return sampled.number, self.position % saves_per_round(sampled.holders)
+        return replicas.number, self.position % saves_per_round(replicas.holders)
 
     def checksums(self) -> dict[int, bytes]:
         """Wait for the checksums, and return the checksums of each set, by the set's number."""
@@ -159,14 +146,12 @@ class ReplicaSample:
         found = self._checksums
         if found is None:
             return {}
-        return {each.number: found[each.first : each.last].tobytes() for each in self.sets}
+        return {number: found[boxes].tobytes() for number, boxes in self._boxes.items()}
 
-    def boxes_of(self, sampled: SampledSet) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return the tensor, offset and shape of each box of a set."""
-        rows = list(self._pieces.describe_pieces(self._description))
-        return [
-            (name, box.offset, box.shape) for name, _, _, box in rows[sampled.first : sampled.last]
-        ]
+    def boxes_of(self, number: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Return the tensor, offset and shape of each box of a set, by the set's number."""
+        rows = list(self._pieces.describe_pieces(self._description))[self._boxes[number]]
+        return [(name, box.offset, box.shape) for name, _, _, box in rows]
 
 
 class ReplicaComparison:
@@ -215,12 +200,8 @@ class ReplicaComparison:
             return None
         pieces, limits = choose_pieces(self._sets, plan.description, self._position)
         source = FileSource.of(pieces, fragments)
-        sampled = [
-            SampledSet(each.number, each.holders, first, last)
-            for each, (first, last) in zip(self._sets, pairwise(limits), strict=True)
-        ]
         self._sample = ReplicaSample(
-            save_id, step, self._position, source, sampled, plan.description
+            save_id, step, self._position, source, self._sets, limits, plan.description
         )
         return self._sample
 
@@ -243,13 +224,13 @@ class ReplicaComparison:
 
     def encode_message(self) -> bytes:
         """Return this rank's message about its last sample, for `conclude`."""
-        if self._sample is None:
+        sample = self._sample
+        if sample is None:
             return b""
         digests = {
             number: hashlib.blake2b(checksums, digest_size=16).digest()
-            for number, checksums in self._sample.checksums().items()
+            for number, checksums in sample.checksums().items()
         }
-        sample = self._sample
         return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
 
     def conclude(
@@ -316,14 +297,15 @@ class ReplicaComparison:
     ) -> SampleDetails:
         """Return the checksums of this rank for the sets that differ."""
         checksums = sample.checksums()
-        sets = [
-            each for each in sample.sets if each.number in differing and each.number in checksums
-        ]
-        keys = {each.number: sample.key_of(each) for each in sets}
+        keys = {
+            each.number: sample.key_of(each)
+            for each in sample.sets
+            if each.number in differing and each.number in checksums
+        }
         return SampleDetails(
             sample.step,
-            {each.number: checksums[each.number] for each in sets},
-            {e.number: sample.boxes_of(e) for e in sets if differing[e.number] == rank},
+            {number: checksums[number] for number in keys},
+            {number: sample.boxes_of(number) for number in keys if differing[number] == rank},
             {n: self._equal_at[key] for n, key in keys.items() if key in self._equal_at},
         )
 

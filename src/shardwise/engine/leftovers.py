@@ -109,7 +109,7 @@ def mark_as_removed(store: Store, removed_at: float) -> None:
 
 def map_in_threads(work: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:
     """Return the result of `work` for each item, in order. Many items are worked on at a time."""
-    if len(items) < REQUESTS_AT_ONCE:
+    if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-requests") as pool:
         return list(pool.map(work, items))

@@ -97,16 +97,18 @@ class Registration:
         public = msgspec.structs.replace(
             self._info, token=make_run_token(self._info.token, run.name)
         )
-        name, entry = _file_of(public.node), NodeEntry(public, run.name, now)
-        if not publish_private(entries, name, msgspec.json.encode(entry)):
+        name = _file_of(public.node)
+        entry, without_token = (
+            msgspec.json.encode(NodeEntry(info, run.name, now))
+            for info in (public, msgspec.structs.replace(public, token=""))
+        )
+        if not publish_private(entries, name, entry, without_token):
             log.warning(
                 "%s/%s: this file system does not enforce file modes, so the token of this node is "
                 "not written there; a restart on other nodes cannot read the snapshots of this "
                 "node",
                 *(entries, name),
             )
-            bare = NodeEntry(msgspec.structs.replace(public, token=""), run.name, now)
-            entries.publish(name, msgspec.json.encode(bare), replace=True)
         self._roots[run] = entries
 
 

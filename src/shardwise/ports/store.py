@@ -19,7 +19,7 @@ from shardwise.store import (
     is_file,
     open_store,
 )
-from shardwise.store.leases import LeasesIn, hold, is_lease, remove_expired
+from shardwise.store.leases import LeasesIn, is_lease
 from shardwise.store.names import check_name, check_name_to_write, check_path
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import REMOTE_TRANSFER, Buffer
@@ -45,10 +45,8 @@ __all__ = [
     "check_name_to_write",
     "check_path",
     "exists",
-    "hold",
     "is_file",
     "is_lease",
     "open_store",
     "parse_url",
-    "remove_expired",
 ]

@@ -16,7 +16,6 @@ from shardwise.store.places import (
     publish_checked,
     resolve_links,
     store_below,
-    stores_with,
     why_no_directory,
 )
 from shardwise.store.read_only import ReadOnlyStore
@@ -58,6 +57,5 @@ __all__ = [
     "publish_checked",
     "resolve_links",
     "store_below",
-    "stores_with",
     "why_no_directory",
 ]

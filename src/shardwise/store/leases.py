@@ -40,46 +40,126 @@ class LeasesIn:
         store: the store, whose `list` leaves out leases.
         list_times: returns when each file of the directory was modified, in seconds by the clock of
             the server, with leases; {} if there is no directory.
-    """
-
-    store: Store
-    list_times: Callable[[], Mapping[str, float]]
-
-    def touch(self, name: str) -> None:
-        """Create an empty file, or replace it, so that the server gives it the present time.
-
-        Raises:
-            PermissionError: this process may not write here.
-        """
-        self.store.publish(name, b"", replace=True)
-
-    def create_empty(self, name: str) -> None:
-        """Create an empty file. Do nothing if the file exists."""
-        if self.store.stat(name) is None:
-            self.touch(name)
-
-    def modification_times(self, prefix: str) -> Mapping[str, float]:
-        """Return when each file whose name begins with `prefix` was modified."""
-        return {name: time for name, time in self.list_times().items() if name.startswith(prefix)}
-
-    def delete(self, name: str) -> None:
-        """Delete a file, if it exists."""
-        self.store.delete(name)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseTimes:
-    """The times of leases.
-
-    Attributes:
         lease: how many seconds a lease counts after it was written or renewed.
         pause: seconds between two listings, if it is unclear who holds the lock.
         sleep: the function that waits; tests pass another.
     """
 
+    store: Store
+    list_times: Callable[[], Mapping[str, float]]
     lease: float = LOCK_EXPIRY
     pause: float = PAUSE_SECONDS
     sleep: Callable[[float], None] = time.sleep
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[bool]:
+        """Lock a file by a lease while the block runs. Create the file if it is missing.
+
+        A process that dies leaves its lease, which expires.
+
+        Yields:
+            True if the file is locked. False if the lock is not available.
+
+        Raises:
+            PermissionError: this process may not write here.
+        """
+        name = lease_name(key)
+        self._touch(name)
+        try:
+            held = self._is_held(key, name)
+        except BaseException:
+            self._delete_quietly(name)
+            raise
+        if not held:
+            self._delete_quietly(name)  # now, because the block may try again
+            yield False
+            return
+        stop = threading.Event()
+        renewer = threading.Thread(
+            target=self._renew, args=(name, stop), name="shardwise-lease", daemon=True
+        )
+        renewer.start()
+        try:
+            yield True
+        finally:
+            stop.set()
+            renewer.join(self.lease)  # a renewal under way would write the lease again
+            self._delete_quietly(name)
+
+    def remove_expired(self) -> list[str]:
+        """Delete the expired leases of the directory, and return the names of the others.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        if not any(map(is_lease, self.list_times())):
+            return []
+        clock = lease_name("clock")  # its time is the server's present time
+        self._touch(clock)
+        try:
+            modified = self.list_times()
+            live = self._delete_expired(modified, modified.get(clock, 0.0))
+        finally:
+            self._delete_quietly(clock)
+        return sorted(set(live) - {clock})
+
+    def _touch(self, name: str) -> None:
+        """Create or replace an empty file, so that the server gives it the present time."""
+        self.store.publish(name, b"", replace=True)
+
+    def _is_held(self, key: str, name: str) -> bool:
+        """Return whether there is no lease of the key but `name`, which was just written."""
+        for _ in range(MOST_LISTINGS):
+            modified = self.list_times()
+            if name in modified:  # otherwise the listing lags
+                live = self._delete_expired(modified, modified[name])
+                rivals = {n: modified[n] for n in live if n != name and _key_of(n) == key}
+                if not rivals:
+                    if key not in modified and self.store.stat(key) is None:
+                        self._touch(key)
+                    return True
+                # Holders that began together see each other. Only the first by name looks again.
+                began = min(rivals.values())
+                if min(rivals) < name or abs(modified[name] - began) > SAME_TIME_SECONDS:
+                    return False
+            self.sleep(self.pause)
+        return False
+
+    def _delete_expired(self, modified: Mapping[str, float], now: float) -> list[str]:
+        """Delete the leases that have expired at `now`, and return the others."""
+        leases = [name for name in modified if is_lease(name)]
+        live = [name for name in leases if now - modified[name] < self.lease]
+        for name in set(leases) - set(live):
+            self._delete_quietly(name)
+        return live
+
+    def _renew(self, name: str, stop: threading.Event) -> None:
+        """Renew a lease until `stop` is set."""
+        while not stop.wait(self.lease / RENEWALS_PER_LEASE):
+            if not self._renew_once(name, stop):
+                log.warning(
+                    "lost the lock %s: its lease expired, because this process was stopped or the "
+                    "storage did not answer for %g s; another process may hold the lock now",
+                    *(name, self.lease),
+                )
+                return
+
+    def _renew_once(self, name: str, stop: threading.Event) -> bool:
+        """Renew a lease. Return whether it still existed, as far as is known."""
+        try:
+            if name not in self.list_times():
+                return stop.is_set()
+            if not stop.is_set():
+                self._touch(name)
+        except OSError as error:
+            log.warning("cannot renew the lock %s, which is tried again: %s", name, error)
+        return True
+
+    def _delete_quietly(self, name: str) -> None:
+        try:
+            self.store.delete(name)
+        except OSError as error:
+            log.info("cannot delete the lease %s, which expires by itself: %s", name, error)
 
 
 def is_lease(name: str) -> bool:
@@ -92,129 +172,6 @@ def lease_name(key: str) -> str:
     return f"{key}.{secrets.token_hex(8)}.lease"
 
 
-@contextmanager
-def hold(files: LeasesIn, key: str, *, times: LeaseTimes | None = None) -> Iterator[bool]:
-    """Lock a file exclusively by a lease while the block runs. Create the file if it is missing.
-
-    A process that dies leaves its lease, which expires.
-
-    Args:
-        files: the directory of the file.
-        key: the name of the file.
-        times: the times of leases.
-
-    Yields:
-        True if the file is locked. False if the lock is not available.
-    """
-    times = times or LeaseTimes()
-    name = lease_name(key)
-    files.touch(name)
-    try:
-        held = _is_held(files, key, name, times)
-    except BaseException:
-        _delete_quietly(files, name)
-        raise
-    if not held:
-        _delete_quietly(files, name)  # now, because the block may try again
-        yield False
-        return
-    stop = threading.Event()
-    renewer = threading.Thread(
-        target=_renew, args=(files, key, name, times, stop), name="shardwise-lease", daemon=True
-    )
-    renewer.start()
-    try:
-        yield True
-    finally:
-        stop.set()
-        renewer.join(times.lease)  # a renewal under way would write the lease again
-        _delete_quietly(files, name)
-
-
-def remove_expired(files: LeasesIn, *, times: LeaseTimes | None = None) -> list[str]:
-    """Delete the expired leases of a directory, and return the names of the others.
-
-    Raises:
-        OSError: the directory cannot be written.
-    """
-    times = times or LeaseTimes()
-    if not any(map(is_lease, files.modification_times(""))):
-        return []
-    clock = lease_name("clock")  # its time is the server's present time
-    files.touch(clock)
-    try:
-        modified = files.modification_times("")
-        live = _delete_expired(files, modified, modified.get(clock, 0.0), times)
-    finally:
-        _delete_quietly(files, clock)
-    return sorted(set(live) - {clock})
-
-
-def _is_held(files: LeasesIn, key: str, name: str, times: LeaseTimes) -> bool:
-    """Return whether there is no lease of the key but `name`, which was just written."""
-    for _ in range(MOST_LISTINGS):
-        modified = files.modification_times(key)
-        if name in modified:  # otherwise the listing lags
-            rivals = {
-                each: modified[each]
-                for each in _delete_expired(files, modified, modified[name], times)
-                if each != name and _key_of(each) == key
-            }
-            if not rivals:
-                if key not in modified:
-                    files.create_empty(key)
-                return True
-            # Holders that began together see each other. Only the first by name looks again.
-            began = min(rivals.values())
-            if min(rivals) < name or abs(modified[name] - began) > SAME_TIME_SECONDS:
-                return False
-        times.sleep(times.pause)
-    return False
-
-
 def _key_of(lease: str) -> str:
     match = _LEASE.fullmatch(lease)
     return "" if match is None else match["key"]
-
-
-def _delete_expired(
-    files: LeasesIn, modified: Mapping[str, float], now: float, times: LeaseTimes
-) -> list[str]:
-    """Delete the leases that have expired at `now`, and return the others."""
-    leases = [name for name in modified if is_lease(name)]
-    live = [name for name in leases if now - modified[name] < times.lease]
-    for name in set(leases) - set(live):
-        _delete_quietly(files, name)
-    return live
-
-
-def _renew(files: LeasesIn, key: str, name: str, times: LeaseTimes, stop: threading.Event) -> None:
-    """Renew a lease until `stop` is set."""
-    while not stop.wait(times.lease / RENEWALS_PER_LEASE):
-        if not _renew_once(files, key, name, stop):
-            log.warning(
-                "lost the lock %s: its lease expired, because this process was stopped or the "
-                "storage did not answer for %g s; another process may hold the lock now",
-                name,
-                times.lease,
-            )
-            return
-
-
-def _renew_once(files: LeasesIn, key: str, name: str, stop: threading.Event) -> bool:
-    """Renew a lease. Return whether it still existed, as far as is known."""
-    try:
-        if name not in files.modification_times(key):
-            return stop.is_set()
-        if not stop.is_set():
-            files.touch(name)
-    except OSError as error:
-        log.warning("cannot renew the lock %s, which is tried again: %s", name, error)
-    return True
-
-
-def _delete_quietly(files: LeasesIn, name: str) -> None:
-    try:
-        files.delete(name)
-    except OSError as error:
-        log.info("cannot delete the lease %s, which expires by itself: %s", name, error)

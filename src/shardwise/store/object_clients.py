@@ -8,6 +8,7 @@ import os
 import threading
 import urllib.parse
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,20 +94,27 @@ class Client:
             return self._opened[pid, repeats]
 
     def request(
-        self, action: str, place: str, send: Callable[[ObjectStore], T], *, repeats: bool = False
+        self, action: str, key: str, send: Callable[[ObjectStore], T], *, repeats: bool = False
     ) -> T:
         """Send a request.
 
         Args:
-            action, place: as for `translate_errors`.
+            action: as for `translate_errors`.
+            key: the key of the object, or a prefix.
             send: sends the request.
             repeats: as for `open`.
 
         Raises:
             OSError: as for `translate_errors`.
         """
+        # A list comes first, so its errors also tell the options, such as the endpoint.
+        place = str(replace(self.url, path=key)) if action == "list" else self.place(key)
         with translate_errors(action, place):
             return send(self.open(repeats=repeats))
+
+    def place(self, key: str) -> str:
+        """Return the URL of an object without options, for messages."""
+        return f"{self.url.scheme}://{self.url.host}/{key}"
 
     def boto3_client(self) -> Any:
         """Return boto3's client of the same bucket; None if the scheme is not s3, or without boto3.

@@ -17,13 +17,12 @@ LONGEST_REQUEST = 64 << 20
 READ_ATTEMPTS = 3
 
 
-def read_object(client: Client, path: str, place: str, *, limit: int) -> bytes:
+def read_object(client: Client, key: str, *, limit: int) -> bytes:
     """Return the content of a small object.
 
     Args:
         client: the client of its bucket.
-        path: its key.
-        place: its URL, for messages.
+        key: its key.
         limit: the largest size, in bytes.
 
     Raises:
@@ -33,21 +32,21 @@ def read_object(client: Client, path: str, place: str, *, limit: int) -> bytes:
     import obstore
 
     def get(store: ObjectStore) -> bytes:
-        result = obstore.get(store, path)
+        result = obstore.get(store, key)
         size = result.meta["size"]
         if size > limit:
             raise StoreError(
-                f"{place} has {size} bytes, but at most {limit} are expected: it is damaged, or "
-                "another program wrote it"
+                f"{client.place(key)} has {size} bytes, but at most {limit} are expected: it is "
+                "damaged, or another program wrote it"
             )
         content = bytes(result.bytes())
         if len(content) != size:
             raise StoreUnavailableError(
-                f"{place}: the server sent {len(content)} of {size} bytes; try again"
+                f"{client.place(key)}: the server sent {len(content)} of {size} bytes; try again"
             )
         return content
 
-    return client.request("read", place, get)
+    return client.request("read", key, get)
 
 
 class ObjectReader:
@@ -55,15 +54,12 @@ class ObjectReader:
 
     Args:
         client: the client of its bucket.
-        path: its key.
-        place: its URL, for messages.
+        key: its key.
         size: its size, in bytes.
     """
 
-    def __init__(self, client: Client, path: str, place: str, size: int) -> None:
-        self._client = client
-        self._path = path
-        self._place = place
+    def __init__(self, client: Client, key: str, size: int) -> None:
+        self._client, self._key = client, key
         self.size = size
 
     def read_at(self, offset: int, out: Buffer) -> int:
@@ -83,15 +79,16 @@ class ObjectReader:
         for _ in range(READ_ATTEMPTS):
             data = self._client.request(
                 f"read bytes {low}:{high}",
-                self._place,
-                lambda store: obstore.get_range(store, self._path, start=low, end=high),
+                self._key,
+                lambda store: obstore.get_range(store, self._key, start=low, end=high),
             )
             found: Buffer = np.frombuffer(memoryview(data), np.uint8)
             if len(found) == high - low:
                 return found
         raise StoreError(
-            f"{self._place}: cannot read bytes {low}:{high}: the server sent {len(found)} bytes "
-            f"instead of {high - low}; it ignores ranges, or cuts its answers: use another server"
+            f"{self._client.place(self._key)}: cannot read bytes {low}:{high}: the server sent "
+            f"{len(found)} bytes instead of {high - low}; it ignores ranges, or cuts its answers: "
+            "use another server"
         )
 
     def close(self) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import StoreError
 from shardwise.store import leases
-from shardwise.store.multipart_put import put_parts
 from shardwise.store.names import check_name, check_name_to_write, check_path
 from shardwise.store.object_clients import (
     COMMON_OPTIONS,
@@ -30,11 +28,7 @@ from shardwise.store.store import (
     WritableFile,
 )
 from shardwise.store.store_url import StoreUrl, parse_url
-from shardwise.store.unfinished_uploads import (
-    abort_failed_upload,
-    abort_idle_uploads,
-    abort_uploads_of,
-)
+from shardwise.store.unfinished_uploads import abort_idle_uploads
 from shardwise.store.uploads import SmallUpload, UploadStream
 
 if TYPE_CHECKING:
@@ -56,26 +50,18 @@ class ObjectStore:
     Args:
         url: the URL; see docs/storage.md for its options.
         client: the client of the bucket, which the stores below share; None to open one.
-        times: the times of locks.
 
     Raises:
         StoreError: the URL is wrong.
     """
 
-    def __init__(
-        self,
-        url: str | StoreUrl,
-        client: Client | None = None,
-        times: leases.LeaseTimes | None = None,
-    ) -> None:
+    def __init__(self, url: str | StoreUrl, client: Client | None = None) -> None:
         self.url = url if isinstance(url, StoreUrl) else parse_object_url(url)
         self._client = client or Client(self.url)
-        lock_seconds = self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2)
-        self._times = times or leases.LeaseTimes(lease=lock_seconds)
         self._requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
         self.traits = StoreTraits(
             alignment=1,
-            lock_expiry=self._times.lease,
+            lock_expiry=self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2),
             reading_grace=self.url.number("grace_seconds", READING_GRACE, smallest=0),
             transfer=REMOTE_TRANSFER,
         )
@@ -89,7 +75,7 @@ class ObjectStore:
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
         check_name(name, str(self))
-        return ObjectStore(self.url.below(name), self._client, self._times)
+        return ObjectStore(self.url.below(name), self._client)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is known about an object; None for a prefix of others."""
@@ -119,7 +105,7 @@ class ObjectStore:
                         "the prefix of one checkpoint"
                     )
 
-        self._client.request("list", str(self), collect)
+        self._client.request("list", self.url.path, collect)
         if not found and (status := self.stat("")) is not None:
             return {self.url.name: status}
         return dict(sorted(found.items()))
@@ -129,29 +115,21 @@ class ObjectStore:
         check_path(path, str(self))
         if size is None:
             size = self._head(path)["size"]
-        key = f"{self.url.path}/{path}".strip("/")
-        return ObjectReader(self._client, key, self._place(path), size)
+        return ObjectReader(self._client, self._key(path), size)
 
     def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
         """Create an object of `size` bytes. It is visible after `commit`."""
-        path, place = self._path_to_write(key), self._place(key)
+        path = self._key_to_write(key)
         if not replace and self.stat(key) is not None:
-            raise FileExistsError(errno.EEXIST, "the object exists already", place)
-        self._refuse_read_only(key)
+            raise self._exists_error(path)
         part, retry = self._part_bytes(size), Retry.of_url(str(self.url))
         if size <= part:
-            return SmallUpload(size, lambda data: retry.call(lambda: self._put(path, place, data)))
-
-        def put(chunks: Iterator[memoryview]) -> None:
-            abort_uploads_of(self._client, path)  # those of a process that was killed
-            requests = self._requests
-            put_parts(self._client, path, place, chunks, retry, part=part, requests=requests)
-
-        stream = UploadStream(place, put, lambda: abort_failed_upload(self._client, path))
+            return SmallUpload(size, lambda data: retry.call(lambda: self._put(path, data)))
+        stream = UploadStream(self._client, path, retry, part=part, requests=self._requests)
         return SequentialWriter(
             stream,
             size,
-            place,
+            self._client.place(path),
             finish=lambda: None,
             discard=stream.discard,
             window=max(2 * part, SMALLEST_WINDOW),
@@ -160,21 +138,21 @@ class ObjectStore:
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Put a small object; without `replace`, only if there is none."""
-        path, place = self._path_to_write(key), self._place(key)
-        self._refuse_read_only(key)
+        path = self._key_to_write(key)
         if replace:
-            self._put(path, place, data)
+            self._put(path, data)
         elif not self.url.is_set("single_writer"):
             self._probe_conditions()
-            self._put(path, place, data, mode="create")
+            self._put(path, data, mode="create")
         elif self.stat(key) is None:
-            self._put(path, place, data)
+            self._put(path, data)
         else:
-            raise FileExistsError(errno.EEXIST, "the object exists already", place)
+            raise self._exists_error(path)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
-        return read_object(self._client, self._path_to_read(key), self._place(key), limit=limit)
+        check_name(key, str(self))
+        return read_object(self._client, self._key(key), limit=limit)
 
     def list(self) -> list[str]:
         """Return the names of all objects and prefixes one level below, sorted, without leases.
@@ -195,24 +173,22 @@ class ObjectStore:
             names = self.list()
             if names:
                 raise OSError(errno.ENOTEMPTY, f"not empty: it has {names[0]}", str(self))
-            leases.remove_expired(self._leases(), times=self._times)
+            self._leases().remove_expired()
             return
-        path = self._path_to_write(key)
-        self._refuse_read_only(key)
+        path = self._key_to_write(key)
         with suppress(FileNotFoundError):
-            self._client.request(
-                "delete", self._place(key), lambda store: _obstore().delete(store, path)
-            )
+            self._client.request("delete", path, lambda store: _obstore().delete(store, path))
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Lock an object by a lease; see `store/leases.py`. There are no shared locks."""
         check_name_to_write(key, str(self))
-        return leases.hold(self._leases(), key, times=self._times)
+        return self._leases().hold(key)
 
     def _leases(self) -> leases.LeasesIn:
         return leases.LeasesIn(
             self,
             lambda: {name: o["last_modified"].timestamp() for name, o in self._list()[1].items()},
+            self.traits.lock_expiry,
         )
 
     def _probe_conditions(self) -> None:
@@ -228,10 +204,9 @@ class ObjectStore:
         if self._client.obeys_conditions:
             return
         name = leases.lease_name("probe")  # listings hide it, and it is deleted if it expires
-        path, place = self.url.below(name).path, self._place(name)
         try:
             for _ in range(2):
-                self._put(path, place, b"", mode="create")
+                self._put(self._key(name), b"", mode="create")
         except FileExistsError:  # also of the first put, if it was repeated
             self._client.obeys_conditions = True
         finally:
@@ -239,17 +214,17 @@ class ObjectStore:
                 self.delete(name)
         if not self._client.obeys_conditions:
             raise StoreError(
-                f"{self._place()}: this server ignores the condition 'only if the object does not "
-                "exist', so that two jobs could overwrite each other's checkpoints without "
-                "noticing. Use a server with conditional puts; or, if only one job ever writes "
-                "below this URL, add single_writer=true to its options"
+                f"{self._client.place(self.url.path)}: this server ignores the condition 'only if "
+                "the object does not exist', so that two jobs could overwrite each other's "
+                "checkpoints without noticing. Use a server with conditional puts; or, if only one "
+                "job ever writes below this URL, add single_writer=true to its options"
             )
 
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
-        key = f"{self.url.path}/{path}".strip("/")
+        key = self._key(path)
         found: ObjectMeta = self._client.request(
-            "read", self._place(path), lambda store: _obstore().head(store, key)
+            "read", key, lambda store: _obstore().head(store, key)
         )
         return found
 
@@ -257,7 +232,7 @@ class ObjectStore:
         """Return the names of the prefixes one level below, and the objects by name."""
         found = self._client.request(
             "list",
-            str(self),
+            self.url.path,
             lambda store: _obstore().list_with_delimiter(store, self.url.path or None),
         )
         start = len(self.url.path) + 1 if self.url.path else 0
@@ -267,26 +242,19 @@ class ObjectStore:
 
     def _put(
         self,
-        path: str,
-        place: str,
+        key: str,
         data: bytes | memoryview,
         mode: Literal["create", "overwrite"] = "overwrite",
     ) -> None:
         self._client.request(
             "write",
-            place,
-            lambda store: _obstore().put(store, path, data, mode=mode, use_multipart=False),
+            key,
+            lambda store: _obstore().put(store, key, data, mode=mode, use_multipart=False),
         )
 
     @property
     def _is_web(self) -> bool:
         return self.url.scheme.startswith("http")
-
-    def _refuse_read_only(self, key: str) -> None:
-        if self._is_web:
-            raise PermissionError(
-                errno.EROFS, "files on a web server can only be read", self._place(key)
-            )
 
     def abort_uploads(self, idle_seconds: float) -> int:
         """Abort the unfinished uploads below this prefix that nobody continues.
@@ -306,18 +274,27 @@ class ObjectStore:
         part = int(self.url.number("part_mib", PART_MIB, smallest=5)) << 20
         return max(part, -(-size // MOST_PARTS >> 20) << 20)
 
-    def _path_to_read(self, key: str) -> str:
-        check_name(key, str(self))
-        return self.url.below(key).path
+    def _key(self, path: str) -> str:
+        """Return the key of an object at a relative path; of this URL itself for ""."""
+        return f"{self.url.path}/{path}".strip("/")
 
-    def _path_to_write(self, key: str) -> str:
-        check_name_to_write(key, str(self))
-        return self.url.below(key).path
+    def _key_to_write(self, name: str) -> str:
+        """Return the key of an object to write or delete, after checking its name.
 
-    def _place(self, key: str = "") -> str:
-        """Return the URL of an object without options, for messages."""
-        path = self.url.below(key).path if key else self.url.path
-        return f"{self.url.scheme}://{self.url.host}/{path}"
+        Raises:
+            StoreError: the name is invalid.
+            PermissionError: this is a web server, which can only be read.
+        """
+        check_name_to_write(name, str(self))
+        key = self._key(name)
+        if self._is_web:
+            place = self._client.place(key)
+            raise PermissionError(errno.EROFS, "files on a web server can only be read", place)
+        return key
+
+    def _exists_error(self, key: str) -> FileExistsError:
+        place = self._client.place(key)
+        return FileExistsError(errno.EEXIST, "the object exists already", place)
 
 
 def parse_object_url(place: str) -> StoreUrl:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from shardwise.store.store import Store
 from shardwise.store.store_url import StoreUrl, parse_url, scheme_of
 
 PLUGINS = "shardwise.stores"
-REQUESTS_AT_ONCE = 16
 OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
 _OTHER_SCHEMES = (
     *("file", "hdfs", "webhdfs", "s3a", "s3n", "gcs", "abfs", "abfss", "adl", "wasb", "wasbs"),
@@ -213,17 +211,6 @@ def _url_of(store: Store) -> StoreUrl | None:
     """Return the URL of a store; None if it is a path."""
     place = str(store)
     return None if scheme_of(place) is None else parse_url(place, None, needs_host=False)
-
-
-def stores_with(store: Store, key: str) -> set[str]:
-    """Return the names of the stores one level below that have this key."""
-
-    def has_key(name: str) -> bool:
-        return store.at(name).stat(key) is not None
-
-    names = store.list()
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-requests") as pool:
-        return {name for name, found in zip(names, pool.map(has_key, names), strict=True) if found}
 
 
 def is_writable(store: Store) -> bool:

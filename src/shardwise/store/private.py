@@ -16,15 +16,14 @@ from shardwise.store.local_files import read_regular, write_atomically
 from shardwise.store.store import Store
 
 
-class _NotPrivateError(Exception):
-    """The file system does not enforce file modes."""
-
-
-def publish_private(store: Store, key: str, data: bytes) -> bool:
+def publish_private(store: Store, key: str, data: bytes, public_data: bytes) -> bool:
     """Create or replace a small file atomically and durably, which only its owner can read.
 
+    Args:
+        public_data: the content if the file system does not enforce file modes.
+
     Returns:
-        Whether the file was written. False if the file system does not enforce file modes.
+        Whether only the owner can read the file, so that it has `data`.
 
     Raises:
         OSError: the store cannot be written.
@@ -33,14 +32,10 @@ def publish_private(store: Store, key: str, data: bytes) -> bool:
         store.publish(key, data, replace=True)
         return True
     store.path.mkdir(parents=True, exist_ok=True)
-    try:
-        with write_atomically(store.path / key, durable=True) as file:
-            if not is_private(os.fstat(file.fileno())):
-                raise _NotPrivateError
-            file.write(data)
-    except _NotPrivateError:
-        return False
-    return True
+    with write_atomically(store.path / key, durable=True) as file:
+        is_hidden = is_private(os.fstat(file.fileno()))
+        file.write(data if is_hidden else public_data)
+    return is_hidden
 
 
 def read_private(store: Store, key: str, *, limit: int) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,15 +257,13 @@ class RemoteFileStore(ABC):
                 return
             if self.list():
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(self))
-            leases.remove_expired(self._leases())
+            self._leases().remove_expired()
             self._remove_directory(self.path)
 
-    @contextmanager
-    def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
+    def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Lock a file by a lease. There are no shared locks."""
-        self._path_to_write(key)
-        with leases.hold(self._leases(), key) as held:
-            yield held
+        check_name_to_write(key, str(self))
+        return self._leases().hold(key)
 
     def _leases(self) -> leases.LeasesIn:
         return leases.LeasesIn(self, self._list_times)

@@ -30,67 +30,6 @@ class Stream(Protocol):
         ...
 
 
-class EarlyChunks:
-    """The chunks of a file that wait for the bytes before them. The caller locks it.
-
-    Threads that begin chunks in ascending order, and that hold fewer than `window` bytes together,
-    are never refused.
-
-    Args:
-        place: the file, for messages.
-        window: how many bytes may wait, and how many may be missing before a chunk.
-
-    Attributes:
-        position: the offset of the chunk that is taken next.
-        waiting: the bytes of all chunks here.
-    """
-
-    def __init__(self, place: str, window: int) -> None:
-        self.position = 0
-        self.waiting = 0
-        self._place = place
-        self._window = window
-        self._chunks: dict[int, Buffer] = {}
-
-    def check(self, offset: int, count: int) -> None:
-        """Refuse a chunk that was written before, or that comes far too early.
-
-        Raises:
-            StoreError: the chunk is refused.
-        """
-        if offset < self.position or offset in self._chunks:
-            raise StoreError(
-                f"{self._place}: bytes {offset}:{offset + count} are written twice; write each "
-                "byte of the file once"
-            )
-        missing = offset - self.position
-        if missing > self._window:
-            missing -= sum(len(each) for low, each in self._chunks.items() if low < offset)
-        if missing > self._window:
-            raise StoreError(
-                f"{self._place}: bytes {offset}:{offset + count} come too early, because {missing} "
-                f"bytes before them are missing, and at most {self._window} may be; write the "
-                "chunks of a file in ascending order"
-            )
-
-    def has_room(self, offset: int, count: int) -> bool:
-        """Return whether a chunk may be added now. The next chunk always may."""
-        return offset <= self.position or self.waiting + count <= self._window
-
-    def add(self, offset: int, chunk: Buffer) -> None:
-        """Keep a chunk until it is taken."""
-        self._chunks[offset] = chunk
-        self.waiting += len(chunk)
-
-    def take(self) -> Buffer | None:
-        """Remove and return the chunk at `position`, which moves to its end; None if missing."""
-        chunk = self._chunks.pop(self.position, None)
-        if chunk is not None:
-            self.waiting -= len(chunk)
-            self.position += len(chunk)
-        return chunk
-
-
 class SequentialWriter:
     """A `WritableFile` that passes the bytes to a stream in order.
 
@@ -121,8 +60,10 @@ class SequentialWriter:
     ) -> None:
         self._stream, self._size, self._place = stream, size, place
         self._finish, self._discard = finish, discard
-        self._early = EarlyChunks(place, LARGEST_BACKLOG if window is None else window)
+        self._window = LARGEST_BACKLOG if window is None else window
         self._keeps_chunks = keeps_chunks
+        self._position = 0  # of the chunk that is written next
+        self._early: dict[int, Buffer] = {}  # the chunks that wait for the bytes before them
         self._is_writing = False
         self._error: BaseException | None = None
         self._is_committed = False
@@ -135,12 +76,12 @@ class SequentialWriter:
             return
         with self._changed:
             self._check()
-            self._early.check(offset, len(data))
+            self._refuse_twice_or_too_early(offset, len(data))
             self._wait_for_room(offset, len(data))
-            self._early.check(offset, len(data))
-            is_next = offset == self._early.position and not self._is_writing
+            self._refuse_twice_or_too_early(offset, len(data))
+            is_next = offset == self._position and not self._is_writing
             is_used_now = is_next and not self._keeps_chunks
-            self._early.add(offset, data if is_used_now else np.array(data))
+            self._early[offset] = data if is_used_now else np.array(data)
             if not is_next:
                 return
             self._is_writing = True
@@ -154,9 +95,9 @@ class SequentialWriter:
         """
         with self._changed:
             self._check()
-            if self._early.position < self._size:
+            if self._position < self._size:
                 raise StoreError(
-                    f"{self._place}: cannot commit the file, because byte {self._early.position} "
+                    f"{self._place}: cannot commit the file, because byte {self._position} "
                     f"of {self._size} was not written: write all bytes before commit()"
                 )
         self._stream.close()
@@ -173,15 +114,43 @@ class SequentialWriter:
         if self._error is not None:
             raise self._error
 
+    def _refuse_twice_or_too_early(self, offset: int, count: int) -> None:
+        """Refuse a chunk that was written before, or that comes far too early.
+
+        Threads that begin chunks in ascending order, and that hold fewer bytes than the window
+        together, are never refused.
+
+        Raises:
+            StoreError: the chunk is refused.
+        """
+        if offset < self._position or offset in self._early:
+            raise StoreError(
+                f"{self._place}: bytes {offset}:{offset + count} are written twice; write each "
+                "byte of the file once"
+            )
+        missing = offset - self._position
+        if missing > self._window:
+            missing -= sum(len(each) for low, each in self._early.items() if low < offset)
+        if missing > self._window:
+            raise StoreError(
+                f"{self._place}: bytes {offset}:{offset + count} come too early, because {missing} "
+                f"bytes before them are missing, and at most {self._window} may be; write the "
+                "chunks of a file in ascending order"
+            )
+
     def _wait_for_room(self, offset: int, count: int) -> None:
+        """Wait until a chunk may be kept. The next chunk always may."""
+
         def may_go_on() -> bool:
-            return self._error is not None or self._early.has_room(offset, count)
+            waiting = sum(map(len, self._early.values()))
+            has_room = offset <= self._position or waiting + count <= self._window
+            return self._error is not None or has_room
 
         if not self._changed.wait_for(may_go_on, LONGEST_STALL):
             reason = (
                 "the storage took no bytes: check it, and save again"
                 if self._is_writing
-                else f"nobody wrote byte {self._early.position}: write the chunks of a file in "
+                else f"nobody wrote byte {self._position}: write the chunks of a file in "
                 "ascending order"
             )
             raise StoreError(
@@ -195,7 +164,8 @@ class SequentialWriter:
         try:
             while True:
                 with self._changed:
-                    chunk = self._early.take()
+                    chunk = self._early.pop(self._position, None)
+                    self._position += 0 if chunk is None else len(chunk)
                     self._is_writing = chunk is not None
                     self._changed.notify_all()
                 if chunk is None:

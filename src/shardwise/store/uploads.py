@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.errors import StoreError
+from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.object_clients import Client
 from shardwise.store.object_errors import translate_errors
+from shardwise.store.retry import Retry
 from shardwise.store.store import Buffer
+from shardwise.store.unfinished_uploads import abort_failed_upload, abort_uploads_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 WAIT_SECONDS = 1.0
 ABORT_SECONDS = 60.0
-
-Put = Callable[[Iterator[memoryview]], object]
-"""Uploads parts, and aborts the upload if the iterator raises."""
+UPLOAD_ID = "shardwiseupload"
+"""The key of the metadata that has the random number of an upload. Azure allows no hyphens."""
 
 
 class SmallUpload:
@@ -46,16 +53,26 @@ class SmallUpload:
 class UploadStream:
     """Uploads the bytes of an object in a thread, while a `SequentialWriter` writes them in order.
 
+    The request that begins the upload is repeated, and obstore repeats the requests for the parts.
+    The whole upload is not repeated, because the memory of a part is freed once it is uploaded. If
+    the upload fails after the last part, perhaps only an answer was lost. The metadata of the
+    object then says whether the object comes from this upload.
+
     Args:
-        place: the URL of the object, for messages.
-        put: uploads the chunks that an iterator yields.
-        abort: deletes the parts of a failed upload from the server.
+        client: the client of the bucket.
+        key: the key of the object, which no other process writes.
+        retry: how long to repeat the request that begins the upload.
+        part: the size of a part, in bytes.
+        requests: how many parts are uploaded at a time.
     """
 
-    def __init__(self, place: str, put: Put, abort: Callable[[], object]) -> None:
-        self._place, self._put, self._abort = place, put, abort
+    def __init__(self, client: Client, key: str, retry: Retry, *, part: int, requests: int) -> None:
+        self._client, self._key, self._retry = client, key, retry
+        self._options: dict[str, Any] = {"chunk_size": part, "max_concurrency": requests}
+        self._upload_id = secrets.token_hex(8)
         self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
-        self._is_discarded = False
+        self._has_begun = self._is_complete = self._is_discarded = False
+        self._failure: Exception | None = None  # of an upload that has begun
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._upload, name="shardwise-upload", daemon=True)
         self._thread.start()
@@ -93,19 +110,52 @@ class UploadStream:
 
     def _upload(self) -> None:
         try:
-            with translate_errors("write", self._place):
-                self._put(self._parts())
+            with translate_errors("write", self._client.place(self._key)):
+                abort_uploads_of(self._client, self._key)  # those of a process that was killed
+                self._retry.call(
+                    lambda: self._client.request("write", self._key, self._put, repeats=True)
+                )
+                if self._failure is not None and not self._has_succeeded():
+                    raise self._failure
         except BaseException as error:
             self._error = error
             with suppress(Exception):  # the error of the upload itself says more
-                self._abort()
+                abort_failed_upload(self._client, self._key)
+
+    def _put(self, store: ObjectStore) -> None:
+        import obstore
+
+        try:
+            attributes = {UPLOAD_ID: self._upload_id}
+            obstore.put(store, self._key, self._parts(), attributes=attributes, **self._options)
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            self._failure = error
 
     def _parts(self) -> Iterator[memoryview]:
         """Yield the chunks. The memory of a chunk is freed once the chunk is uploaded."""
+        self._has_begun = True
         while (chunk := self._chunks.get()) is not None and not self._is_discarded:
             yield chunk
         if self._is_discarded:
             raise StoreError(
-                f"{self._place}: the upload was stopped, because the file was closed before it was "
-                "complete"
+                f"{self._client.place(self._key)}: the upload was stopped, because the file was "
+                "closed before it was complete"
             )
+        self._is_complete = True
+
+    def _has_succeeded(self) -> bool:
+        """Return whether the object comes from this upload, although an answer was lost."""
+        import obstore
+
+        if not self._is_complete:
+            return False
+        with suppress(FileNotFoundError, StoreUnavailableError):
+            found = self._retry.call(
+                lambda: self._client.request(
+                    "read", self._key, lambda s: obstore.get(s, self._key, options={"head": True})
+                )
+            )
+            return found.attributes.get(UPLOAD_ID) == self._upload_id
+        return False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from shardwise.engine.commit import lock_save, publish_manifest
 from shardwise.engine.copy_file import Throttle, copy_verified
@@ -57,14 +57,22 @@ def copy_checkpoint(
             manifest = decode_manifest(data)
         except FormatError as error:
             raise FormatError(f"{source}: {error}") from error
-        with _lock_for_copy(target, manifest.save_id):
+        own_lock = lock_file(manifest.save_id)
+        # The lock keeps other processes from removing the files that this one copies.
+        with lock_save(target, manifest.save_id, range(1)) as is_held:
+            if not is_held:
+                raise CheckpointInUse(
+                    f"{target}: another process copies this checkpoint (it holds the lock "
+                    f"{own_lock})"
+                )
             present = set(target.list())
             missing = [entry for entry in manifest.files if entry.name not in present]
             _copy_all(missing, source, target, throttle, before_chunk)
             if saved_manifest(target) != manifest:
                 files = [file.name for file in manifest.files]
                 publish_manifest(target, data, files, replace=MANIFEST in present)
-            _remove_older_saves(target, lock_file(manifest.save_id))
+            with suppress(OSError):  # the mirror may refuse to delete; then older saves stay
+                remove_leftovers(target, own_lock=own_lock)
         return manifest, sum(entry.size for entry in missing)
 
 
@@ -95,23 +103,6 @@ def _copy_all(
             failed.set()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _remove_older_saves(target: Store, own_lock: str) -> None:
-    with suppress(OSError):  # the mirror may refuse to delete; then the files of older saves stay
-        remove_leftovers(target, own_lock=own_lock)
-
-
-@contextmanager
-def _lock_for_copy(target: Store, save_id: str) -> Iterator[None]:
-    """Hold the lock of a save, so that no other process removes the files that this one copies."""
-    with lock_save(target, save_id, range(1)) as is_held:
-        if not is_held:
-            raise CheckpointInUse(
-                f"{target}: another process copies this checkpoint (it holds the lock "
-                f"{lock_file(save_id)})"
-            )
-        yield
 
 
 def saved_manifest(store: Store) -> Manifest | None:

@@ -14,38 +14,23 @@ The decision is a pure function of what the tiers have. These rules hold for eve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwise.retention import CheckpointInfo, Keep
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A committed checkpoint in a tier.
+class SavedSteps:
+    """What a trainer knows about its root.
 
     Attributes:
-        save_id: the id of its save. Two saves of the same step have different ids.
-        info: its time and metrics, for retention rules.
-    """
-
-    save_id: str
-    info: CheckpointInfo = field(default_factory=CheckpointInfo)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
-    """What the tiers have. Checkpoints with a damaged manifest are left out.
-
-    Attributes:
-        root, mirror: the checkpoints of each tier, by step.
-        newest: the step that was saved last; None if it is unknown. If None, nothing is removed.
-        damaged: steps in the root that are known to be damaged in both tiers. They are neither
+        newest: the step that was saved last; None if this run has not saved yet. If None, nothing
+            is removed.
+        damaged: steps of the root that are known to be damaged in both tiers. They are neither
             copied nor removed, and do not count for the rules of the root.
     """
 
-    root: Mapping[int, StoredCheckpoint]
-    mirror: Mapping[int, StoredCheckpoint]
-    newest: int | None
+    newest: int | None = None
     damaged: frozenset[int] = frozenset()
 
 
@@ -65,24 +50,35 @@ class TierPlan:
     pinned: tuple[int, ...]
 
 
-def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
+def decide_tiers(
+    root: Mapping[int, CheckpointInfo],
+    mirror: Mapping[int, CheckpointInfo],
+    saved: SavedSteps,
+    keep: Keep,
+    mirror_keep: Keep,
+) -> TierPlan:
     """Return what to copy and what to remove.
 
     Args:
-        tiers: what the tiers have.
+        root, mirror: the checkpoints of each tier, by step. Checkpoints with a damaged manifest are
+            left out.
+        saved: what the trainer knows.
         keep: the rules of the root.
         mirror_keep: the rules of the mirror.
     """
-    root = {step: each for step, each in tiers.root.items() if step not in tiers.damaged}
-    mirror = tiers.mirror
+    root = {step: each for step, each in root.items() if step not in saved.damaged}
     all_checkpoints = {**mirror, **root}
-    last_step = tiers.newest if tiers.newest is not None else max(all_checkpoints, default=0)
+    last_step = saved.newest if saved.newest is not None else max(all_checkpoints, default=0)
     newer_than_last = {step for step in all_checkpoints if step > last_step}
 
     wanted = _steps_to_keep(all_checkpoints, mirror_keep, last_step) | newer_than_last
-    missing = {step for step in root if _save_id_of_step(mirror, step) != root[step].save_id}
+    missing = {
+        step
+        for step, each in root.items()
+        if step not in mirror or mirror[step].save_id != each.save_id
+    }
     waiting = missing & wanted
-    if tiers.newest is None:
+    if saved.newest is None:
         dropped_by_root, dropped_by_mirror = set[int](), set[int]()
     else:
         dropped_by_root = (
@@ -100,11 +96,7 @@ def decide_tiers(tiers: Tiers, keep: Keep, mirror_keep: Keep) -> TierPlan:
 
 
 def _steps_to_keep(
-    checkpoints: Mapping[int, StoredCheckpoint], keep: Keep, last_step: int
+    checkpoints: Mapping[int, CheckpointInfo], keep: Keep, last_step: int
 ) -> set[int]:
     """Return the steps up to `last_step` that the rules keep."""
-    return keep.steps_to_keep({s: each.info for s, each in checkpoints.items() if s <= last_step})
-
-
-def _save_id_of_step(checkpoints: Mapping[int, StoredCheckpoint], step: int) -> str | None:
-    return checkpoints[step].save_id if step in checkpoints else None
+    return keep.steps_to_keep({s: each for s, each in checkpoints.items() if s <= last_step})

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,17 +14,23 @@ from shardwise.engine.copy_file import Throttle
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.manifest.names import step_directory, step_of_directory
-from shardwise.retention import Keep, remove_checkpoint, remove_files_of_removed
-from shardwise.store import Store
+from shardwise.retention import (
+    CheckpointInfo,
+    Keep,
+    remove_checkpoint,
+    remove_files_of_removed,
+)
+from shardwise.store import Store, open_store
 from shardwise.tiers.copying import copy_checkpoint
-from shardwise.tiers.decide import TierPlan, Tiers, decide_tiers
+from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
+from shardwise.tiers.options import Mirror
 from shardwise.tiers.record import (
     MirroredStep,
     MirrorRecord,
     read_mirror_record,
     write_mirror_record,
 )
-from shardwise.tiers.tier import REREAD_PERIOD, Tier, describe_checkpoint
+from shardwise.tiers.tier import REREAD_PERIOD, Tier
 
 LOCK = "mirroring.lock"
 log = logging.getLogger("shardwise.mirror")
@@ -35,35 +40,13 @@ class MirroringStopped(Exception):  # noqa: N818
     """The copying was asked to stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierRules:
-    """The retention rules of both tiers, and the limit for copying in bytes per second."""
-
-    keep: Keep
-    mirror_keep: Keep
-    budget: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSteps:
-    """What a trainer knows about its root.
-
-    Attributes:
-        newest: the step that was saved last; None if this run has not saved yet.
-        damaged: steps of the root whose root and mirror are both known to be damaged.
-    """
-
-    newest: int | None = None
-    damaged: frozenset[int] = frozenset()
-
-
 class Mirroring:
     """Keeps a mirror of a root up to date. Only one process at a time does this for a root.
 
     Args:
         root: the root.
-        mirror: the mirror.
-        rules: the retention rules.
+        keep: the retention rules of the root.
+        mirror: the mirror and its options.
         clock: seconds since 1970.
 
     Attributes:
@@ -73,22 +56,21 @@ class Mirroring:
     def __init__(
         self,
         root: Store,
-        mirror: Store,
-        rules: TierRules,
+        keep: Keep,
+        mirror: Mirror,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._root = root
-        self._mirror = mirror
-        self._rules = rules
+        self._root, self._mirror = root, open_store(mirror.place)
+        self._keep, self._mirror_keep = keep, mirror.keep
         self._clock = clock
-        self._throttle = Throttle(rules.budget)
+        self._throttle = Throttle(mirror.budget)
         self._root_tier = Tier(root, others_write=True)
-        self._mirror_tier = Tier(mirror, others_write=False)
+        self._mirror_tier = Tier(self._mirror, others_write=False)
         self._stopping = threading.Event()
         self._cleaned_at: float | None = None
         self._logged_failure = ""
         self._written_record: MirrorRecord | None = None
-        self.record = MirrorRecord(place=str(mirror))
+        self.record = MirrorRecord(place=str(self._mirror))
 
     def stop(self) -> None:
         """Make `catch_up` return soon, between two chunks."""
@@ -107,7 +89,8 @@ class Mirroring:
         """
         with self._root.lock(LOCK) as held:
             if not held:
-                self._read_record_of_other()
+                with suppress(ShardwiseError, OSError):  # another process copies to the mirror
+                    self.record = read_mirror_record(self._root) or self.record
                 return False
             try:
                 return self._catch_up(saved)
@@ -116,11 +99,6 @@ class Mirroring:
             except (ShardwiseError, OSError) as error:
                 self._update_record(plan=None, failures={}, failure=describe_error(error))
                 return False
-
-    def _read_record_of_other(self) -> None:
-        """Read the record of the process that copies to the mirror instead of this one."""
-        with suppress(ShardwiseError, OSError):
-            self.record = read_mirror_record(self._root) or self.record
 
     def _catch_up(self, saved: Callable[[], SavedSteps]) -> bool:
         failures: dict[int, str] = {}
@@ -157,11 +135,7 @@ class Mirroring:
                 self._remove_leftovers()
         except OSError as error:
             failure, mirror = describe_error(error), self._mirror_tier.known
-        tiers = Tiers(
-            root=root, mirror=mirror, newest=saved_steps.newest, damaged=saved_steps.damaged
-        )
-        plan = decide_tiers(tiers, self._rules.keep, self._rules.mirror_keep)
-        return plan, failure
+        return decide_tiers(root, mirror, saved_steps, self._keep, self._mirror_keep), failure
 
     def _copy(self, step: int) -> None:
         start = time.monotonic()
@@ -170,9 +144,7 @@ class Mirroring:
             self._root.at(name), self._mirror.at(name), self._throttle, self._refuse_stopped
         )
         seconds = time.monotonic() - start
-        stored = describe_checkpoint(manifest)
-        self._root_tier.known[step] = stored
-        self._mirror_tier.known[step] = stored
+        self._root_tier.known[step] = self._mirror_tier.known[step] = CheckpointInfo.of(manifest)
         mirrored = MirroredStep(manifest.save_id, nbytes, seconds)
         steps = {**self.record.steps, step: mirrored}
         self.record = msgspec.structs.replace(self.record, steps=steps)

@@ -73,6 +73,6 @@ class MirrorRequest(msgspec.Struct, frozen=True):
         """Return the request for a mirror; `store` is its opened place."""
         return cls(str(store), asdict(mirror.keep), mirror.budget)
 
-    def rules(self) -> Keep:
-        """Return the retention rules of the mirror."""
-        return decode_keep(self.keep)
+    def options(self) -> Mirror:
+        """Return the options."""
+        return Mirror(self.place, decode_keep(self.keep), self.budget)

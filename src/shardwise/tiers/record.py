@@ -97,8 +97,7 @@ def write_mirror_record(root: Store, record: MirrorRecord) -> None:
         OSError: the root is full, or not writable.
     """
     data = msgspec.json.encode(record)
-    if not publish_private(root, MIRROR_FILE, data):
-        root.publish(MIRROR_FILE, data, replace=True)
+    publish_private(root, MIRROR_FILE, data, data)
 
 
 def open_with_mirror(store: Store) -> Store:

@@ -24,7 +24,7 @@ from shardwise.store.store import Buffer
 from shardwise.tiers.copying import saved_manifest
 
 T = TypeVar("T")
-TIERS = ROOT, MIRROR = "root", "mirror"
+ROOT, MIRROR = "root", "mirror"
 log = logging.getLogger("shardwise")
 
 
@@ -56,7 +56,7 @@ class TieredStore(ReadOnlyStore):
         counts for itself.
         """
         with self._count_lock:
-            return dict(zip(TIERS, self._bytes_read, strict=True))
+            return dict(zip((ROOT, MIRROR), self._bytes_read, strict=True))
 
     @classmethod
     def over(cls, root: Store, mirror: Store | None) -> Store:
@@ -67,6 +67,18 @@ class TieredStore(ReadOnlyStore):
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""
         root, mirror = self._tiers
         return root if MANIFEST in root.list() else mirror
+
+    def has_two_saves(self) -> bool:
+        """Return whether the mirror has another save of a checkpoint than the root.
+
+        The result is False if one of them has no checkpoint, or does not answer.
+        """
+        saves = set()
+        for tier in self._tiers:
+            with suppress(OSError):
+                manifest = saved_manifest(tier)
+                saves |= set() if manifest is None else {manifest.save_id}
+        return len(saves) > 1
 
     @property
     def traits(self) -> StoreTraits:
@@ -166,19 +178,6 @@ class TieredStore(ReadOnlyStore):
                 except OSError as error:  # noqa: PERF203 - few tiers
                     log.warning("%s in %s is not locked: %s", key, tier, error)
             yield held
-
-
-def have_other_saves(root: Store, mirror: Store) -> bool:
-    """Return whether a mirror has another save of a checkpoint than the root.
-
-    The result is False if one of them has no checkpoint, or does not answer.
-    """
-    saves = set()
-    for tier in (root, mirror):
-        with suppress(OSError):
-            manifest = saved_manifest(tier)
-            saves |= set() if manifest is None else {manifest.save_id}
-    return len(saves) > 1
 
 
 class _TieredFile:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import is_file_of_save, step_directory
-from shardwise.retention import committed_steps, info_of_manifest
+from shardwise.retention import CheckpointInfo, committed_steps
 from shardwise.store import Store
 from shardwise.tiers.copying import saved_manifest
-from shardwise.tiers.decide import StoredCheckpoint
 
 REREAD_PERIOD = 600.0
 
@@ -38,27 +36,23 @@ class Tier:
         self._clock = clock
         self._read_at = clock()
         self._names: dict[int, list[str]] = {}
-        self.known: dict[int, StoredCheckpoint] = {}
+        self.known: dict[int, CheckpointInfo] = {}
         self.with_leftovers: set[int] = set()
 
-    def read(self) -> dict[int, StoredCheckpoint]:
+    def read(self) -> dict[int, CheckpointInfo]:
         """List the tier, and return its checkpoints."""
         if self._clock() - self._read_at > REREAD_PERIOD:
             self.known, self._names, self._read_at = {}, {}, self._clock()
-        found: dict[int, StoredCheckpoint] = {}
-        for step in committed_steps(self._store):
-            stored = self._read_checkpoint(step)
-            if stored is not None:
-                found[step] = stored
-        self.known = found
-        self._names = {step: each for step, each in self._names.items() if step in found}
-        return found
+        found = {step: self._read_checkpoint(step) for step in committed_steps(self._store)}
+        self.known = {step: each for step, each in found.items() if each is not None}
+        self._names = {step: each for step, each in self._names.items() if step in self.known}
+        return self.known
 
     def forget(self, step: int) -> None:
         """Read a step again next time."""
         self.known.pop(step, None)
 
-    def _read_checkpoint(self, step: int) -> StoredCheckpoint | None:
+    def _read_checkpoint(self, step: int) -> CheckpointInfo | None:
         """Return a checkpoint; None if its manifest is damaged, or if a file of it is missing.
 
         The names of data files contain the id of the save, so another save changes the names.
@@ -76,9 +70,4 @@ class Tier:
         if any(is_file_of_save(name) and name not in files for name in names):
             self.with_leftovers.add(step)
         self._names[step] = names
-        return describe_checkpoint(manifest)
-
-
-def describe_checkpoint(manifest: Manifest) -> StoredCheckpoint:
-    """Return the facts about a checkpoint that decisions need."""
-    return StoredCheckpoint(manifest.save_id, info_of_manifest(manifest))
+        return CheckpointInfo.of(manifest)

@@ -6,10 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from shardwise.tiers.mirroring import Mirroring, SavedSteps
+from shardwise.tiers.decide import SavedSteps
+from shardwise.tiers.mirroring import Mirroring
 
 CHECK_PERIOD = 60.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
@@ -49,10 +50,10 @@ class MirrorWorker:
         """Start the thread."""
         self._thread.start()
 
-    def set_saved(self, saved: SavedSteps) -> None:
-        """Report what was saved to the root; the thread copies new checkpoints soon."""
+    def set_saved(self, newest: int | None, damaged: Iterable[int] = ()) -> None:
+        """Report what was saved to the root, as in `SavedSteps`; the thread copies it soon."""
         with self._changed:
-            self._saved = saved
+            self._saved = SavedSteps(newest, frozenset(damaged))
             self._has_unseen_steps = True
             if not self._failures:
                 self._due_at = self._clock()
@@ -69,11 +70,6 @@ class MirrorWorker:
         """Whether the last attempt failed, and no other runs now."""
         with self._changed:
             return self._failures > 0 and not self._is_running
-
-    def seconds_until_due(self) -> float:
-        """Return the seconds until the next attempt; 0 if it is due."""
-        with self._changed:
-            return max(0.0, self._due_at - self._clock())
 
     def attempt(self) -> bool:
         """Bring the mirror up to date; return whether that succeeded. The thread calls this."""

@@ -15,7 +15,6 @@ from shardwise.convert.plan import (
     BytesFromChecksums,
     OutputFile,
     RangeChecksums,
-    Segment,
     TensorPart,
     size_of,
 )
@@ -47,44 +46,6 @@ _FIRST_DATE = 0x21
 _ENTRIES_AT_ONCE = 4096
 
 
-class FileBuilder:
-    """Builds the plan of a file from front to back.
-
-    Args:
-        name: path of the file below the target.
-
-    Attributes:
-        size: bytes that are planned so far.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.size = 0
-        self._segments: list[Segment] = []
-        self._checksum_boundaries: list[int] = []
-
-    def add(self, segment: Segment) -> None:
-        """Append a segment."""
-        self._segments.append(segment)
-        self.size += size_of(segment)
-
-    def add_with_checksum(self, part: TensorPart) -> int:
-        """Append a nonempty part. Return the index of its checksum in the checksums of the file."""
-        if self._checksum_boundaries[-1:] != [self.size] and self.size:
-            self._checksum_boundaries.append(self.size)
-        self.add(part)
-        self._checksum_boundaries.append(self.size)
-        return len(self._checksum_boundaries) - 1
-
-    def align(self) -> None:
-        """Pad the file to a multiple of `ALIGNMENT`."""
-        self.add(bytes(-self.size % ALIGNMENT))
-
-    def build(self) -> OutputFile:
-        """Return the planned file."""
-        return OutputFile(self.name, tuple(self._segments), tuple(self._checksum_boundaries))
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """An entry of an archive.
@@ -108,7 +69,7 @@ class _Entry:
 class ArchiveBuilder:
     """Builds the plan of an archive at the end of a file. Offsets count from its start."""
 
-    def __init__(self, file: FileBuilder) -> None:
+    def __init__(self, file: OutputFile) -> None:
         self._file = file
         self._start = file.size
         self._entries: list[_Entry] = []

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.convert.plan import (
     ExportContents,
     ExportFiles,
+    OutputFile,
     RangeChecksums,
     TensorPart,
     cut_rows,
     divide_among_files,
 )
-from shardwise.convert.targets.archive import FileBuilder
+from shardwise.convert.targets.archive import ALIGNMENT
 from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.errors import StateError
@@ -38,51 +38,38 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     left_out = list(state.left_out)
     leaves = _leaves_by_name(state)
     tensors = {
-        name: cut_rows(leaf.value, contents.max_file)
-        for name, leaf in leaves.items()
-        if leaf.is_tensor
+        name: cut_rows(value, contents.max_file)
+        for name, (_, value) in leaves.items()
+        if isinstance(value, TensorPart)
     }
     parts = dict.fromkeys(part for row_parts in tensors.values() for part in row_parts)
-    files = [FileBuilder("__0_0.distcp")]
+    files = [OutputFile("__0_0.distcp")]
     stored_items: dict[TensorPart | str, FilePart] = {}
-    for name, leaf in leaves.items():
-        if leaf.is_tensor:
+    for name, (_, value) in leaves.items():
+        if name in tensors:
             continue
         try:
-            stored_items[name] = _add_value(files[0], leaf.value, name)
+            stored_items[name] = _add_value(files[0], value, name)
         except StateError as error:
             left_out.append(str(error))
     for index, file_parts in enumerate(
         divide_among_files(parts, lambda part: part.size, contents.max_file)
     ):
         if index:
-            files.append(FileBuilder(f"__{index}_0.distcp"))
+            files.append(OutputFile(f"__{index}_0.distcp"))
         stored_items |= {part: _add_value(files[index], part, part.name) for part in file_parts}
     paths = {
-        name: leaf.path for name, leaf in leaves.items() if leaf.is_tensor or name in stored_items
+        name: path for name, (path, _) in leaves.items() if name in tensors or name in stored_items
     }
 
     def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         return {METADATA: pickle.dumps(_make_metadata(paths, tensors, stored_items))}
 
-    return ExportFiles(tuple(file.build() for file in files), make_final_files, tuple(left_out))
+    return ExportFiles(tuple(files), make_final_files, tuple(left_out))
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A tensor or value, and its path in the state."""
-
-    path: Path
-    value: Any
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether the leaf is a tensor."""
-        return isinstance(self.value, TensorPart)
-
-
-def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
-    """Return the leaves of a state by their dotted paths.
+def _leaves_by_name(state: NestedState) -> dict[str, tuple[Path, Any]]:
+    """Return the path and value of each leaf of a state, by its dotted path.
 
     Raises:
         StateError: two leaves have the same name.
@@ -90,7 +77,7 @@ def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
     values = dict(state.parts)
     for optimizer_name, optimizer in state.optimizers.items():
         values |= {(optimizer_name, key): value for key, value in optimizer.named_entries().items()}
-    found: dict[str, _Leaf] = {}
+    found: dict[str, tuple[Path, Any]] = {}
     for parent_path, parent in values.items():
         for path, value in _iterate_leaves(parent_path, parent):
             name = ".".join(map(str, path))
@@ -99,7 +86,7 @@ def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
                     f"{name}: two values of the checkpoint get this name in DCP: leave one of them "
                     "out with skip="
                 )
-            found[name] = _Leaf(path, value)
+            found[name] = path, value
     return found
 
 
@@ -121,8 +108,8 @@ def _is_leaf(value: Any) -> bool:
     return not isinstance(value, list) or all(map(_is_leaf, value))
 
 
-def _add_value(file: FileBuilder, value: Any, name: str) -> FilePart:
-    file.align()
+def _add_value(file: OutputFile, value: Any, name: str) -> FilePart:
+    file.align(ALIGNMENT)
     start = file.size
     add_torch_file(file, value, name)
     return FilePart(file.name, start, file.size - start, name)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from shardwise.convert.plan import ExportContents, ExportFiles, OutputFile, TensorPart
-from shardwise.convert.targets.archive import FileBuilder
 from shardwise.convert.targets.nested import (
     GROUPS,
     PARAM_NAMES,
@@ -129,9 +128,9 @@ def _training_state(contents: ExportContents, state: NestedState) -> _TrainingSt
 
 
 def _plan_file(name: str, value: Any) -> OutputFile:
-    file = FileBuilder(name)
+    file = OutputFile(name)
     add_torch_file(file, value, name)
-    return file.build()
+    return file
 
 
 def _parameter_files(training: _TrainingState, name: str) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
@@ -15,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from shardwise.convert.plan import ExportContents, ExportFiles, TensorPart
-from shardwise.convert.targets.archive import ArchiveBuilder, FileBuilder
+from shardwise.convert.plan import ExportContents, ExportFiles, OutputFile, TensorPart
+from shardwise.convert.targets.archive import ALIGNMENT, ArchiveBuilder
 from shardwise.convert.targets.nested import nest_state
 from shardwise.errors import StateError
 from shardwise.formats.containers.torch_values import STORAGE_DTYPES
@@ -65,9 +64,9 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
     for name, optimizer in state.optimizers.items():
         state_dict[name] = optimizer.indexed_state_dict()
         left_out += [f"{name}.{each}: not in any param group" for each in optimizer.ungrouped()]
-    file = FileBuilder(FILE_NAME)
+    file = OutputFile(FILE_NAME)
     add_torch_file(file, state_dict, FILE_NAME)
-    return ExportFiles((file.build(),), lambda sums: {}, tuple(left_out))
+    return ExportFiles((file,), lambda sums: {}, tuple(left_out))
 
 
 def explain_refusal(value: Any, name: str) -> str:
@@ -81,7 +80,7 @@ def explain_refusal(value: Any, name: str) -> str:
     return ""
 
 
-def add_torch_file(file: FileBuilder, value: Any, name: str) -> None:
+def add_torch_file(file: OutputFile, value: Any, name: str) -> None:
     """Pad a file to the alignment, then append a value in the format of torch.save.
 
     Args:
@@ -90,26 +89,18 @@ def add_torch_file(file: FileBuilder, value: Any, name: str) -> None:
     Raises:
         StateError: the value contains an object that `torch.load(weights_only=True)` refuses.
     """
-    pickle = pickle_for_torch(value, name)
-    file.align()
+    pickled, storages = pickle_for_torch(value, name)
+    file.align(ALIGNMENT)
     archive = ArchiveBuilder(file)
-    archive.add(f"{_ARCHIVE_FOLDER}/data.pkl", pickle.data)
+    archive.add(f"{_ARCHIVE_FOLDER}/data.pkl", pickled)
     archive.add(f"{_ARCHIVE_FOLDER}/byteorder", b"little")
-    for index, storage in enumerate(pickle.storages):
+    for index, storage in enumerate(storages):
         archive.add(f"{_ARCHIVE_FOLDER}/data/{index}", storage)
     archive.add(f"{_ARCHIVE_FOLDER}/version", _VERSION)
     archive.close()
 
 
-@dataclass(frozen=True, slots=True)
-class TorchPickle:
-    """A pickle, and the contents of its storages. The pickle refers to storages by index."""
-
-    data: bytes
-    storages: Sequence[TensorPart | bytes]
-
-
-def pickle_for_torch(value: object, name: str) -> TorchPickle:
+def pickle_for_torch(value: object, name: str) -> tuple[bytes, list[TensorPart | bytes]]:
     """Pickle a value so that `torch.load(weights_only=True)` reads it.
 
     Equal `TensorPart`s become tensors that share a storage. NumPy scalars become Python numbers,
@@ -117,6 +108,9 @@ def pickle_for_torch(value: object, name: str) -> TorchPickle:
 
     Args:
         name: name of the value, for error messages.
+
+    Returns:
+        The pickle, and the contents of its storages, to which the pickle refers by index.
 
     Raises:
         StateError: the value contains an object that `torch.load(weights_only=True)` refuses.
@@ -131,7 +125,7 @@ def pickle_for_torch(value: object, name: str) -> TorchPickle:
         raise StateError(
             f"{name}: nested too deeply to be pickled: leave it out with skip="
         ) from error
-    return TorchPickle(file.getvalue(), pickler.storages)
+    return file.getvalue(), pickler.storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +134,7 @@ class _Storage:
 
     Attributes:
         storage_type: torch's class for storages of this dtype.
-        index: index in `TorchPickle.storages`.
+        index: its index among the storages of the pickle.
         elements: the number of elements.
     """
 

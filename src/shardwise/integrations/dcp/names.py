@@ -58,21 +58,12 @@ class FlatState:
         return self.paths.get(name, (name,))
 
 
-@dataclass(frozen=True, slots=True)
-class NamedState:
-    """A state with the names of shardwise.
-
-    Attributes:
-        tensors: the name of each tensor, by its name of DCP.
-        values: the values by name, with `dcp_metadata`; without those that have tensors inside.
-    """
-
-    tensors: Mapping[str, str]
-    values: Mapping[str, object]
-
-
-def name_state(state: FlatState) -> NamedState:
+def name_state(state: FlatState) -> tuple[dict[str, str], dict[str, object]]:
     """Give the tensors and values of a flattened state their names in the checkpoint.
+
+    Returns:
+        The name of each tensor, by its name of DCP; and the values by name, with `dcp_metadata`,
+        and without those that have tensors inside.
 
     Raises:
         StateError: a name is taken.
@@ -102,7 +93,7 @@ def name_state(state: FlatState) -> NamedState:
             f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
         )
     metadata = _make_metadata(state, tensor_names, named_values, bytes_io_positions)
-    return NamedState(tensor_names, {**named_values, **groups, DCP_METADATA: metadata})
+    return tensor_names, {**named_values, **groups, DCP_METADATA: metadata}
 
 
 def _make_metadata(

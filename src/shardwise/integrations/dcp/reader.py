@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from typing import Any, Literal
@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 import shardwise as sw
 from shardwise.integrations.dcp.names import (
     DcpNames,
-    SavedValue,
     names_in_checkpoint,
     names_in_dcp_files,
 )
@@ -76,7 +75,7 @@ class StorageReader(storage.StorageReader):
             format=format,
         )
         self._has_spec = spec is not None
-        self._load: _RunningLoad | None = None
+        self._opened: tuple[sw.Checkpoint, DcpNames] | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -90,7 +89,7 @@ class StorageReader(storage.StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from `checkpoint_id` if this is given."""
-        self._load = None
+        self._opened = None
         if checkpoint_id:
             self.path = checkpoint_id
 
@@ -106,7 +105,7 @@ class StorageReader(storage.StorageReader):
         names = names_in_checkpoint(checkpoint)
         if checkpoint.layout.format == DCP_FORMAT and not self._has_spec:
             names = names_in_dcp_files(names, checkpoint.path, checkpoint)
-        self._load = _RunningLoad(checkpoint, names)
+        self._opened = checkpoint, names  # the checkpoint is locked while it is open
         tensors = checkpoint.tensors()
         described = {
             name: BytesStorageMetadata()
@@ -127,9 +126,9 @@ class StorageReader(storage.StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan with the checkpoint that this rank has opened."""
-        if self._load is None:
+        if self._opened is None:
             return plan
-        checkpoint = self._load.checkpoint
+        checkpoint, _ = self._opened
         return replace(plan, storage_data=(checkpoint.layout.save_id, checkpoint.path))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -156,76 +155,69 @@ class StorageReader(storage.StorageReader):
             StateError: a value cannot be restored.
             StoreError, OSError: the storage failed.
         """
-        if self._load is None:
+        if self._opened is None:
             raise sw.StateError(
                 f"{self.checkpoint_id}: no load is running; DCP calls read_metadata first"
             )
-        load, self._load = self._load, None  # the lock of the checkpoint is released after the load
-        load.read(plan, planner)
+        (checkpoint, names), self._opened = self._opened, None
+        _read_tensors(checkpoint, names, plan, planner)
+        _read_values(checkpoint, names, plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningLoad:
-    """A checkpoint between `read_metadata` and the end of the load.
-
-    Attributes:
-        checkpoint: the checkpoint, which is locked while this object exists.
-        names: its contents under the names of DCP.
-    """
-
-    checkpoint: sw.Checkpoint
-    names: DcpNames
-
-    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Fill the tensors of a plan, and give its values to the planner."""
-        tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
-        parts = [self._part(*each) for each in zip(tensor_items, targets, strict=True)]
-        self.checkpoint.read_parts(parts, cast=True)
-        for item, target in zip(tensor_items, targets, strict=True):
-            planner.commit_tensor(item, target)
-        value_items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        wanted = [self._place_of(item) for item in value_items]
-        objects = {name: self._read_value(name) for name in {each.object_name for each in wanted}}
-        for item, place in zip(value_items, wanted, strict=True):
-            data = BytesIO()
-            torch.save(place.find(objects[place.object_name]), data)
-            data.seek(0)
-            planner.load_bytes(item, data)
-
-    def _part(self, item: ReadItem, target: torch.Tensor) -> tuple[str, sw.Box, torch.Tensor]:
-        """Return the box of a tensor that an item requests, with the memory to fill."""
+def _read_tensors(
+    checkpoint: sw.Checkpoint, names: DcpNames, plan: LoadPlan, planner: LoadPlanner
+) -> None:
+    """Fill the tensors of a plan."""
+    items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+    targets = [planner.resolve_tensor(item).detach() for item in items]
+    parts = []
+    for item, target in zip(items, targets, strict=True):
         fqn = item.storage_index.fqn
-        name = self.names.tensors.get(fqn, "")
+        name = names.tensors.get(fqn, "")
         box = sw.Box(tuple(item.storage_offsets), tuple(item.lengths))
-        saved = self.checkpoint.get(name)
-        if saved is None or not sw.Box((0,) * saved.ndim, tuple(saved.shape)).contains(box):
+        saved = checkpoint.get(name)
+        if saved is None or not sw.Box.whole(tuple(saved.shape)).contains(box):
             has = "no tensor" if saved is None else f"has {[*saved.shape]}"
-            raise self._lacking(f"{fqn}{box}", has)
+            raise _lacking(checkpoint, f"{fqn}{box}", has)
         if tuple(target.shape) != box.shape:
             raise sw.MismatchError(
-                f"{self.checkpoint.path}: the planner resolved an item to another shape:",
+                f"{checkpoint.path}: the planner resolved an item to another shape:",
                 [f"{fqn}{box}: a tensor of shape {list(target.shape)}"],
             )
-        return name, box, target
+        parts.append((name, box, target))
+    checkpoint.read_parts(parts, cast=True)
+    for item, target in zip(items, targets, strict=True):
+        planner.commit_tensor(item, target)
 
-    def _place_of(self, item: ReadItem) -> SavedValue:
-        name = item.storage_index.fqn
-        if name not in self.names.values:
-            raise self._lacking(name, "no plain value")
-        return self.names.values[name]
 
-    def _lacking(self, requested: str, has: str) -> sw.MismatchError:
-        summary = f"{self.checkpoint.path}: the planner requests what the checkpoint lacks:"
-        return sw.MismatchError(summary, [f"{requested}: {has}"])
+def _read_values(
+    checkpoint: sw.Checkpoint, names: DcpNames, plan: LoadPlan, planner: LoadPlanner
+) -> None:
+    """Give the values of a plan to the planner."""
+    objects: dict[str, Any] = {}
+    for item in plan.items:
+        if item.type != LoadItemType.BYTE_IO:
+            continue
+        place = names.values.get(item.storage_index.fqn)
+        if place is None:
+            raise _lacking(checkpoint, item.storage_index.fqn, "no plain value")
+        if place.object_name not in objects:
+            value = checkpoint[place.object_name]
+            # A value that is itself a NumPy array is stored as a tensor.
+            is_array = isinstance(value, sw.SavedTensor)
+            objects[place.object_name] = value.tensor().numpy() if is_array else value
+        data = BytesIO()
+        torch.save(place.find(objects[place.object_name]), data)
+        data.seek(0)
+        planner.load_bytes(item, data)
 
-    def _read_value(self, name: str) -> object:
-        """Return a value. One that is itself a NumPy array is stored as a tensor."""
-        value = self.checkpoint[name]
-        return value.tensor().numpy() if isinstance(value, sw.SavedTensor) else value
+
+def _lacking(checkpoint: sw.Checkpoint, requested: str, has: str) -> sw.MismatchError:
+    summary = f"{checkpoint.path}: the planner requests what the checkpoint lacks:"
+    return sw.MismatchError(summary, [f"{requested}: {has}"])
 
 
 def _describe(saved: sw.SavedTensor) -> TensorStorageMetadata:

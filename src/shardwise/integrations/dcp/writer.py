@@ -147,9 +147,8 @@ class StorageWriter(storage.StorageWriter):
         written = [result for results_of_rank in results for result in results_of_rank]
         try:
             parts = [each.storage_data.part for each in written]
-            state = _flat_state(metadata, written)
-            named = name_state(state)
-            save.commit([each for each in parts if each is not None], named.values, named.tensors)
+            tensors, values = name_state(_flat_state(metadata, written))
+            save.commit([each for each in parts if each is not None], values, tensors)
         finally:
             self._end_save()
         metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save.save_id)

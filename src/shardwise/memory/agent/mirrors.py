@@ -18,7 +18,7 @@ from shardwise.memory.mirror_tasks import (
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import StorageTask
 from shardwise.store import open_store
-from shardwise.tiers.mirroring import Mirroring, SavedSteps, TierRules
+from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.worker import MirrorWorker
 
 POLL_PERIOD = 1.0
@@ -97,7 +97,7 @@ class Mirrors:
                 active.worker is not None and not active.worker.is_failing
             ):
                 if active.worker is not None and active.task != task:
-                    active.worker.set_saved(_saved_steps(task))
+                    active.worker.set_saved(task.newest, task.damaged)
                 active.task = task
                 return
         if active is not None:
@@ -141,22 +141,17 @@ def _have_same_tiers(before: StorageTask, after: StorageTask) -> bool:
     return tiers(before) == tiers(after)
 
 
-def _saved_steps(task: StorageTask) -> SavedSteps:
-    return SavedSteps(task.newest, frozenset(task.damaged))
-
-
 def _start_worker(task: StorageTask) -> MirrorWorker | None:
     """Start a thread for a task; return None if its stores cannot be opened."""
     mirror = task.mirror
     if mirror is None:
         return None
     try:
-        rules = TierRules(task.rules, mirror.rules(), mirror.budget)
-        mirroring = Mirroring(open_store(task.root), open_store(mirror.place), rules)
+        mirroring = Mirroring(open_store(task.root), task.rules, mirror.options())
     except (ShardwiseError, OSError, ValueError) as error:
         log.error("the mirror %s of %s cannot be used: %s", mirror.place, task.root, error)
         return None
     worker = MirrorWorker(mirroring, lowers_priority=True)
-    worker.set_saved(_saved_steps(task))
+    worker.set_saved(task.newest, task.damaged)
     worker.start()
     return worker
