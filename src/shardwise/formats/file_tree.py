@@ -17,7 +17,6 @@ from shardwise.formats.containers.pickle_values import UnknownObject, allow_as_i
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import BufferedEnds, BytesFile, FileRange
 from shardwise.formats.containers.safetensors import is_safetensors
-from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
     LARGEST_PICKLE,
     MOST_NAMES_SHOWN,
@@ -331,7 +330,7 @@ class FileTree:
                 whose arrays name one of them.
         """
         cache = ParseCache() if once else None
-        allowed = {**RANK_TENSOR_NAMES, **allow_as_instances(*classes)}
+        allowed = allow_as_instances(*classes)
         skip = self.skip_unknown if skip_unknown is None else skip_unknown
         return self.read_each(
             names,
@@ -342,7 +341,7 @@ class FileTree:
 
     def load_range(self, file: FileRange) -> Any:
         """Return the value in a range that contains a file of torch.save; see `load`."""
-        return read_torch_file(file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=self.skip_unknown)
+        return read_torch_file(file, skip_unknown=self.skip_unknown)
 
     def load_pickle(self, name: str, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a file that is a pickle; see `load`.

@@ -15,7 +15,6 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     UnknownObject,
 )
-from shardwise.formats.containers.torch_values import Storage
 from shardwise.formats.foreign import StoredArray, StoredTensor
 from shardwise.formats.nested import STORED
 from shardwise.state.plain_values import JsonValue, encode
@@ -83,10 +82,6 @@ class _Encoder:
     def convert(self, value: Any) -> Any:
         if isinstance(value, STORED):
             return self._make_meta_tensor(value)
-        if isinstance(value, Storage):
-            return self._make_meta_tensor(
-                StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
-            )
         if isinstance(value, PickledInstance):
             fields = {key: self.convert(item) for key, item in value.fields.items()}
             if value.name in _NAMESPACE_CLASSES:
