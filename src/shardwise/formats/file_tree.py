@@ -297,7 +297,7 @@ class FileTree:
             list(pool.map(read_file, groups))
         return [values[index] for index in range(len(parts))]
 
-    def load(self, name: str, *, classes: Iterable[str] = ()) -> Any:
+    def load(self, name: str, *, classes: Iterable[str] = (), kind: type = object) -> Any:
         """Return the value in a file of torch.save. No tensor is read, and no code runs.
 
         Tensors become `StoredArray`s, and parts of DTensors and ShardedTensors `StoredPart`s.
@@ -305,25 +305,27 @@ class FileTree:
         Args:
             name: the name of the file.
             classes: classes whose instances become `PickledInstance`s: "package.module.Class".
+            kind: the type that the value must have, for example `dict`.
 
         Raises:
-            FormatError: the file is missing or malformed, or contains objects that are not read
-                from pickles.
+            FormatError: the file is missing or malformed, has a value of another kind, or contains
+                objects that are not read from pickles.
         """
-        return self.load_each([name], classes=classes)[name]
+        return self.load_each([name], classes=classes, kind=kind)[name]
 
     def load_each(
         self,
         names: Iterable[str],
         *,
         classes: Iterable[str] = (),
+        kind: type = object,
         skip_unknown: bool | None = None,
         once: bool = False,
     ) -> dict[str, Any]:
         """Return the value in each file of torch.save, by name; see `load`.
 
         Args:
-            classes: as for `load`.
+            classes, kind: as for `load`.
             skip_unknown: leave out objects that are not read from pickles; None for the user's
                 choice.
             once: parse equal pickles of several files once. These files then share one value,
@@ -332,12 +334,19 @@ class FileTree:
         cache = ParseCache() if once else None
         allowed = allow_as_instances(*classes)
         skip = self.skip_unknown if skip_unknown is None else skip_unknown
-        return self.read_each(
-            names,
-            lambda file: read_torch_file(
-                file, also_allowed=allowed, skip_unknown=skip, cache=cache
-            ),
-        )
+
+        def load(file: FileRange) -> Any:
+            value = read_torch_file(file, also_allowed=allowed, skip_unknown=skip, cache=cache)
+            if isinstance(value, kind):
+                return value
+            if isinstance(value, UnknownObject):
+                raise FormatError(f"{file.label}: {value.reason}")
+            raise FormatError(
+                f"{file.label}: expected a {kind.__name__}, found {type(value).__name__}: copy the "
+                "file again from an intact source"
+            )
+
+        return self.read_each(names, load)
 
     def load_range(self, file: FileRange) -> Any:
         """Return the value in a range that contains a file of torch.save; see `load`."""
